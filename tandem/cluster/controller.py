@@ -107,15 +107,15 @@ class Controller:
         return await self._election.release_workers()
 
     async def wait_until_decided(self) -> str:
-        """Wait until this controller leads or knows a leader that has taken over the workers; return its own address.
+        """Wait until this controller leads or knows the leader; return this controller's address.
 
-        Raises Unavailable if this controller stops.
+        A leader is known once it has taken over the workers. Raises Unavailable if this controller stops.
         """
         await self._election.wait_until_decided()
         return self._address
 
     async def _continue_router(self) -> None:
-        """Adopt the live router of the dead controller that this one replaces, and kill its other routers."""
+        """Adopt the live router of this controller's dead predecessor, and kill the predecessor's other routers."""
         before = self._config.before
         if before is None:
             return

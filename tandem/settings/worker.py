@@ -113,7 +113,7 @@ class WorkerSettings(Settings):
     quarantine_s: float = 5.0
     """Seconds of quarantine for the pages to which a dead prefill worker on the same host may have written.
 
-    The time starts when the prefill worker's write window ends; then the pages are free.
+    The quarantine begins at the end of the prefill worker's write window; after the quarantine the pages are free.
     """
     quarantine_far_s: float = 60.0
     """Like `quarantine_s`, for a prefill worker on another or unknown host, whose writes may arrive much later."""

@@ -133,8 +133,8 @@ class BatchGrowth:
 
         `targets` are the inter-token targets of the running requests in seconds, ascending; infinite = no target.
         Targets that the running rows miss already are ignored. A request that joins is assumed to have the mean context
-        of the rows that run or ran last. If even a batch of one request would miss the target, the batch is not
-        limited, because keeping requests waiting would not help to meet it.
+        of the rows that run or ran last. If even a batch of one request would miss the strictest target, the batch is
+        not limited, because keeping requests waiting would not help to meet it.
         """
         if running.decode_rows:
             self._context = running.decode_context_tokens / running.decode_rows

@@ -1,4 +1,4 @@
-"""The other controllers of a cluster, one for each live `tandem up` of its name, ordered by age.
+"""The other controllers of a cluster, one for each live `tandem up` with the cluster's name, ordered by age.
 
 Ray's head gives each controller a new, greater number, so the controller with the higher number is the younger one.
 """

@@ -65,7 +65,7 @@ class ClusterHealth:
     operations_address: str = ""
     """Address of the router's metrics and traces if `http_address` uses TLS, else empty."""
     kept_at: str = ""
-    """The other controller that supervises the workers, host:port; empty = this controller supervises them."""
+    """host:port of the other controller that supervises the workers; empty = this controller supervises them."""
     state: ControllerState | None = None
     """The target state of the workers, for the controller that replaces this one if it dies.
 
