@@ -121,7 +121,7 @@ def field_name(field: Field[Any]) -> str:
 
 
 class Settings:
-    """Base class of the dataclasses of the settings tree; their fields are settings or branches, again `Settings`."""
+    """Base class of the dataclasses of the settings tree; a field is a setting or a branch, again a `Settings`."""
 
     __slots__ = ()
 

@@ -36,9 +36,9 @@ NOBODY_OF_OURS = (
     grpc.StatusCode.UNIMPLEMENTED,
     grpc.StatusCode.UNAUTHENTICATED,
 )
-"""Status codes of a probe that no worker of this cluster returns.
+"""Status codes of a probe which show that no worker of this cluster listens at the address.
 
-Nothing listens at the address, or the process that has the port now is no worker or belongs to another cluster.
+Nothing listens there, or the process that has the port now is no worker or belongs to another cluster.
 """
 REFRESH_S = 1.0
 """The interval at which the worker's facts are compared with those last sent to the controller, in seconds."""

@@ -65,8 +65,8 @@ class ForwardingServicer(ClusterServicer):
     ) -> AsyncIterator[cluster_pb2.Membership]:
         """Stream the membership once it is complete, and after each change.
 
-        This controller may replace one that died: until its own membership is complete, routers and workers keep the
-        last membership of the dead one.
+        If this controller replaces a dead one, routers and workers keep the dead controller's last membership until the
+        membership of this controller is complete.
         """
         await self._registry.complete.wait()
         async for membership in super().Watch(request, context):

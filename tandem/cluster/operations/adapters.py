@@ -110,7 +110,7 @@ class Adapters:
         await self._changes.to_its_end(self._unload(name))
 
     def inherit(self) -> None:
-        """Initialize the list from the leader that was followed or, without one, from the config and the live workers.
+        """Initialize the list from the leader that was followed; if there was none, from config and live workers.
 
         A live worker's adapter replaces an adapter of the config with the same name only if both have the same folder.
         """

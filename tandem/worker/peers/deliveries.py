@@ -1,6 +1,6 @@
 """Reports to each decode worker the leases whose transfer notices were sent to it.
 
-A transfer notice says that all pages of a lease were written. It is sent once and is not answered. The decode worker
+A transfer notice completes the transfer of a lease's pages. It is sent once and is not answered. The decode worker
 therefore gets a later report of the leases whose notices were sent long ago: if a notice was lost, the decode worker
 would otherwise keep the lease's pages for as long as this process lives.
 """

@@ -60,7 +60,7 @@ class Watchdog:
     def check_device(self) -> bool:
         """End the worker if its device hangs, and return True if it hangs.
 
-        No wait for the device may delay this call.
+        This call must never wait for the device.
         """
         stuck = self._stuck()
         if stuck:
