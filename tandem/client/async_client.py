@@ -155,7 +155,7 @@ class AsyncClient:
         return answer.found
 
     async def model(self) -> inference_pb2.GetModelInfoResponse:
-        """Return the properties of the served model. Raises Unavailable if no worker has loaded it."""
+        """Return the properties of the served model. Raises Unavailable if no worker has loaded the model."""
         found: inference_pb2.GetModelInfoResponse = await self._unary(
             self._stub.GetModelInfo, inference_pb2.GetModelInfoRequest()
         )

@@ -159,7 +159,7 @@ class Client:
         return answer.found
 
     def model(self) -> inference_pb2.GetModelInfoResponse:
-        """Return the properties of the served model. Raises Unavailable if no worker has loaded it."""
+        """Return the properties of the served model. Raises Unavailable if no worker has loaded the model."""
         found: inference_pb2.GetModelInfoResponse = self._unary(
             self._stub.GetModelInfo, inference_pb2.GetModelInfoRequest()
         )

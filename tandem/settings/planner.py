@@ -38,7 +38,7 @@ class Range:
 
 
 def parse_range(option: str, text: str) -> Range:
-    """Parse "MIN:MAX", a range that includes both. Raises InvalidArgument, which names `option`, for other texts."""
+    """Parse "MIN:MAX", both ends included. Raises InvalidArgument, which names `option`, for other texts."""
     low, colon, high = text.partition(":")
     if not (colon and low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
         refuse(option, f"{text!r} is not MIN:MAX with 1 <= MIN <= MAX; 1:8 is, for example")

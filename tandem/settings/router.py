@@ -174,7 +174,7 @@ class RouterSettings(Settings):
     ids may have as many ids as the model's context.
     """
     max_tokenizing_bytes: int = setting(32 << 20, above=0)
-    """The maximum bytes of prompts that wait to be parsed and tokenized, which takes about one second per MiB.
+    """The maximum number of bytes of prompts that wait for parsing and tokenization (about one second per MiB).
 
     Above the limit, the router rejects the newest request of the tenant with the most waiting bytes.
     """
@@ -192,7 +192,7 @@ class RouterSettings(Settings):
     slow_window_s: float = setting(60.0, above=0)
     """The length of the window in which the router keeps the slowest request of each latency bucket, in seconds."""
     max_deferral_s: float = setting(30.0, above=0)
-    """The maximum time for which requests with a TTFT target overtake a request without one, in seconds."""
+    """The maximum time for which requests with a TTFT target may overtake a request without a target, in seconds."""
     max_choices: int = 16
     """The maximum number of answers to one request (`n`); each answer counts as a separate request."""
     max_stop_strings: int = 16
@@ -222,7 +222,7 @@ class RouterSettings(Settings):
     last tokens are never delayed, nor are tokens whose ITL target the delay would violate.
     """
     chunk_delay_max_s: float = 0.025
-    """The maximum time for which a token is held back to share a chunk with later ones, in seconds."""
+    """The maximum time in seconds for which a token is held back to share a chunk with later tokens."""
     tokenizer_threads: int = setting(2, above=0)
     """The number of threads that parse large requests and encode prompts."""
 

@@ -47,7 +47,7 @@ class Setting:
     variable: str = ""
     """Environment variable; empty = TANDEM_ followed by the option's name."""
     aliases: tuple[str, ...] = ()
-    """Further names of the option, which are vLLM's names for it."""
+    """Further names of the option: vLLM's names for the same option."""
     metavar: str | None = None
     kind: Any = None
     """Type of the option's value; None = the field's type."""

@@ -1,7 +1,7 @@
 """The Ray actor around a worker process, with the methods that controllers call; requests never pass through it.
 
-A worker that may outlive its controller is a detached actor: no other process owns it, it answers any controller of its
-namespace, and it ends by itself after a given time without contact to a controller.
+A worker that may outlive its controller is a detached actor: no other process owns it, any controller of its namespace
+may call it, and it ends by itself after a given time without contact to a controller.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ CONTROLLER = "controller-"
 
 
 class WorkerActor:
-    """The Ray actor that runs a worker, which listens on its node's address and ignores the host of `config`.
+    """The Ray actor that runs a worker; the worker listens on its node's address and ignores the host of `config`.
 
     Its methods are coroutines, so `run` can stay pending while others are called.
     """

@@ -35,7 +35,7 @@ class SupervisedWorkers(Protocol):
         """Supervise all live workers and start missing ones."""
 
     async def release_workers(self) -> Handover:
-        """Release all workers to another controller without stopping any that serves."""
+        """Release all workers to another controller; workers that serve keep serving."""
 
     async def mirror_membership(self, address: str) -> None:
         """Mirror the membership of the controller at this address, until cancelled."""

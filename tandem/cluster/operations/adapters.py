@@ -7,8 +7,8 @@ controller that takes over starts with the list of the leader that it followed; 
 of the config and of the live workers.
 
 Changes are sequential. An adapter enters the list once every live worker has loaded it with the same hash; if one
-worker fails, all unload it. An adapter leaves the list before the workers unload it, and no worker reuses its slot
-while a request on any worker uses the adapter.
+worker fails, all workers unload the adapter. An adapter leaves the list before the workers unload it, and no worker
+reuses its slot while a request on any worker uses the adapter.
 """
 
 import asyncio
@@ -94,7 +94,7 @@ class Adapters:
         self._retry: asyncio.TimerHandle | None = None
 
     async def load(self, name: str, path: str) -> AdapterFacts:
-        """Have every worker load the adapter in the folder `path`; return it once requests may name it.
+        """Have every worker load the adapter in the folder `path`; return the adapter once requests may name it.
 
         Raises InvalidArgument, with the worker and the reason, if a worker cannot serve the adapter or the name is
         taken; ResourceExhausted if a worker has no free slot; FailedPrecondition if adapters may not change. A running
@@ -169,7 +169,7 @@ class Adapters:
         return loaded
 
     async def _load_everywhere(self, adapter: AdapterFacts) -> AdapterFacts:
-        """Have all live workers load the adapter; return it once all are registered with it.
+        """Have all live workers load the adapter; return the adapter once all workers are registered with it.
 
         Workers that start meanwhile count too.
         """

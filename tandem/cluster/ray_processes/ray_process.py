@@ -33,8 +33,8 @@ def on_this_node() -> Any:
 def place_here() -> Any:
     """Return a placement group on this process's node, for actors that end with this process.
 
-    Ray ends the actors of a placement group when the job that created the group ends. A detached actor in the group
-    therefore outlives the actor that created it, but not the job.
+    Ray ends the actors of a placement group when the job that created the group ends. A detached actor in the group,
+    such as a router, therefore outlives the controller that created the actor, but not the job.
     """
     import ray
     from ray.util.placement_group import placement_group
@@ -52,7 +52,7 @@ def in_group(group: Any) -> Any:
 
 
 def node_address() -> str:
-    """Return the address at which all other nodes reach this one; loopback if there are no others."""
+    """Return the address at which all other nodes reach this node; loopback if there are no other nodes."""
     from ray.util import get_node_ip_address
 
     return str(get_node_ip_address())

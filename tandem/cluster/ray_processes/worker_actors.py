@@ -57,7 +57,7 @@ class WorkerActors:
         self._groups: dict[str, Any] = {}
 
     async def spawn(self, slot: Slot, assignment: Assignment, incarnation: int) -> Process:
-        """Spawn a worker process in `slot`; it has `assignment` until the controller sends it another one."""
+        """Spawn a worker process in `slot`; the worker has `assignment` until the controller sends another one."""
         from tandem.worker.actor import WorkerActor
 
         options = {

@@ -1,4 +1,4 @@
-"""Incarnation numbers of processes: each is new and greater than all earlier ones, independent of any clock."""
+"""Incarnation numbers of processes: each number is greater than all earlier ones and does not depend on a clock."""
 
 import secrets
 

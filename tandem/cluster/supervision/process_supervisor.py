@@ -33,7 +33,7 @@ WAITS_FOR_NODE = "waiting for a node with free capacity"
 
 
 class Process(ABC):
-    """A spawned process, owned by its supervisor, which ends it."""
+    """A spawned process; its supervisor owns it and ends it."""
 
     async def placed(self) -> None:
         """Wait until a node for the process is available, without a time limit."""
@@ -120,7 +120,7 @@ class ProcessSupervisor:
         )
 
     def stop(self) -> None:
-        """End the process and start no other one; `run` then returns."""
+        """End the process without starting another one; `run` then returns."""
         self._stopping.set()
         self._ending.set()
         self._wanted.set()

@@ -19,7 +19,7 @@ GPU = "GPU"
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A slot of the cluster, filled by one worker at a time; its id outlives the processes that fill it."""
+    """A slot of the cluster for one worker at a time; the slot's id outlives the processes that fill the slot."""
 
     worker_id: str
     role: Role

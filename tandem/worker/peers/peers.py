@@ -167,7 +167,7 @@ class Peers(DecodePeers):
         return False
 
     async def allocate_pages(self, destination: Destination, pages: int) -> AllocatedPages:
-        """Request from the decode worker the pages for the last part of the prompt, which it has not cached.
+        """Request pages from the decode worker for the last part of the prompt, which the decode worker has not cached.
 
         `pages` is the number of pages of the whole prompt.
         """
@@ -298,7 +298,7 @@ class Peers(DecodePeers):
     # ---- inside ----
 
     def _add_pending_release(self, peer: PeerRef, leases: Sequence[Destination]) -> None:
-        """Hold back reports for a worker that is assumed dead, which needs them if it turns out to be alive."""
+        """Hold back reports for a worker that is assumed dead; they are sent if the worker turns out to be alive."""
         if self._gone.is_last(peer):
             self._owed.setdefault(peer, deque(maxlen=MOST_WAITING)).extend(leases)
 
