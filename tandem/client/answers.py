@@ -35,7 +35,7 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class TokenScore:
-    """The log probability of one token of an answer, and the log probabilities of the most likely tokens there."""
+    """The log probability of a token of an answer or prompt, and those of the most likely tokens at its position."""
 
     chosen: ScoredToken
     top: Sequence[ScoredToken]
@@ -67,7 +67,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The prompt of an answer; each field is empty unless an option of the request asks for it."""
+    """The prompt of an answer; each field is empty unless an option of the request selects it."""
 
     text: str = ""
     """The prompt's text, if the request sets `echo`."""
@@ -99,7 +99,7 @@ class Answer:
     cached_tokens: int
     """The number of prompt tokens whose KV came from a prefix cache."""
     prompt: Prompt
-    """The parts of the prompt that the request's options ask for."""
+    """The parts of the prompt that the request's options select."""
     timeline: Timeline
     """The lifecycle events of the request in the cluster, and the workers that served it."""
 

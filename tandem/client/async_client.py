@@ -116,7 +116,7 @@ class AsyncClient:
         return self._stream(self._stub.Generate, generate_request(prompts, options))
 
     async def tokenize(self, text: str, *, spell: bool = False, **options: Unpack[GenerateOptions]) -> Tokens:
-        """Return the token ids of a text, encoded as `generate` does with the same options.
+        """Return the token ids that `generate` would use for a text with the same options.
 
         `spell` also requests the text of each token.
         """
@@ -126,7 +126,7 @@ class AsyncClient:
     async def tokenize_chat(
         self, conversation: Conversation, *, spell: bool = False, **options: Unpack[ChatOptions]
     ) -> Tokens:
-        """Return the token ids of a conversation, encoded as `chat` does with the same options.
+        """Return the token ids that `chat` would use for a conversation with the same options.
 
         `spell` also requests the text of each token.
         """
@@ -155,7 +155,7 @@ class AsyncClient:
         return answer.found
 
     async def model(self) -> inference_pb2.GetModelInfoResponse:
-        """Return the properties of the served model. Raises Unavailable if no worker has loaded it."""
+        """Return the properties of the served model. Raises Unavailable if no worker has loaded the model."""
         found: inference_pb2.GetModelInfoResponse = await self._unary(
             self._stub.GetModelInfo, inference_pb2.GetModelInfoRequest()
         )

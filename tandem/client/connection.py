@@ -30,7 +30,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class Wording:
-    """The texts of errors that the client words itself, and the name that they use for the API key argument.
+    """The texts of the client's own errors, and `key_name`, the API key's name in the error for an invalid key.
 
     In the texts, `{router}` is replaced by "the router at ADDRESS", and `{details}` by gRPC's error message.
     """

@@ -51,14 +51,14 @@ class Tool:
 class Options(TypedDict, total=False):
     """Keyword arguments of every request; for an absent argument the default of the router or the model applies.
 
-    `GenerationOptions` in proto/tandem/v1/inference.proto describes `max_tokens` and all later arguments. At most one
-    of `json_schema`, `regex`, `grammar` and `choice` may be given; it determines the format of the answers.
+    `GenerationOptions` in proto/tandem/v1/inference.proto describes `max_tokens` and all arguments after it. At most
+    one of `json_schema`, `regex`, `grammar` and `choice` may be given; it determines the format of the answers.
     """
 
     model: str
     """The name of the model; absent = the served model."""
     request_id: str
-    """The request id, with which `abort` can cancel it; absent = the router generates an id.
+    """The id of the request, with which `abort` can cancel the request; absent = the router generates an id.
 
     It must be unique among the client's running requests.
     """

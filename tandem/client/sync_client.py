@@ -120,7 +120,7 @@ class Client:
         return self._stream(self._stub.Generate, generate_request(prompts, options))
 
     def tokenize(self, text: str, *, spell: bool = False, **options: Unpack[GenerateOptions]) -> Tokens:
-        """Return the token ids of a text, encoded as `generate` does with the same options.
+        """Return the token ids that `generate` would use for a text with the same options.
 
         `spell` also requests the text of each token.
         """
@@ -130,7 +130,7 @@ class Client:
     def tokenize_chat(
         self, conversation: Conversation, *, spell: bool = False, **options: Unpack[ChatOptions]
     ) -> Tokens:
-        """Return the token ids of a conversation, encoded as `chat` does with the same options.
+        """Return the token ids that `chat` would use for a conversation with the same options.
 
         `spell` also requests the text of each token.
         """
@@ -159,7 +159,7 @@ class Client:
         return answer.found
 
     def model(self) -> inference_pb2.GetModelInfoResponse:
-        """Return the properties of the served model. Raises Unavailable if no worker has loaded it."""
+        """Return the properties of the served model. Raises Unavailable if no worker has loaded the model."""
         found: inference_pb2.GetModelInfoResponse = self._unary(
             self._stub.GetModelInfo, inference_pb2.GetModelInfoRequest()
         )

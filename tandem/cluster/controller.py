@@ -60,7 +60,7 @@ class Controller:
         self._incarnations = incarnations
         """The source of the routers' incarnation numbers."""
         self._router_lived = False
-        """True if the router of the previous controller, which died, was taken over."""
+        """True if this controller has adopted the router of a previous controller that died."""
         self._supervisor = WorkerSupervisor(config, self._registry, RayOrphanedWorkers())
         others: Controllers = RayControllers() if cluster.workers_outlive_s else NoControllers()
         self._election = LeaderElection(config.number, others, self._supervisor)
@@ -107,12 +107,15 @@ class Controller:
         return await self._election.release_workers()
 
     async def wait_until_decided(self) -> str:
-        """Wait until this controller leads or mirrors a settled leader; return the address of this controller."""
+        """Wait until this controller leads or knows the leader; return this controller's address.
+
+        A leader is known once it has taken over the workers. Raises Unavailable if this controller stops.
+        """
         await self._election.wait_until_decided()
         return self._address
 
     async def _continue_router(self) -> None:
-        """Adopt the live router of the controller that this one replaces, and kill the other routers that it left."""
+        """Adopt the live router of this controller's dead predecessor, and kill the predecessor's other routers."""
         before = self._config.before
         if before is None:
             return
@@ -170,11 +173,11 @@ class Controller:
         await self._stopped.wait()
 
     async def stop(self, *, leave_workers: bool = False) -> bool:
-        """Stop the router, then the workers, then the listener; return True if the workers live on.
+        """Stop the router, then the workers, then the listener; return True if the workers keep running.
 
-        Workers live on only if the config lets them outlive their controller, and then in three cases: `leave_workers`
-        is set; another controller lives; or this controller's start is not complete and another controller started the
-        workers.
+        Workers keep running only if the config lets them outlive their controller, and then in three cases:
+        `leave_workers` is set; another controller runs; or this controller's start is not complete and another
+        controller started the workers.
         """
         if self._taking_over is not None:
             self._taking_over.cancel()

@@ -70,8 +70,8 @@ class ControllerProcess:
         """Return the health of all processes, as the controller knows it.
 
         Raises Unavailable if the controller is dead or fails. A controller that does not respond within the hang
-        deadline is killed. The deadline counts short waits instead of reading a clock: if this process itself is
-        stopped for a while, only one of the waits expires.
+        deadline is killed. The deadline is measured as a number of short waits, not by a clock, so that only one wait
+        expires if this process itself is stopped for a while.
         """
         import ray
 
@@ -108,7 +108,7 @@ class ControllerProcess:
         self.serves()
 
     def stop(self, timeout_s: float, *, leave_workers: bool) -> bool:
-        """Stop the controller and all processes that it supervises; return True if the workers live on.
+        """Stop the controller and the processes that it supervises; return True if the workers keep running.
 
         Raises Unavailable if the controller does not respond within `timeout_s` seconds.
         """

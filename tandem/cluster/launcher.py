@@ -43,12 +43,12 @@ No restart can succeed if Ray itself is gone.
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """One progress report: of the start-up, or of a process that later dies or serves again.
+    """A report of the start of one process, or of a process that ends or serves again after the start.
 
-    During start-up `name` is "Ray" or a process ("router", "prefill-0"), `detail` its current activity, `fraction` the
-    part of that activity that is done, and `done` is True once the process serves. After the start-up `done` is True if
-    the process serves again; otherwise the process is gone and `detail` is the reason. A `note` is a sentence that
-    replaces all other fields.
+    During the start, `name` is "Ray" or a process ("router", "prefill-0"), `detail` the current activity, and
+    `fraction` the part of that activity that is complete; `done` is True once the process serves. After the start,
+    `done` is True if the process serves again; if it is False, the process has ended and `detail` is the reason. If
+    `note` is set, it is a sentence to show instead of all other fields.
     """
 
     name: str
@@ -110,7 +110,7 @@ class Cluster:
         )
         self._leave_workers = False
         self.left_workers = False
-        """True if workers lived on when the cluster stopped."""
+        """True if workers kept running when the cluster stopped."""
         self._controller: ControllerProcess | None = None
         self._thread = threading.Thread(target=self._live, name="tandem-cluster", daemon=True)
 
@@ -119,7 +119,7 @@ class Cluster:
         """Start all processes and wait until they serve.
 
         `progress` is called from another thread. Raises a TandemError with the reason if the cluster cannot serve. On
-        any exception, including KeyboardInterrupt, all processes are stopped except workers that lived before.
+        any exception, including KeyboardInterrupt, all processes are stopped except workers that were already running.
         """
         cluster = cls(config, progress)
         cluster._thread.start()
@@ -162,9 +162,9 @@ class Cluster:
     def stop(self, timeout_s: float = KILL_AFTER_S, *, leave_workers: bool = False) -> None:
         """Stop every process of the cluster and remove its files; return when they are gone. Idempotent.
 
-        Workers that may outlive the cluster live on if `leave_workers` is set or if another `tandem up` serves with
-        them. A process that is still running `timeout_s` seconds after the config's grace, such as a hanging Ray, is
-        killed.
+        Workers that may outlive the cluster keep running if `leave_workers` is set or if another `tandem up` serves
+        with them. A process that is still running `timeout_s` seconds after the config's grace, such as a hanging Ray,
+        is killed.
         """
         self._leave_workers = leave_workers
         self._stopping.set()
@@ -256,7 +256,7 @@ class Cluster:
         )
 
     def _await_serving(self, controller: ControllerProcess) -> ClusterHealth | None:
-        """Poll until all processes serve and return their health; None = `stop` came first.
+        """Poll until all processes serve, and return their health; None if `stop` was called first.
 
         Raises Unavailable if a process dies before it serves, and DeadlineExceeded after `start_timeout_s` seconds.
         """
@@ -296,7 +296,7 @@ class Cluster:
 
 
 def _restore_sigterm() -> None:
-    """Reinstall Python's SIGTERM handler: Ray's core replaces it by one that dies with a stack dump."""
+    """Reinstall Python's SIGTERM handler, because Ray's core installs one that ends the process with a stack dump."""
     handler = signal.getsignal(signal.SIGTERM)
     if handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)

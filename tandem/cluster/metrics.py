@@ -1,6 +1,6 @@
 """The cluster-wide metrics at one address, and the list of scrape targets for Prometheus' HTTP service discovery.
 
-Each process counts for itself and is scraped on every request; the controller neither caches nor sums anything.
+Each process keeps its own metrics and is scraped on every request; the controller neither caches nor sums anything.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ClusterMetrics:
         self._answered: dict[str, bool] = {}
         self.registry = Registry({"model": model, "worker": _ME})
         self._facts_now: Facts = {}
-        """The values of the next page, copied because workers change on the event loop while a thread renders it."""
+        """The values of the next metrics page, copied because a thread renders the page while workers may change."""
         self.registry.read(lambda: self._facts_now)
         self._own = metrics_page(Exposition(self.registry))
         self._listener = MetricsServer({METRICS_PATH: self._metrics, DISCOVERY_PATH: self._discovery}, keys)

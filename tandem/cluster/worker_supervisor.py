@@ -93,7 +93,7 @@ class WorkerSupervisor:
             model_names=(cluster.model_name, *cluster.model_aliases),
         )
         self.taken_over: frozenset[str] = frozenset()
-        """The workers that another controller started."""
+        """The names of the workers that another controller started and that this controller has taken over."""
         self.started = asyncio.Event()
         """Set once the cluster serves; from then on taken-over workers may be changed."""
         self._metrics: ClusterMetrics | None = None
@@ -171,7 +171,7 @@ class WorkerSupervisor:
         await mirror(address, self._config.token, self._registry)
 
     async def stop(self, *, end_workers: bool) -> None:
-        """End all workers and release their resources, or let the workers live on if `end_workers` is False."""
+        """End all workers and release their resources, or leave the workers running if `end_workers` is False."""
         if not end_workers:
             await self._leave()
             return

@@ -1,6 +1,6 @@
 """Raises the error of a wrong setting.
 
-The error's module is imported on use, because it imports gRPC, which `tandem --help` does without.
+The error's module is imported on use, because it imports gRPC, which `tandem --help` does not need.
 """
 
 from typing import NoReturn

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tandem.settings.setting import Settings, Topic, setting
 
 _FILES_SHARE = 3
-"""The divisor of the process's file descriptors: each of the two servers (HTTP, gRPC) may use one third."""
+"""Each of the two servers (HTTP, gRPC) may use 1 / `_FILES_SHARE` of the file descriptors of the process."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ class Option:
     field: Field[Any]
     setting: Setting
     file: bool = False
-    """True for the variant of a secret's option with the suffix -file, whose value is the path of a file with it."""
+    """True for a secret's second option, with the suffix -file: its value is the path of a file with the secret."""
 
     @property
     def name(self) -> str:

@@ -38,7 +38,7 @@ class Range:
 
 
 def parse_range(option: str, text: str) -> Range:
-    """Parse "MIN:MAX", a range that includes both. Raises InvalidArgument, which names `option`, for other texts."""
+    """Parse "MIN:MAX", both ends included. Raises InvalidArgument, which names `option`, for other texts."""
     low, colon, high = text.partition(":")
     if not (colon and low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
         refuse(option, f"{text!r} is not MIN:MAX with 1 <= MIN <= MAX; 1:8 is, for example")
@@ -47,7 +47,7 @@ def parse_range(option: str, text: str) -> Range:
 
 @dataclass(frozen=True, slots=True)
 class Limits(Settings):
-    """The limits of the planner's changes. A window is one observation period of `window_s`."""
+    """The limits of the planner's changes. A window is one observation period of `window_s` seconds."""
 
     prefill: Range = setting(
         Range(),
@@ -75,15 +75,15 @@ class Limits(Settings):
     )
     """The range of the total number of workers; None = the number does not change, and workers only change roles."""
     required_windows: int = 2
-    """Consecutive windows that must propose the same change before the planner makes it."""
+    """Number of consecutive windows that must lead to the same decision before the planner makes a change."""
     required_windows_down: int = 6
-    """Consecutive windows that must propose to remove workers before the planner removes one."""
+    """Like `required_windows`, for a removal of workers."""
     required_windows_back: int = 4
-    """Consecutive windows that must propose to undo a change that is less than `settled` windows old."""
+    """Like `required_windows`, for reverting a change less than `settled` windows old; the larger number applies."""
     cooldown: int = 2
-    """Windows after a change in which the planner makes no further change."""
+    """Number of windows after a change in which the planner makes no further change."""
     settled: int = 6
-    """Windows after a change, or after a sharp change of the load, until the policy learns from missed targets."""
+    """Number of windows after a change, or a sharp change of the load, until the policy learns from missed targets."""
 
 
 @dataclass(frozen=True, slots=True)

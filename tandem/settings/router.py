@@ -149,8 +149,9 @@ class RouterSettings(Settings):
     )
     """A worker responds even while it computes a step.
 
-    The default plus the heartbeat interval is at most 5 s, but longer than a process waits for a core on a busy
-    two-core host. If a silent worker responds later after all, each moved request has cost one additional prefill.
+    The default is longer than a process waits for a core on a busy two-core host, and with the heartbeat interval at
+    most 5 s. If a silent worker proves to be alive, each request that was moved away from it has cost one additional
+    prefill.
     """
     recovery_timeout_s: float = setting(
         180.0,
@@ -169,11 +170,11 @@ class RouterSettings(Settings):
     max_request_items: int = setting(1 << 18, above=0)
     """The maximum number of fields, strings and list entries of a request, counted before it is parsed.
 
-    At most a quarter of those in a JSON body may be strings, lists and objects. A prompt that is a list of token ids
-    may have as many ids as the model's context.
+    In a JSON body, at most a quarter of this number may be strings, lists and objects. A prompt that is a list of token
+    ids may have as many ids as the model's context.
     """
     max_tokenizing_bytes: int = setting(32 << 20, above=0)
-    """The maximum bytes of prompts that wait to be parsed and tokenized, which takes about one second per MiB.
+    """The maximum number of bytes of prompts that wait for parsing and tokenization (about one second per MiB).
 
     Above the limit, the router rejects the newest request of the tenant with the most waiting bytes.
     """
@@ -191,7 +192,7 @@ class RouterSettings(Settings):
     slow_window_s: float = setting(60.0, above=0)
     """The length of the window in which the router keeps the slowest request of each latency bucket, in seconds."""
     max_deferral_s: float = setting(30.0, above=0)
-    """The maximum time for which requests with a TTFT target overtake a request without one, in seconds."""
+    """The maximum time for which requests with a TTFT target may overtake a request without a target, in seconds."""
     max_choices: int = 16
     """The maximum number of answers to one request (`n`); each answer counts as a separate request."""
     max_stop_strings: int = 16
@@ -221,7 +222,7 @@ class RouterSettings(Settings):
     last tokens are never delayed, nor are tokens whose ITL target the delay would violate.
     """
     chunk_delay_max_s: float = 0.025
-    """The maximum time for which a token is held back to share a chunk with later ones, in seconds."""
+    """The maximum time in seconds for which a token is held back to share a chunk with later tokens."""
     tokenizer_threads: int = setting(2, above=0)
     """The number of threads that parse large requests and encode prompts."""
 

@@ -47,14 +47,14 @@ class Setting:
     variable: str = ""
     """Environment variable; empty = TANDEM_ followed by the option's name."""
     aliases: tuple[str, ...] = ()
-    """Further names of the option, which are vLLM's names for it."""
+    """Further names of the option: vLLM's names for the same option."""
     metavar: str | None = None
     kind: Any = None
     """Type of the option's value; None = the field's type."""
     parse: Callable[[str, Any], Any] | None = None
     """Function that converts the option's value to the field's; its first argument is the option's name for errors."""
     automatic: Any = FIELD_DEFAULT
-    """Default of an option, if it differs from the field's: `choose_hardware` replaces it by a chosen value."""
+    """Default of the option if it differs from the field's; `choose_hardware` replaces AUTO by a chosen value."""
     secret: bool = False
     """True if the value may also come from a file, whose path a second option with the suffix -file takes."""
     choices: Collection[str] | type[StrEnum] = ()
@@ -121,7 +121,7 @@ def field_name(field: Field[Any]) -> str:
 
 
 class Settings:
-    """Base class of the dataclasses of the settings tree; their fields are settings or branches, again `Settings`."""
+    """Base class of the dataclasses of the settings tree; a field is a setting or a branch, again a `Settings`."""
 
     __slots__ = ()
 

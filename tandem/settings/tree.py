@@ -11,10 +11,10 @@ S = TypeVar("S", bound=Settings)
 
 
 def fields_by_name(tree: Any) -> dict[str, tuple[str, Field[Any]]]:
-    """Return each field of the tree by its name, with its dotted path: `page_tokens` has `engine.page_tokens`.
+    """Return the fields of the tree by name, each with its dotted path, such as `engine.page_tokens` for `page_tokens`.
 
-    If several fields have the same name, the field closest to the root is returned; if these are several at the same
-    depth, the name is left out.
+    Of several fields with the same name, the one closest to the root is returned; if several are equally close, the
+    name is left out.
     """
     named: dict[str, tuple[str, Field[Any]]] = {}
     level = [("", tree)]

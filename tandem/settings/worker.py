@@ -111,9 +111,9 @@ class WorkerSettings(Settings):
     transfer_backend: str = "nixl"
     """The transport of KV pages; only `nixl` exists."""
     quarantine_s: float = 5.0
-    """Seconds until the pages to which a dead prefill worker on the same host may have written are free.
+    """Seconds of quarantine for the pages to which a dead prefill worker on the same host may have written.
 
-    The time starts when the prefill worker's write window ends.
+    The quarantine begins at the end of the prefill worker's write window; after the quarantine the pages are free.
     """
     quarantine_far_s: float = 60.0
     """Like `quarantine_s`, for a prefill worker on another or unknown host, whose writes may arrive much later."""

@@ -1,7 +1,7 @@
 """The Ray actor around a worker process, with the methods that controllers call; requests never pass through it.
 
-A worker that may outlive its controller is a detached actor: no other process owns it, it answers any controller of its
-namespace, and it ends by itself after a given time without contact to a controller.
+A worker that may outlive its controller is a detached actor: no other process owns it, any controller of its namespace
+may call it, and it ends by itself after a given time without contact to a controller.
 """
 
 import asyncio
@@ -23,13 +23,13 @@ log = logging.getLogger(__name__)
 LOOK_S = 1.0
 """The interval at which a worker that may outlive controllers checks for contact with one, in seconds."""
 LAST_GRACE_S = 30.0
-"""Seconds that requests have before a worker without controllers ends: their routers are probably gone, too."""
+"""Seconds that a worker without controllers gives its requests before it ends; their routers are probably gone, too."""
 CONTROLLER = "controller-"
 """The prefix of the names of controllers' actors."""
 
 
 class WorkerActor:
-    """The Ray actor that runs a worker, which listens on its node's address and ignores the host of `config`.
+    """The Ray actor that runs a worker; the worker listens on its node's address and ignores the host of `config`.
 
     Its methods are coroutines, so `run` can stay pending while others are called.
     """
@@ -134,8 +134,8 @@ class WorkerActor:
 def release_own_group() -> None:
     """Remove the placement group of this actor, which ends the actor.
 
-    If no controller lives that may still use them, the placement groups of this namespace that wait for a node or whose
-    worker has died are removed first.
+    If no controller runs in this namespace, the namespace's placement groups that wait for a node or whose worker has
+    died are removed first, because no controller can still use them.
     """
     import ray
     from ray.util.placement_group import (

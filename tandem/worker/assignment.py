@@ -22,7 +22,7 @@ DRAIN_LOOK_S = 0.02
 REST_S = 10.0
 """Seconds after which a warning is logged if a phase still has requests after they were aborted.
 
-Normally it is empty after one step and the writes in flight.
+Normally the phase is empty once the step in flight and the writes in flight have ended.
 """
 OTHER_ROLE, DRAINS = "has another role now", "drains"
 

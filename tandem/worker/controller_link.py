@@ -1,10 +1,10 @@
-"""The worker's registration with the controller, and its view of the other workers, which follows the membership.
+"""The worker's registration with the controller, and its list of the other workers, taken from the membership.
 
-A worker that has left the membership may be dead, draining or cut off. It counts as dead once a later incarnation has
-taken its place, or once nothing has answered at its address for a while. Both are assumptions: a worker that registers
-again is accepted again. A worker that appears has taken the place of all its earlier incarnations, including ones that
-are unknown here: they may hold leases that were granted while this worker got no membership. After a change of
-controller, the known workers stay known.
+A worker that has left the membership may be dead, draining or cut off. It counts as dead once a later incarnation of it
+has registered, or once probes of its address find no worker or another worker. Both are assumptions: a worker that
+registers again is accepted again. When a worker appears, all its earlier incarnations count as dead, including those
+that are unknown here: they may hold leases that were granted while this worker received no membership. After a change
+of controller, the known workers stay known.
 """
 
 import asyncio
@@ -36,9 +36,9 @@ NOBODY_OF_OURS = (
     grpc.StatusCode.UNIMPLEMENTED,
     grpc.StatusCode.UNAUTHENTICATED,
 )
-"""Status codes of a probe that no worker of this cluster returns.
+"""Status codes of a probe which show that no worker of this cluster listens at the address.
 
-Nothing listens at the address, or the process that has the port now is no worker or belongs to another cluster.
+Nothing listens there, or the process that has the port now is no worker or belongs to another cluster.
 """
 REFRESH_S = 1.0
 """The interval at which the worker's facts are compared with those last sent to the controller, in seconds."""
@@ -95,7 +95,8 @@ class ControllerLink:
     async def change_controller(self, address: str) -> None:
         """Register with the controller at `address` from now on.
 
-        Raises Unavailable if it does not answer, or if this worker has left; then nothing has changed.
+        Raises Unavailable, and changes nothing, if the controller does not answer or if this worker has left the
+        membership.
         """
         if self._left:
             raise Unavailable(f"worker {self._me.worker_id} has left; start it again")
@@ -160,7 +161,7 @@ class ControllerLink:
             await self._announce_again()
 
     async def _refresh_forever(self) -> None:
-        """Send the worker's facts to the controller when they change, at most `REFRESH_S` seconds later.
+        """Send the worker's facts to the controller at most `REFRESH_S` seconds after they change.
 
         Some facts become known only while the worker serves, such as the transports to its peers.
         """
@@ -217,7 +218,8 @@ class ControllerLink:
     async def _probe(self, peer: PeerRef, address: str) -> None:
         """Probe the address of a worker that left until the worker counts as dead, and report its death.
 
-        It counts as dead once `DEAD_AFTER_PROBES` probes in a row got no answer, or once another worker answers.
+        The worker counts as dead once `DEAD_AFTER_PROBES` probes in a row got no answer, or once another worker
+        answers.
         """
         async with rpc.open_channel(address, self._token) as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)

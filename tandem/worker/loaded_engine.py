@@ -91,7 +91,7 @@ class LoadedEngine(Runner, Protocol):
         ...
 
     def compatibility_facts(self) -> Facts:
-        """Return the facts, as (name, value), that two workers must share before KV is transferred between them."""
+        """Return the facts, as (name, value), that must be equal on two workers that transfer KV to each other."""
         ...
 
 

@@ -41,9 +41,9 @@ class _Step:
 class StepMeter:
     """Measures the duration of steps and fits the cost model. Engine thread only; any thread may read `parameters`.
 
-    The time of a step that was launched while another one ran begins with the results of the other one, because the
-    time between two results is the time between tokens. After an idle time it begins with the step's own scheduling.
-    Owned by the worker.
+    The duration of a step begins with the results of the previous step, because the time between two results is the
+    time between tokens; if the step's scheduling began later, after an idle time, the duration begins with that. Owned
+    by the worker.
     """
 
     def __init__(
@@ -214,7 +214,10 @@ class StepLoop:
             time.sleep(self._batch_wait_s)
 
     def _step(self) -> bool:
-        """Launch a step and postprocess the one that has ended; return False if there was neither."""
+        """Launch the next step and postprocess a step that has ended; return False if there was neither.
+
+        If the engine is asynchronous, the ended step is the previous one, otherwise the launched one.
+        """
         launched = finished = self._launch()
         if self._runner.asynchronous:
             finished, self._running = self._running, launched
@@ -234,8 +237,8 @@ class StepLoop:
     def _postprocess(self, step: _Step, *, waited: bool) -> None:
         """Pass a step's results to the schedulers and publish them.
 
-        With `waited`, no step was launched before, because its plan needs these results; it is then launched before
-        they are published.
+        `waited` is True if the next step has not been launched yet, because its plan needs these results; it is then
+        launched before they are published.
         """
         result = step.result()
         seconds = self._meter.end(step.work, step.began, scored=step.scored_tokens > 0)

@@ -106,7 +106,7 @@ class OutputStreams:
             stream.wake()
 
     def expect(self, router_id: str) -> None:
-        """Collect the events of a router whose request arrives, until the router attaches to its stream."""
+        """Collect the events of a router that sends a request before it attaches to its stream, until it attaches."""
         if router_id not in self._streams:
             stream = self._streams[router_id] = OutputStream(router_id, self._snapshot)
             self._events.call_later(self._attach_grace_s, self._lose_unattached, stream)

@@ -1,6 +1,6 @@
 """A worker process from start to end: engine, transfer, gRPC server and registration with the controller.
 
-The caller's thread starts and stops it; the event loop, the engine and the transfer have threads of their own.
+The caller's thread starts and stops the process; the event loop, the engine and the transfer have their own threads.
 """
 
 import asyncio

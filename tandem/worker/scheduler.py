@@ -99,8 +99,9 @@ class StepScheduler:
     def apply(self, work: StepWork, output: ModelRunnerOutput) -> tuple[Sequence[RoutedEvent], DecodedStep | None]:
         """Pass the output of a step to both schedulers; steps are passed in the order of their plans.
 
-        Returns the events for the routers, and the decode rows with the tokens of all requests without an event, or
-        None if no request decoded. Afterwards the caller delivers the updates of `PrefillScheduler.take_updates`.
+        Returns the events for the routers, and the decode rows with the tokens of those requests that have no event;
+        None instead of the rows if no request decoded. Afterwards the caller delivers the updates of
+        `PrefillScheduler.take_updates`.
         """
         decoded, prefilled = output.split(work.decode_rows)
         step = self._decode.apply(decoded.token_ids, decoded.logprobs) if work.decode_rows else None
@@ -130,9 +131,10 @@ class BatchGrowth:
     def rows(self, running: StepWork, most: int, targets: Sequence[float] = ()) -> int:
         """Return the maximum number of decode rows of the next step: at least the running rows, at most `most`.
 
-        `targets` are the inter-token targets of the running requests in seconds, ascending; infinite = no target. A
-        request that joins is assumed to have the mean context of the rows that run or ran last. A target that even a
-        batch of one request would miss does not limit the batch, because waiting requests would not help to meet it.
+        `targets` are the inter-token targets of the running requests in seconds, ascending; infinite = no target.
+        Targets that the running rows miss already are ignored. A request that joins is assumed to have the mean context
+        of the rows that run or ran last. If even a batch of one request would miss the strictest target, the batch is
+        not limited, because keeping requests waiting would not help to meet it.
         """
         if running.decode_rows:
             self._context = running.decode_context_tokens / running.decode_rows

@@ -113,7 +113,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def AllocatePages(
         self, request: worker_pb2.AllocatePagesRequest, _context: _Context
     ) -> worker_pb2.AllocatePagesResponse:
-        """Allocate pages under a lease to a prefill worker, which may write them for `write_for_s` seconds."""
+        """Allocate the pages of a lease; the prefill worker may start writes to them for `write_for_s` seconds."""
         writer = conversion.from_proto(request.prefill, PeerRef)
         lease = conversion.from_proto(request.lease, Lease)
         page_ids = self._worker.admission.allocate_pages(lease, request.pages, writer)
@@ -122,7 +122,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def RenewPermissions(
         self, request: worker_pb2.RenewPermissionsRequest, _context: _Context
     ) -> worker_pb2.RenewPermissionsResponse:
-        """Renew the permission to write under leases, and return those that have ended."""
+        """Renew the permission to write under leases, and return the leases that have ended."""
         writer, admission = conversion.from_proto(request.prefill, PeerRef), self._worker.admission
         over = admission.prolong([conversion.from_proto(lease, Lease) for lease in request.leases], writer)
         return worker_pb2.RenewPermissionsResponse(
@@ -141,7 +141,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def NameDeliveries(
         self, request: worker_pb2.NameDeliveriesRequest, _context: _Context
     ) -> worker_pb2.NameDeliveriesResponse:
-        """Receive a prefill worker's report of leases whose notices were sent a while ago."""
+        """Receive a prefill worker's report of leases whose transfer notices it sent a while ago."""
         writer = conversion.from_proto(request.prefill, PeerRef)
         self._worker.admission.delivered([conversion.from_proto(lease, Lease) for lease in request.leases], writer)
         return worker_pb2.NameDeliveriesResponse()

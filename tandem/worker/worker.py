@@ -314,7 +314,7 @@ class Worker:
             on_death=lambda error: self._post_threadsafe(self._die, error),
         )
 
-    # The parts refer to each other in circles. A part that is created later is called through these methods.
+    # The parts have circular references: a part that is created later is called through these methods.
 
     def _expect(self, leases: int) -> None:
         self.transport.expect(leases)

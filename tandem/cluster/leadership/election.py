@@ -1,11 +1,13 @@
-"""Leader election: if several controllers live, the youngest supervises the workers and the others mirror it.
+"""Leader election: the youngest of the running controllers leads and supervises the workers.
+
+The youngest controller is the one that was started last. The other controllers follow it: they mirror its membership.
 
 1. A new controller registers under its name and then looks for others, so of two controllers at least one sees the
    other.
-2. It asks the previous leader to release the workers, which stops no worker that serves.
-3. It takes over the live workers and starts missing ones; it is then settled.
+2. It makes the previous leader release the workers, which keep serving.
+3. It takes over the live workers and starts missing ones; from then on it leads.
 4. The previous leader follows the new leader until the new leader ends. A controller that finds a younger controller at
-   its own start follows that one as well.
+   its own start follows the younger one as well.
 5. When the followed controller ends and no younger controller is left, the follower takes over the workers.
 """
 
@@ -33,7 +35,7 @@ class SupervisedWorkers(Protocol):
         """Supervise all live workers and start missing ones."""
 
     async def release_workers(self) -> Handover:
-        """Release all workers to another controller without stopping any that serves."""
+        """Release all workers to another controller; workers that serve keep serving."""
 
     async def mirror_membership(self, address: str) -> None:
         """Mirror the membership of the controller at this address, until cancelled."""
@@ -63,23 +65,29 @@ class LeaderElection:
         return self._keeps
 
     async def begin(self) -> None:
-        """Take over the workers or, if a younger controller lives, follow it; return when the leader is known."""
+        """Take over the workers or, if a younger controller runs, follow it; return when the leader is known."""
         if await self._younger_or_take_over(set()) is not None:
             self._started.set()  # no other controller has to wait for this one
             self._leader_task = asyncio.ensure_future(self._follow_leader())
             await self.decided()
 
     def started(self) -> None:
-        """Mark the first start as complete: another controller may take over from now on."""
+        """Mark this controller's start as complete: from now on another controller may take over the workers."""
         self._started.set()
 
     async def wait_until_decided(self) -> None:
-        """Wait until this controller leads or mirrors a settled leader. Raises Unavailable if this controller stops."""
+        """Wait until this controller leads or knows a leader that has taken over the workers.
+
+        Raises Unavailable if this controller stops.
+        """
         await self.decided()
         self._check_not_stopped()
 
     async def release_workers(self) -> Handover:
-        """Release the workers to a younger controller. Raises Unavailable if this one stops or does not lead."""
+        """Release the workers to a younger controller, once this controller's own start is complete.
+
+        Raises Unavailable if this controller stops or does not lead.
+        """
         await self._started.wait()
         async with self._one_at_a_time:
             self._check_not_stopped()
@@ -100,7 +108,7 @@ class LeaderElection:
         return self.successor
 
     async def alone(self) -> bool:
-        """Return True if no other controller lives."""
+        """Return True if no other controller runs."""
         return not await self._controllers.others(self._number)
 
     async def stop(self) -> None:
@@ -113,7 +121,7 @@ class LeaderElection:
             await asyncio.gather(self._leader_task, return_exceptions=True)
 
     async def _handover(self) -> Handover:
-        """Make the leading older controller release its workers, and return its handover; empty if none leads."""
+        """Make the older controller that leads release its workers, and return its handover; empty if none leads."""
         older = [each for each in await self._controllers.others(self._number) if each.number < self._number]
         for each in reversed(older):
             try:
@@ -123,10 +131,10 @@ class LeaderElection:
         return Handover()
 
     async def _younger_or_take_over(self, over: set[int]) -> OtherController | None:
-        """Return the youngest younger controller; if none lives except those in `over`, take over and return None.
+        """Return the youngest of the younger controllers; if there is none, take over the workers and return None.
 
-        `over` has the numbers of controllers that have ended. A controller that starts after this check sees this
-        controller, asks it to release the workers, and waits until it can.
+        Controllers with numbers in `over` have ended and are ignored. A controller that starts after this check sees
+        this controller, asks it to release the workers, and waits until this controller has taken them over.
         """
         async with self._one_at_a_time:
             younger = await self._youngest(over)
@@ -149,7 +157,11 @@ class LeaderElection:
                 await asyncio.sleep(AGAIN_S)
 
     async def _follow_youngest(self, over: set[int]) -> None:
-        """Follow the youngest controller until it ends; take over if there is none except those in `over`."""
+        """Follow the youngest of the younger controllers until it ends, then add its number to `over`.
+
+        If there is no younger controller, take over the workers. Controllers with numbers in `over` have ended and are
+        ignored.
+        """
         successor = await self._younger_or_take_over(over)
         if successor is None:
             log.warning("no younger controller lives; this one has taken over")

@@ -1,4 +1,4 @@
-"""The service of a controller that does not lead: it mirrors the leader's membership and forwards operators' calls."""
+"""The service of a controller that does not lead: it mirrors the leader's membership and forwards calls to it."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ Reply = TypeVar("Reply")
 async def mirror(address: str, token: str, registry: Registry) -> None:
     """Mirror the membership of the controller at `address` into `registry`, until cancelled.
 
-    While that controller does not respond, the last membership stays in force.
+    While that controller does not respond, `registry` keeps the last membership.
     """
     async with rpc.open_channel(address, token) as channel:
         stub: Any = cluster_pb2_grpc.ClusterStub(channel)
@@ -43,9 +43,9 @@ async def mirror(address: str, token: str, registry: Registry) -> None:
 
 
 class ForwardingServicer(ClusterServicer):
-    """The servicer of one controller: it handles calls itself while its controller leads, else it forwards them.
+    """The servicer of one controller: it handles calls while this controller leads, else it forwards them.
 
-    `elsewhere` waits until the leader is known; it returns the listener of another controller, or "" for this one.
+    `elsewhere` waits until the leader is known; it returns the leader's listener, or "" if this controller leads.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class ForwardingServicer(ClusterServicer):
     ) -> AsyncIterator[cluster_pb2.Membership]:
         """Stream the membership once it is complete, and after each change.
 
-        This controller may replace one that died: until its own membership is complete, routers and workers keep the
-        last membership of the dead one.
+        If this controller replaces a dead one, routers and workers keep the dead controller's last membership until the
+        membership of this controller is complete.
         """
         await self._registry.complete.wait()
         async for membership in super().Watch(request, context):

@@ -1,8 +1,8 @@
-"""Stops orphaned workers (workers that no `tandem up` supervises) when an operator asks for it, before their timeout.
+"""Stops orphaned workers, which no `tandem up` supervises, at an operator's request, before their timeout ends them.
 
-No router sends requests to these workers, so they have none to finish. The process that stops them takes part in the
-leader election as a controller, so it finds every live controller, and a controller that starts meanwhile waits until
-the clean-up is complete.
+No router sends requests to these workers, so they have no requests to finish. The process that stops them takes part in
+the leader election as a controller, so it finds every live controller, and a controller that starts meanwhile waits
+until the clean-up is complete.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ class Clearing:
         return Handover()
 
     async def wait_until_decided(self) -> str:
-        """Raise Unavailable: an older controller waits until this one is gone instead of following it."""
+        """Raise Unavailable, so that an older controller waits until this one is gone instead of following it."""
         raise Unavailable("the workers are being ended")
 
     async def run(self) -> None:

@@ -1,13 +1,14 @@
 """The list of LoRA adapters of a running cluster, and the loop that makes every worker load these adapters.
 
 The list is authoritative. It is published with the membership, which routers and workers follow, so a restarted router
-has it at once. A worker that registers without an adapter of the list, because it has just started, is sent the adapter
-and takes no requests until it has loaded it; a worker with an adapter that is not in the list unloads it. A controller
-that takes over starts with the list of the leader that it followed or, without one, with the adapters of live workers.
+has the list at once. A worker that registers without an adapter of the list, because the worker has just started, must
+load the adapter before it takes requests; a worker with an adapter that is not in the list unloads that adapter. A
+controller that takes over starts with the list of the leader that it followed; if it followed none, with the adapters
+of the config and of the live workers.
 
 Changes are sequential. An adapter enters the list once every live worker has loaded it with the same hash; if one
-worker fails, all unload it. An adapter leaves the list before the workers unload it, and no worker reuses its slot
-while a request on any worker uses the adapter.
+worker fails, all workers unload the adapter. An adapter leaves the list before the workers unload it, and no worker
+reuses its slot while a request on any worker uses the adapter.
 """
 
 import asyncio
@@ -93,7 +94,7 @@ class Adapters:
         self._retry: asyncio.TimerHandle | None = None
 
     async def load(self, name: str, path: str) -> AdapterFacts:
-        """Have every worker load the adapter in the folder `path`; return it once requests may name it.
+        """Have every worker load the adapter in the folder `path`; return the adapter once requests may name it.
 
         Raises InvalidArgument, with the worker and the reason, if a worker cannot serve the adapter or the name is
         taken; ResourceExhausted if a worker has no free slot; FailedPrecondition if adapters may not change. A running
@@ -109,7 +110,7 @@ class Adapters:
         await self._changes.to_its_end(self._unload(name))
 
     def inherit(self) -> None:
-        """Initialize the list from the leader that was followed or, without one, from the config and the live workers.
+        """Initialize the list from the leader that was followed; if there was none, from config and live workers.
 
         A live worker's adapter replaces an adapter of the config with the same name only if both have the same folder.
         """
@@ -168,7 +169,7 @@ class Adapters:
         return loaded
 
     async def _load_everywhere(self, adapter: AdapterFacts) -> AdapterFacts:
-        """Have all live workers load the adapter; return it once all are registered with it.
+        """Have all live workers load the adapter; return the adapter once all workers are registered with it.
 
         Workers that start meanwhile count too.
         """

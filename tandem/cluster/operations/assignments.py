@@ -10,8 +10,8 @@ has three steps, so that at every moment some worker accepts each kind of reques
 2. Routers change their mode.
 3. Schedulers that the new mode does not need are closed.
 
-The last step may take as long as requests run. Another change or a drain does not wait for it: it starts from the
-wanted assignments.
+The last step may take as long as requests run. Another change or a drain does not wait for this step, but starts
+from the wanted assignments.
 """
 
 import asyncio
@@ -267,7 +267,7 @@ class Assignments:
             await asyncio.sleep(RETRY_S)
 
     async def _late(self, is_late: Callable[[WorkerInfo], bool], within_s: float) -> str:
-        """Wait until no serving worker is late.
+        """Wait until `is_late` is False for every serving worker.
 
         Returns the names of the workers that are late after `within_s` seconds, "" = none.
         """

@@ -32,9 +32,9 @@ def inherit(
 ) -> HandoverState:
     """Return the initial workers from `planned`, the config's slots, and `living`, the live workers with their roles.
 
-    The config determines the number of workers. If the planner changes that number, it is instead the number of live
-    workers, within the planner's limits. Drained workers count too and are not replaced, because an operator wanted
-    fewer workers to serve.
+    The config determines the number of workers. If the planner may change it and there are live workers, the number is
+    instead that of the live workers, within the planner's limits. Drained workers count as well and are not replaced,
+    because an operator wanted fewer workers to serve.
     """
     handover = handover or Handover()
     drained = _absent(handover, living)

@@ -118,7 +118,7 @@ class Operator:
         self._awaited: set[ProcessSupervisor] = set()
         """The supervisors of workers that are expected to serve but do not serve now, because they start or restart."""
         self._rescheduling: dict[str, str] = {}
-        """The address of the node that has to leave first, by worker that will start on another node.
+        """For each worker that will start on another node, the address of its old node, which has to leave first.
 
         An entry exists from the start of the worker's drain.
         """
@@ -184,12 +184,12 @@ class Operator:
     async def drain_worker(
         self, worker_id: str, grace_s: float, *, restart: bool, force: bool, node_leaves: bool = False
     ) -> None:
-        """Drain a worker: it finishes its requests, hands over the rest after `grace_s` seconds, and ends.
+        """Drain a worker: let it finish requests for `grace_s` seconds, move the rest to other workers, and end it.
 
-        With `restart` the worker starts again, and the call returns when it serves. With `node_leaves` it starts on
-        another node once its node has left. Otherwise it stays drained. Raises NotFound for an unknown name, and
-        FailedPrecondition if the worker does not serve, has been drained before, or is the last one, unless `force` is
-        set.
+        With `restart` the worker starts again, and the call returns when it serves. With `node_leaves` the worker
+        starts on another node once its node has left. Otherwise it stays drained. Raises NotFound for an unknown name,
+        and FailedPrecondition if the worker does not serve, has been drained before or, unless `force` is set, is the
+        last worker that serves.
         """
         supervisor = self._supervisors.get(worker_id)
         if supervisor is None:

@@ -53,8 +53,8 @@ class Fleet:
     def add(self, slot: Slot, living: tuple[int, Process] | None = None, *, drained: bool = False) -> ProcessSupervisor:
         """Add a slot, and start a process for it in the background.
 
-        `living` is a live process with its incarnation, which is adopted instead. With `drained` no process is started
-        until an operator wants the worker.
+        If `living` is given, a live process with its incarnation, that process is adopted instead. With `drained` no
+        process is started until an operator wants the worker.
         """
         supervisor = self._keep(slot)
         if living is not None:
@@ -94,7 +94,7 @@ class Fleet:
     async def release(self) -> None:
         """Stop supervising all processes and remove their slots, without releasing the slots' resources.
 
-        Processes that serve live on; see `ProcessSupervisor.detach` for the others.
+        Processes that serve keep running; see `ProcessSupervisor.detach` for the others.
         """
         for supervisor in self._supervisors.values():
             supervisor.detach()

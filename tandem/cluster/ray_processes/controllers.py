@@ -1,6 +1,6 @@
-"""The other controllers of a cluster, one for each live `tandem up` of its name, ordered by age.
+"""The other controllers of a cluster, one for each live `tandem up` with the cluster's name, ordered by age.
 
-Ray's head decides which controller is younger: it gives each number to one controller only.
+Ray's head gives each controller a new, greater number, so the controller with the higher number is the younger one.
 """
 
 import asyncio
@@ -28,7 +28,10 @@ class OtherController(ABC):
 
     @abstractmethod
     async def wait_until_decided(self) -> str:
-        """Wait until the other controller leads or follows a settled leader, and return its listener, host:port."""
+        """Wait until the other controller leads or knows a leader that has taken over the workers.
+
+        Returns the other controller's listener, host:port.
+        """
 
     @abstractmethod
     async def ended(self) -> None:
@@ -40,11 +43,11 @@ class Controllers(ABC):
 
     @abstractmethod
     async def others(self, than: int) -> list[OtherController]:
-        """Return all live controllers except the one of number `than`, the oldest first."""
+        """Return all live controllers except the controller with the number `than`, the oldest first."""
 
 
 class NoControllers(Controllers):
-    """Implements `Controllers` for a cluster whose workers end with their controller: there are no others."""
+    """Implements `Controllers` for a cluster with only one controller, because the workers end with the controller."""
 
     async def others(self, than: int) -> list[OtherController]:
         """Return no controllers."""

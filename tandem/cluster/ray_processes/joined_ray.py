@@ -23,7 +23,7 @@ CONNECT_S = 5.0
 LOOK_S = 1.0
 """Interval between attempts to reach a Ray cluster that does not respond yet, in seconds."""
 
-# The controller reports each death in one line; Ray's own paragraph would interrupt other output of `tandem up`.
+# The controller reports each death in one line; Ray's longer message would interrupt other output of `tandem up`.
 _ENVIRONMENT = {"RAY_DEDUP_LOGS_SKIP_REGEX": ".*"}
 
 Result = TypeVar("Result")
@@ -33,7 +33,7 @@ class JoinedRay:
     """A connection to a Ray cluster from `start` until `stop` or `kill`. Its actors end with this process."""
 
     gpus = 0
-    """Zero: Ray assigns each worker one of its node's GPUs, so this process plans none."""
+    """Zero: Ray assigns each worker one of its node's GPUs, so this process assigns none."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class JoinedRay:
             ray.shutdown()
 
     def kill(self) -> None:
-        """Stop waiting for a Ray that hangs: `ray.shutdown` is not called when the interpreter exits.
+        """Prevent the call of `ray.shutdown` at the interpreter's exit, which would wait for a Ray that hangs.
 
         The remaining actors end with this process. May be called from any thread.
         """

@@ -1,7 +1,7 @@
 """A private Ray node: all sockets on loopback, a new token, and a temp folder that is removed at the end.
 
 Ray ties its processes to the thread that starts them (they get SIGKILL when it ends), so the caller of `start` keeps
-that thread alive until `stop`. If the owner is killed, a watchdog process ends the processes that survive it.
+that thread alive until `stop`. If the owner is killed, a watchdog process ends the processes that survive the owner.
 """
 
 import atexit
@@ -37,7 +37,7 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Worker processes start while Ray itself is still starting: the first token comes half a second sooner.
     "RAY_enable_worker_prestart": "1",
-    # The controller reports each death in one line; Ray's own paragraph would interrupt other output of `tandem up`.
+    # The controller reports each death in one line; Ray's longer message would interrupt other output of `tandem up`.
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".*",
     # Ray starts its workers at niceness 15, where any other program on the host would take CPU time from every token.
     "RAY_worker_niceness": "0",

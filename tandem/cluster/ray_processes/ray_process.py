@@ -1,4 +1,4 @@
-"""A supervised process that is a Ray actor; its death ends a call that is otherwise pending for its whole life."""
+"""A supervised process that is a Ray actor; a pending call of the actor's `run` ends when the actor ends."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ from tandem.cluster.supervision.process_supervisor import Process
 
 PID_TIMEOUT_S = 120.0
 _SHARE_OF_NODE = 0.001
-"""Fraction of a node's `node:<address>` resource that a placement group takes: a node has 1, and 0 is not allowed."""
+"""Fraction of a node's `node:<address>` resource that a placement group requests: a node offers 1; 0 is not allowed."""
 
 
 def actor_class(plain: type) -> Any:
@@ -33,8 +33,8 @@ def on_this_node() -> Any:
 def place_here() -> Any:
     """Return a placement group on this process's node, for actors that end with this process.
 
-    Ray ends the actors of a placement group when the job that created the group ends. A detached actor in the group
-    therefore outlives the actor that created it, but not the job.
+    Ray ends the actors of a placement group when the job that created the group ends. A detached actor in the group,
+    such as a router, therefore outlives the controller that created the actor, but not the job.
     """
     import ray
     from ray.util.placement_group import placement_group
@@ -52,7 +52,7 @@ def in_group(group: Any) -> Any:
 
 
 def node_address() -> str:
-    """Return the address at which all other nodes reach this one; loopback if there are no others."""
+    """Return the address at which all other nodes reach this node; loopback if there are no other nodes."""
     from ray.util import get_node_ip_address
 
     return str(get_node_ip_address())
@@ -71,12 +71,12 @@ async def at_once() -> None:
 
 
 class RayProcess(Process):
-    """A process that is a Ray actor, which this object owns.
+    """A supervised process that is a Ray actor; this object owns the actor.
 
     The actor has `pid()`, `identity()` (see `kv_transfer.nixl_backend.processes`), `start()`, `progress()`, `works()`
     (responds as long as its event loops do), `run()` (pending until the actor stops) and `stop()`. `on_start` is called
-    with the result of the actor's start; `placed` waits until the actor has a node. `start` replaces the actor's
-    `start()`, e.g. for an actor that runs already and only has to register with this controller.
+    with the result of the actor's start; `placed` waits until the actor has a node. `start` is called instead of the
+    actor's `start()`, e.g. for an actor that runs already and only has to register with this controller.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """The folder of one cluster's sockets and logs.
 
-The owner holds a lock on the folder while it lives, so a later cluster recognizes abandoned folders and removes them.
+The owner holds a lock on the folder as long as the owner runs, so a later cluster recognizes abandoned folders and
+removes them.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """A process that cleans up after a private Ray whose owner was killed.
 
-Ray's own processes get SIGKILL with the thread that started them, but its two agents outlive them by minutes.
+Most of Ray's processes get SIGKILL when the thread that started them ends, but Ray's two agents run for minutes more.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The workers' processes: Ray actors around `tandem.worker.actor.WorkerActor`, each in a placement group of its own."""
+"""The workers' processes: Ray actors around `tandem.worker.actor.WorkerActor`, each in its own placement group."""
 
 import asyncio
 from collections.abc import Callable
@@ -35,11 +35,11 @@ _PLACE_LOOK_S = 0.25
 
 
 class WorkerActors:
-    """Spawns workers. A slot's placement group is created once and holds its resources between two incarnations.
+    """Spawns workers, each in the placement group of its slot, which holds the slot's resources between incarnations.
 
     Ray's autoscaler counts a group that is not placed yet as demand. The actors are detached, so that they outlive a
-    controller that dies. The groups end with `tandem up`, and the actors with them, unless workers may outlive it. A
-    group that an earlier controller left is reused. Owned by `WorkerSupervisor`.
+    controller that dies. Groups and actors end with `tandem up`, unless the config lets workers outlive it. A group
+    that an earlier controller left is reused. Owned by `WorkerSupervisor`.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class WorkerActors:
         self._groups: dict[str, Any] = {}
 
     async def spawn(self, slot: Slot, assignment: Assignment, incarnation: int) -> Process:
-        """Spawn a worker process in `slot`; it has `assignment` until the controller sends it another one."""
+        """Spawn a worker process in `slot`; the worker has `assignment` until the controller sends another one."""
         from tandem.worker.actor import WorkerActor
 
         options = {

@@ -21,8 +21,8 @@ class Phase(StrEnum):
 class Health:
     """The state of one supervised process.
 
-    `pid` is 0 while none is known, `stage` is the current activity of a start, `fraction` the part of it that is done,
-    and `error` the last failure.
+    `pid` is 0 while the process id is unknown, `stage` is the current activity of the start, `fraction` the part of
+    that activity that is complete, and `error` the last failure.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Health:
 class ClusterHealth:
     """The health of the router and of all workers, with the addresses of the listeners.
 
-    The workers are in the order of the plan. A router's address is empty until the router first opened it.
+    The workers are in the order of the plan. The router's addresses are empty until a router has opened its listeners.
     """
 
     router: Health
@@ -61,11 +61,11 @@ class ClusterHealth:
     filled: bool = True
     """True once the set of workers is known; until then the controller still looks for live workers to take over."""
     taken_over: frozenset[str] = frozenset()
-    """The processes that another controller started."""
+    """The names of the processes that another controller started and that this controller has taken over."""
     operations_address: str = ""
     """Address of the router's metrics and traces if `http_address` uses TLS, else empty."""
     kept_at: str = ""
-    """Address of the controller that supervises the workers instead, host:port; empty = this one does."""
+    """host:port of the other controller that supervises the workers; empty = this controller supervises them."""
     state: ControllerState | None = None
     """The target state of the workers, for the controller that replaces this one if it dies.
 
@@ -94,10 +94,9 @@ class ClusterHealth:
 
 
 class Backoff:
-    """The wait before each restart: none after a long life, then doubling from `first_s` up to `longest_s` seconds.
+    """The wait before each restart: none after a long run, then doubling from `first_s` up to `longest_s` seconds.
 
-    A life of `stable_s` seconds or more resets the count, so a process that dies once a day is always restarted at
-    once.
+    A run of `stable_s` seconds or more resets the count, so a process that dies once a day is always restarted at once.
     """
 
     def __init__(self, first_s: float = 0.5, longest_s: float = 15.0, stable_s: float = 30.0) -> None:
@@ -107,7 +106,7 @@ class Backoff:
         self._failures = 0
 
     def after_death(self, lived_s: float) -> float:
-        """Return the seconds to wait after a process that lived `lived_s` seconds."""
+        """Return the seconds to wait before the restart of a process that ran for `lived_s` seconds."""
         if lived_s >= self._stable_s:
             self._failures = 0
         self._failures += 1

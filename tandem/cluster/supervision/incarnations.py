@@ -1,9 +1,9 @@
-"""Incarnation numbers of processes: each is new and greater than all earlier ones, independent of any clock."""
+"""Incarnation numbers of processes: each number is greater than all earlier ones and does not depend on a clock."""
 
 import secrets
 
 _RANDOM_BITS, _COUNT_BITS = 24, 20
-"""The widths of the random part and of the count in a number of 64 bits; the remaining bits are the generation."""
+"""The widths in bits of the random part and of the count in a 64-bit number; the other bits are the generation."""
 
 
 class Incarnations:

@@ -16,9 +16,10 @@ _PREFILLS_FIRST = {Role.PREFILL: 0, Role.BOTH: 1, Role.DECODE: 2}
 class Topology:
     """A cluster's mode, the number of prefill workers, and the step settings.
 
-    `prefill` is the number of current workers that prefill in a disaggregated cluster; the others decode. While one
-    role has no worker of its own and the present workers have both roles, `prefill` is 0 or the number of all workers.
-    `step_budget` is in tokens per step, None = 512; `itl_target_s` is in seconds, None = no limit.
+    `prefill` is the number of current workers that prefill in a disaggregated cluster; the others decode. If all
+    workers of one role are absent, the present workers have both roles, and `prefill` is 0 (the prefill workers are
+    absent) or the number of present workers (the decode workers are absent). `step_budget` is in tokens per step, None
+    = 512; `itl_target_s` is in seconds, None = no limit.
     """
 
     mode: Mode
@@ -51,7 +52,7 @@ class ModeChange:
     grace_s: float = 0.0
 
     def over(self, now: Topology, workers: int) -> Topology:
-        """Return the topology of `workers` workers once this change is applied to `now`.
+        """Return the topology that results from applying this change to the topology `now`, for `workers` workers.
 
         Raises InvalidArgument, which names the option, for an impossible change.
         """

@@ -6,8 +6,8 @@
 4. The process is dead: subscribers are notified at once, and after a bounded wait the supervisor continues with step 1.
    A live process that gives no sign of life within the hang deadline is killed.
 
-A retired process exits by itself or is ended, and step 1 follows only on request. A released process lives on without a
-supervisor, and another supervisor may adopt it, beginning with step 2.
+A retired process exits by itself or is ended, and step 1 follows only on request. A released process keeps running
+without a supervisor, and another supervisor may adopt it, beginning with step 2.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ WAITS_FOR_NODE = "waiting for a node with free capacity"
 
 
 class Process(ABC):
-    """A spawned process, owned by its supervisor, which ends it."""
+    """A spawned process; its supervisor owns it and ends it."""
 
     async def placed(self) -> None:
         """Wait until a node for the process is available, without a time limit."""
@@ -120,7 +120,7 @@ class ProcessSupervisor:
         )
 
     def stop(self) -> None:
-        """End the process and start no other one; `run` then returns."""
+        """End the process without starting another one; `run` then returns."""
         self._stopping.set()
         self._ending.set()
         self._wanted.set()
@@ -130,9 +130,10 @@ class ProcessSupervisor:
         self._adopted = incarnation, process
 
     def detach(self) -> None:
-        """Stop supervising the process, which may live on; `run` then returns.
+        """Stop supervising the process, which may keep running; `run` then returns.
 
-        The process lives on if it serves, or if it was adopted and its `start` is not complete; otherwise it is ended.
+        The process keeps running if it serves, or if it was adopted and its `start` is not complete; otherwise it is
+        ended.
         """
         self._lives_on = self._phase is Phase.SERVING or (self._phase is Phase.STARTING and self._lived_before)
         self.stop()

@@ -23,7 +23,7 @@ class Registry:
         self._gone: dict[str, int] = {}
         self._changed = asyncio.Event()
         self.complete = asyncio.Event()
-        """Set once all workers that serve are known: the controller has taken them over, or mirrors the leader."""
+        """Set once all serving workers are known: this controller has taken them over, or mirrors the leader."""
         self._mode = ""
         self._adapters: tuple[AdapterFacts, ...] | None = None
         self.lack: Callable[[WorkerInfo], str] = lambda _: ""
@@ -31,7 +31,7 @@ class Registry:
         self.wanted: Callable[[], Mapping[str, Role]] = dict
         """Returns the workers that serve or will serve without an operator's action, with their roles."""
         self._mirrored: tuple[ExpectedWorker, ...] = ()
-        """The expected workers of the registry that this one mirrors."""
+        """The expected workers that `mirror` has copied from the leader's registry."""
 
     def set_mode(self, mode: str) -> None:
         """Set the mode that routers follow from now on."""
@@ -59,7 +59,7 @@ class Registry:
         self.complete.set()
 
     def keep(self, peers: Collection[PeerRef]) -> None:
-        """Remove all workers except `peers` for good, and remove the expected workers that were copied by `mirror`.
+        """Remove all workers except `peers` permanently, and all expected workers that `mirror` has copied.
 
         From now on the membership is complete.
         """

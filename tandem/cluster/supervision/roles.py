@@ -1,7 +1,7 @@
-"""The slots of a cluster: its workers by role, and the hardware resources that each requests.
+"""The slots of a cluster: its workers by role, and the hardware resources that each worker requests.
 
-Every worker is one Ray actor in a placement group of its own. The custom resources `prefill` and `decode` mark the
-nodes that may run a role, so each role can run on its own hardware; a node offers as many units as it can run workers.
+Every worker is one Ray actor in its own placement group. The custom resources `prefill` and `decode` mark the nodes
+that may run a role, so each role can run on its own hardware; a node offers one unit for each worker that it can run.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ GPU = "GPU"
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A slot of the cluster, filled by one worker at a time; its id outlives the processes that fill it."""
+    """A slot of the cluster for one worker at a time; the slot's id outlives the processes that fill the slot."""
 
     worker_id: str
     role: Role
@@ -32,7 +32,8 @@ class Slot:
 def plan(config: ClusterSettings, gpus: int) -> tuple[Slot, ...]:
     """Return one slot for each worker of the config.
 
-    On `cuda` the workers use the `gpus` GPUs of the host in turn or, on a joined Ray, the GPU that their node assigns.
+    On `cuda` the workers use the host's `gpus` GPUs round-robin; on a joined Ray, Ray assigns each worker a GPU of its
+    node.
     """
     roles = [(role, i) for role, count in _counts(config).items() for i in range(count)]
     devices = [config.device if config.ray_address else _device(config.device, n, gpus) for n in range(len(roles))]

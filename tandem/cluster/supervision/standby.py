@@ -1,4 +1,4 @@
-"""A standby for a process that must be replaced within moments: prepared early, and started when the process dies."""
+"""A standby for a process that must be replaced at once: prepared in advance, and started when the process dies."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -22,7 +22,7 @@ class Standby:
         *,
         hang_deadline_s: float,
     ) -> None:
-        """Create the standby for the process that `supervisor` supervises; both take numbers from `incarnations`.
+        """Create the standby for the process of `supervisor`; both get their incarnation numbers from `incarnations`.
 
         `prepare` spawns a process for an incarnation and returns two handles on it: `start` of the first loads as much
         as possible in advance, `start` of the second makes the process serve.
@@ -68,9 +68,9 @@ class Standby:
             self._own.stop()
 
     async def _is_wanted(self) -> bool:
-        """Wait until the supervised process serves; return False after `stop`.
+        """Wait until the supervised process serves, and return True; return False after `stop`.
 
-        The standby waits because its preparation takes seconds of a core, which the process itself needs first.
+        The preparation of the standby takes seconds of CPU time, which the supervised process needs first.
         """
         while not self._stopping:
             now = self._keeper.health()

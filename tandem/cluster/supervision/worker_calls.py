@@ -20,7 +20,7 @@ Reply = TypeVar("Reply")
 
 
 class WorkerCalls:
-    """The controller's calls to workers. Every failure raises the typed error, with the worker's name."""
+    """The controller's calls to workers. Every failure is raised as a TandemError that names the worker."""
 
     def __init__(self, token: str) -> None:
         self._token = token

@@ -1,7 +1,8 @@
-"""Reports to each decode worker the leases whose notices were sent to it.
+"""Reports to each decode worker the leases whose transfer notices were sent to it.
 
-A notice is sent once and is not answered. The decode worker therefore gets a later report of the leases whose notices
-were sent long ago: if a notice was lost, it would otherwise keep the lease's pages for as long as this process lives.
+A transfer notice completes the transfer of a lease's pages. It is sent once and is not answered. The decode worker
+therefore gets a later report of the leases whose notices were sent long ago: if a notice was lost, the decode worker
+would otherwise keep the lease's pages for as long as this process lives.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ MOST_LEASES = 1024
 MOST_WAITING = 16 * MOST_LEASES
 """Maximum number of leases that are kept for one unreachable peer.
 
-Beyond it the oldest are dropped; their pages become free when either process ends.
+Beyond this number the oldest leases are dropped; their pages become free when either process ends.
 """
 
 ReportDeliveries = Callable[[PeerRef, str, Sequence[Lease]], Awaitable[bool]]
@@ -41,7 +42,7 @@ class _Peer:
 
 
 class Deliveries:
-    """Reports to each peer, in one call per period, the leases whose notices were sent at least a period ago.
+    """Reports to each peer, in one call per period, the leases whose transfer notices were sent at least a period ago.
 
     Used on the event loop. Owned by `Peers`.
     """

@@ -26,7 +26,7 @@ RUNS_KEPT = 16
 
 
 class SameHostPeers:
-    """The prefill workers on this host, and whether their processes are alive, if they can be observed from here.
+    """The prefill workers on this host, and whether their processes are alive, where this process can observe them.
 
     Entries are by incarnation, because an earlier incarnation may still be alive beside its successor. Owned by
     `Peers`.
@@ -99,7 +99,7 @@ log = logging.getLogger(__name__)
 Reply = TypeVar("Reply")
 
 DELIVERY_PERIOD_S = 1.0
-"""Interval of the reports of sent notices to a decode worker, in seconds.
+"""Interval in seconds at which the leases whose transfer notices were sent are reported to a decode worker.
 
 A notice arrives within milliseconds. The requests of lost notices are prefilled again after the report.
 """
@@ -167,9 +167,9 @@ class Peers(DecodePeers):
         return False
 
     async def allocate_pages(self, destination: Destination, pages: int) -> AllocatedPages:
-        """Request from the decode worker the pages for the last part of the prompt, which has `pages` pages in all.
+        """Request pages from the decode worker for the last part of the prompt, which the decode worker has not cached.
 
-        The decode worker has cached the pages before that part.
+        `pages` is the number of pages of the whole prompt.
         """
         request = worker_pb2.AllocatePagesRequest(
             lease=conversion.to_proto(destination.lease, worker_pb2.Lease),
@@ -192,7 +192,7 @@ class Peers(DecodePeers):
         return Renewal(over, reply.write_for_s)
 
     def delivered(self, destination: Destination) -> None:
-        """Queue the lease for the next report of sent notices."""
+        """Queue the lease, whose transfer notice was sent, for a report to the decode worker."""
         self._deliveries.add(destination)
 
     async def release(self, destination: Destination, *, in_doubt: bool) -> None:
@@ -261,8 +261,8 @@ class Peers(DecodePeers):
     def forget(self, peer: PeerRef) -> None:
         """Close the connections to this incarnation of a worker and its earlier ones, which have ended.
 
-        No connection to these incarnations is opened again, because another process may listen at the address by now,
-        unless `restore_peer` accepts one of them again.
+        Unless `restore_peer` accepts one of these incarnations again, no connection to them is opened, because another
+        process may listen at the address by now.
         """
         self._gone.add(peer)
         for known, connection in list(self._connections.items()):
@@ -283,7 +283,7 @@ class Peers(DecodePeers):
         log.info("%s, which was taken for dead, is back", peer.worker_id)
         known = self._accepted.get(peer.worker_id)
         if known is not None and known.peer == peer:
-            # It considers the handshake made, and will not make it again.
+            # The peer considers the handshake complete and will not repeat it.
             self._sender.add_peer(known)
         for destination in self._owed.pop(peer, ()):
             self._deliveries.add(destination)
@@ -298,7 +298,7 @@ class Peers(DecodePeers):
     # ---- inside ----
 
     def _add_pending_release(self, peer: PeerRef, leases: Sequence[Destination]) -> None:
-        """Hold back reports for a worker that is assumed dead, which needs them if it turns out to be alive."""
+        """Hold back reports for a worker that is assumed dead; they are sent if the worker turns out to be alive."""
         if self._gone.is_last(peer):
             self._owed.setdefault(peer, deque(maxlen=MOST_WAITING)).extend(leases)
 

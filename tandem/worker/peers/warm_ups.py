@@ -40,7 +40,7 @@ class WarmUps:
                 self._running.pop(other).cancel()
 
     def start_due(self) -> None:
-        """Start to connect to each worker that may get prompts from here and is not connected; cheap if all are."""
+        """Start to connect to each worker that may get prompts from here and is not connected yet."""
         for info in self._others.values():
             if self._wanted(info.peer) and info.peer not in self._running:
                 task = asyncio.ensure_future(self._warm_up(info.peer, info.address))

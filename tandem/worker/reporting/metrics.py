@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tandem.worker.reporting.report import WorkerReport
 
 _WINDOW_MARKS, _MARK_S = 20, 0.5
-"""Utilization is averaged over this number of intervals of about `_MARK_S` seconds of steps: the last 10 seconds."""
+"""Utilization is averaged over this number of intervals with about `_MARK_S` seconds of steps each, 10 s in total."""
 _NANOS = 1e9
 
 Emit = Callable[[RoutedEvent], None]
@@ -37,8 +37,8 @@ Emit = Callable[[RoutedEvent], None]
 class Utilization:
     """The fractions of the device's memory bandwidth and peak operations that the newest steps used.
 
-    Ceilings that steps exceed were measured under load and are raised, unless an operator has set them. Owned by the
-    worker's metrics; updated on the engine thread.
+    If steps exceed a ceiling, it was measured under load, and is raised to what the steps reached, unless an operator
+    has set the ceilings. Owned by the worker's metrics; updated on the engine thread.
     """
 
     def __init__(self, roofline: Roofline, given: Ceilings | None = None) -> None:
@@ -232,7 +232,7 @@ def _by_position(counts: Counter[tuple[DraftSource, int]]) -> Reading:
 
 
 def _by_source(counts: Counter[tuple[DraftSource, int]]) -> Reading:
-    """Return the draft tokens by proposer and match. All sources are included."""
+    """Return the draft tokens by proposer and length of the lookup's match. All sources are included."""
     sums = dict.fromkeys(DRAFT_SOURCES, 0)
     for (source, _), count in list(counts.items()):
         sums[source] += count

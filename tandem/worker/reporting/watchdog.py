@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 class Watchdog:
     """A timer on the event loop that checks leases, device and page pool.
 
-    Expired leases, expired quarantines and stuck steps are noticed late by at most a tenth of their time limit. The
-    pool is checked whenever the worker becomes idle. Owned by the worker.
+    Expired leases, expired quarantines and stuck steps are noticed with a delay of at most a tenth of their time limit.
+    The pool is checked whenever the worker becomes idle. Owned by the worker.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Watchdog:
     def check_device(self) -> bool:
         """End the worker if its device hangs, and return True if it hangs.
 
-        No wait for the device may delay this call.
+        This call must never wait for the device.
         """
         stuck = self._stuck()
         if stuck:
