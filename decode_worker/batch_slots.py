@@ -69,7 +69,7 @@ class SlotSchedule:
         return iter(self._slots)
 
     def put(self, slot: BatchSlot, step: int) -> None:
-        """Schedule the slot for `step` instead of any step for which it was scheduled before."""
+        """Schedule the slot for `step`; if it was scheduled for another step, it is removed there."""
         self.remove(slot)
         self._steps[slot] = step
         self._slots.setdefault(step, {})[slot] = None
@@ -118,7 +118,7 @@ class SlotColumns:
         """The newest token known to the host: from the engine, or from the request when it joined."""
         self.settings = np.zeros((0, SETTINGS), dtype=np.float64)
         self.seeds = np.zeros(0, dtype=np.uint64)
-        """The `seeded.start_of` of each request's seed."""
+        """The start of each request's random sequence, computed from its seed (`seeded.start_of`)."""
         self.page_count = np.zeros(0, dtype=np.int32)
         self.adapters = np.zeros(0, dtype=np.int32)
         self.page_table = np.zeros((0, _FIRST_PAGES), dtype=np.int32)

@@ -172,8 +172,8 @@ class RunningBatch:
     def launch(self) -> TokenRows | None:
         """Launch the next step and return its rows, one for each running request with a page; None if there are none.
 
-        The newest token of a request, which may still be in flight, takes the next position. A request that certainly
-        ends with a token in flight has no row.
+        The row's input is the request's newest token, which may still be in flight. A request has no row if its answer
+        reaches the maximum length with a token in flight.
         """
         step = self._next_step
         snapshot = self._snapshot_of(step)
@@ -227,10 +227,9 @@ class RunningBatch:
             self._with_events.remove(slot)
 
     def _waiting_rows(self, step: int, snapshot: BatchSnapshot) -> dict[int, BatchSlot]:
-        """Return the rows whose token was not sampled because the grammar mask was not ready.
+        """Return the rows for which no token was sampled, because their grammar mask was not ready, with their slots.
 
-        They are repeated in a later step. No step that was launched since has a row of these requests
-        (`waits_for_tokens`).
+        They are repeated in a later step. No later launched step has a row of these requests (`waits_for_tokens`).
         """
         waiting = [
             slot

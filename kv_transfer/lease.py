@@ -199,7 +199,7 @@ class LeaseTable:
             return (self._end(entry, PageAction.NONE if entry.page_ids is None else PageAction.FREE),)
 
     def delivered(self, leases: Iterable[Lease], prefill: PeerRef) -> tuple[LeaseChange, ...]:
-        """Quarantine those of these leases whose notice has not arrived, as for a release in doubt.
+        """Quarantine these leases as after a release in doubt, except those whose notices have arrived.
 
         `prefill` sent the notices long ago. Leases that have ended are not counted in `fenced` here.
         """

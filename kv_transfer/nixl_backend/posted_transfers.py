@@ -112,9 +112,10 @@ class PostedTransfers:
                 self._end(move, whole=False)
 
     def _due_transfers(self) -> Iterator[_PostedTransfer]:
-        """Yield the transfers to poll: the oldest of each link up to the first in flight, then another one in turn.
+        """Yield the transfers to poll: of each link, the oldest ones up to and including the first that is in flight.
 
-        One poll makes progress on all transfers, and each poll costs as much as the copy of a page.
+        In addition, yields one of the other transfers, in turn. One poll makes progress on all transfers, and each poll
+        costs as much as the copy of a page.
         """
         going: set[Link] = set()
         others: list[_PostedTransfer] = []

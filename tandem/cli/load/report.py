@@ -69,7 +69,7 @@ class LoadReport:
 
     @property
     def makespan_s(self) -> float:
-        """Seconds from the start to the end of the last request."""
+        """Seconds from the start of the load to the end of its last request."""
         return max(record.ended_s for record in self.records)
 
     def as_result(self) -> dict[str, object]:

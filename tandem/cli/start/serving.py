@@ -83,7 +83,7 @@ class StartView:
         self.report(what, done=True)
 
     def cluster_progress(self, event: ClusterProgress) -> None:
-        """Show the progress that `Cluster.start` reports; afterwards, print which processes die and serve again."""
+        """Show the cluster's progress while it starts; afterwards, which processes died or serve again."""
         if event.note:
             self._console.print(f"[yellow]{escape(event.note)}[/]")
             return
