@@ -320,7 +320,7 @@ class DecodeAdmission:
         return self._budget.not_ready
 
     def _changed(self, *, work: bool = True) -> None:
-        """Update what depends on leases and pages after a change. Must be called without the lock.
+        """Pass on the numbers of open leases and lost pages after a change. Must be called without the lock.
 
         With `work`, the step loop is woken, because a request may be ready, or a request that waits for pages may
         continue. Callers pass False if neither is possible: a needless wake-up takes the interpreter lock from other

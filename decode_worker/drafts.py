@@ -70,8 +70,8 @@ class StepDrafts:
     def runs(self, token_ids: Sequence[int]) -> list[tuple[RowDrafts, list[int]]]:
         """Return for each request its draft tokens and the tokens that it gains; `token_ids` has the token of each row.
 
-        A request gains the token sampled by the row of its newest token. For each draft token, as long as all of them
-        equal the token sampled before, it also gains the token sampled by the draft token's row.
+        A request gains the token sampled by the row of its newest token, and the tokens sampled by the rows of its
+        accepted draft tokens: those before the first one that differs from the token sampled before it.
         """
         found = []
         for drafts in self.drafts:

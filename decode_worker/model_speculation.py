@@ -4,9 +4,9 @@ One step of the proposer computes the first draft token of every request, the ne
 requests therefore have the same number of draft tokens. Two fitted cost models predict the duration of the step and of
 the proposer's steps before it; the number with the most tokens per second is chosen.
 
-A draft model first needs the KV of a request's context. This KV is computed only if draft tokens are predicted to save
-more time before the answer ends. It is computed in chunks between the steps of the batch; until it is complete, the
-request has no draft tokens.
+A draft model first needs the KV of a request's context. This KV is computed only if that takes less time than draft
+tokens are predicted to save before the answer ends. It is computed in chunks between the steps of the batch; until it
+is complete, the request has no draft tokens.
 """
 
 import time
@@ -187,11 +187,11 @@ class ModelSpeculation(Speculation):
         return best if best.saved_s > (1 - 1 / GAIN_MIN) * plain.seconds else plain
 
     def _probe(self, bounds: StepBounds, work: StepWork, eligible: Sequence[DecodeRequest]) -> _Plan:
-        """Return a plan to propose one draft token for one request as a probe, or an empty plan if it is too early.
+        """Return the plan of a probe: one draft token for one request, or first a chunk of the request's context.
 
         A probe measures the acceptance while draft tokens do not raise the throughput. It is made for the request with
-        the least context to compute, and only if it takes at most 1 / PROBE_EVERY of the time since the last step with
-        draft tokens.
+        the least context to compute. The plan is empty unless the probe takes at most 1 / PROBE_EVERY of the time since
+        the last step with draft tokens.
         """
         if self.fixed_drafts is not None or self._steps_without < PROBE_EVERY:
             return _NO_PLAN

@@ -148,7 +148,7 @@ class DecodeRequests:
         reservation = request.reservation
         event_times = (*request.event_times, EventTime.now(LifecycleEvent.PREEMPTED))
         event = RequestEvent(reservation.ref, len(request.token_ids), event_times=event_times, preempted=True)
-        # Called before `_leave`, which drops the reservation: `reserve_for_preempted` keeps as many pages free.
+        # Called before `_leave`, which drops the reservation, because the same number of pages is then kept free.
         self._budget.reserve_for_preempted(request)
         self._leave(request)
         self._emit(RoutedEvent(reservation.router_id, event))

@@ -38,9 +38,9 @@ class RunningBatch:
         self._snapshot: BatchSnapshot | None = None
         """The snapshot for the next step; None if requests have joined, left or moved since the last step."""
         self._last_steps = SlotSchedule()
-        """Slots scheduled by the last step in which they have a row; stopped ones are left out."""
+        """For each step, the slots that have their last row in it, without those of stopped requests."""
         self._page_steps = SlotSchedule()
-        """Slots scheduled by the step in which they need one more page."""
+        """For each step, the slots that need one more page for their row in it."""
         self._without_page: list[BatchSlot] = []
         """Slots that need a page for their row in the next step."""
         self._stopped: list[BatchSlot] = []

@@ -31,8 +31,9 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 def find_transport(log: str, agent: str, page_bytes: int, *, near: bool | None = None) -> str | None:
     """Return the transports, e.g. `cma`, that UCX's newest matching table names for writes of `page_bytes` by `agent`.
 
-    With `near` True, tables for peers on this host match, with False those for other hosts, with None all. If no table
-    of the requested kind matches, all tables of `agent` match. Returns None if there is none for this size.
+    `near` selects the tables: True = those for peers on this host, False = those for other hosts, None = all. If no
+    selected table names a transport for this size, all tables of `agent` are searched. Returns None if none of them
+    does.
     """
     places = () if near is None else _NEAR if near else _FAR
     heads = [*(f"| {agent} {place} " for place in places), f"| {agent} "]

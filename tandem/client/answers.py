@@ -35,7 +35,7 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class TokenScore:
-    """The log probability of one token of an answer, and the log probabilities of the most likely tokens there."""
+    """The log probability of one token of an answer, and those of the most likely tokens at its position."""
 
     chosen: ScoredToken
     top: Sequence[ScoredToken]
