@@ -242,8 +242,8 @@ class DecodeAdmission:
         """Process the notice that the KV of a request has arrived completely. Called on the transfer thread.
 
         For a local prompt, `pages` are its pages, listed as by `KvPages`; otherwise it is empty. A notice of an ended
-        lease is dropped and counted. If a notice does not match the reservation, the request fails, and its router has
-        it prefilled again.
+        lease is dropped and counted. If a notice does not match the reservation, the request fails, and its router
+        starts another attempt.
         """
         seen = EventTime.now(LifecycleEvent.NOTICE_SEEN)
         with self.lock:

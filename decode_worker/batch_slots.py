@@ -169,7 +169,7 @@ class SlotColumns:
         self.slots[at] = self.samplings[at] = self.histories[at] = None
 
     def copy_pages(self, slot: BatchSlot) -> None:
-        """Copy the numbers of the pages that the slot's request got since the last copy."""
+        """Append to the slot's page table the pages that its request got since the last call."""
         at, pages = slot.index, slot.request.pages
         known, count = int(self.page_count[at]), len(pages)
         if count > self.page_table.shape[1]:

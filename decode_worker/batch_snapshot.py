@@ -219,7 +219,7 @@ class DecodedStep:
     """The events of `event_rows`; added by the decode scheduler."""
 
     def tokens(self, row: int) -> tuple[DecodeRequest, int, Sequence[int]]:
-        """Return a row's request, the answer index of its first token in this step, and its tokens in this step."""
+        """Return a row's request, the answer index of the first token that it gained in this step, and these tokens."""
         snapshot = self.snapshot
         return snapshot.slots[row].request, snapshot.answer_index(row, self.step), (self.token_ids[row],)
 
@@ -251,7 +251,10 @@ class TokenBuffer:
     def store(
         self, step: int, indices: SlotIndices, tokens: NDArray[np.int64], all_slots: Collection[BatchSlot]
     ) -> None:
-        """Store the tokens of a completed step, one for each of the slots `indices`."""
+        """Store the tokens of a completed step, one for each of the slots `indices`.
+
+        If the buffer is full then, the tokens of `all_slots` are appended to their answers.
+        """
         self._tokens[step % BUFFERED_STEPS, indices] = tokens
         self.completed_steps = step + 1
         if not self.completed_steps % BUFFERED_STEPS:

@@ -121,7 +121,7 @@ class VerifiedStep(DecodedStep):
     """
 
     def tokens(self, row: int) -> tuple[DecodeRequest, int, Sequence[int]]:
-        """Return a row's request, the answer index of its first token in this step, and its tokens in this step."""
+        """Return a row's request, the answer index of the first token that it gained in this step, and these tokens."""
         request, index, token_ids = DecodedStep.tokens(self, row)
         return request, index, self.verified[row].token_ids if row in self.verified else token_ids
 

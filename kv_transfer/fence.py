@@ -72,7 +72,7 @@ class OutstandingWrites:
         self._writer_stopped = True
 
     def is_safe(self, now: float, process_alive: ProcessAlive) -> bool:
-        """Return True if no write of the writer can land any longer; False unless it is assumed dead or has stopped.
+        """Return True if the writer is assumed dead or has stopped, and none of its writes can land any longer.
 
         Starts the grace period once the writer cannot begin a write.
         """

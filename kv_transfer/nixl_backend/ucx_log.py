@@ -10,7 +10,7 @@ With `UCX_PROTO_INFO=y` UCX prints, at the first use of a peer, tables of the pr
 NIXL posts its writes with the `multi` flag, so the table of that operation under this worker's agent name describes the
 pages that the agent writes. Tables of other operations do not count: TCP carries the notices even if cma carries the
 pages. The log goes to an anonymous file in memory, which also keeps UCX's output off the terminal. If the user has set
-these variables, or no table matches, the transport is unknown.
+`UCX_LOG_FILE` or turned off `UCX_PROTO_INFO`, or if no table matches, the transport is unknown.
 """
 
 import ctypes

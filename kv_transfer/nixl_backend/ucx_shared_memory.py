@@ -1,4 +1,4 @@
-"""The UCX transports that are allowed, so that no stranger can reach a worker's memory.
+"""The UCX transports that are allowed without a trusted network: no other user or host can reach memory through them.
 
 UCX's TCP and RDMA transports listen on a network. An incoming active message may request a write to any address of the
 process, and UCX carries it out for any connected peer, without a key.

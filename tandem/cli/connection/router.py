@@ -17,7 +17,7 @@ COMMANDS = Wording(
     unreachable="cannot reach {router}; is `tandem up` running there?",
     lost="lost {router} before the answer's end; is `tandem up` running?",
 )
-"""The texts of client errors for users of the command line, which name options."""
+"""The texts of client errors on the command line; they name options."""
 CA, CERTIFICATE, KEY = "--tls-ca", "--tls-client-certificate", "--tls-client-key"
 _VIEW_S = 5.0
 """Deadline of the calls that query a router's state, in seconds."""
