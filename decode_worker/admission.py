@@ -7,11 +7,11 @@ The path of a request, by its queues (`decode_worker/request.py`):
   2. `notice`   the KV has arrived: the pages pass to the request, the notice is checked at once, and the bytes are
                 checked in the background (`kv_arrival.py`)
   3.            if both checks pass, the request is ready (`requests.py`)
-  4.            the running batch takes it (`requests.py`), and it ends there; it is preempted before its answer is
-                complete if an older request needs a page and there is none (`preemption.py`)
+  4.            the running batch takes the request and completes its answer (`requests.py`). If an older request needs
+                a page and none is free, a younger one is preempted before its answer is complete (`preemption.py`)
 
-Every other end (abort, expiry, a dead prefill worker, a released lease) goes through the lease table, which says
-whether the pages are freed or quarantined (`leased.py`).
+If a request ends before its KV has arrived (abort, expiry, a dead prefill worker, a released lease), the lease table
+decides whether the pages are freed or quarantined (`leased.py`).
 
 Every method returns at once, may be called from any thread, and holds one lock.
 """
@@ -129,7 +129,7 @@ class DecodeAdmission:
         return GrantedLease(request.lease, self._config.kv_lease_s, request.skipped * self._page_tokens)
 
     def heartbeat(self, leases: Iterable[Lease]) -> tuple[Lease, ...]:
-        """Renew these leases and return those that have ended without their KV having arrived."""
+        """Renew these leases, and return those that have ended although their KV has not arrived."""
         unknown = self._leases.renew(leases)
         with self.lock:
             return tuple(lease for lease in unknown if not self.requests.has_arrived(lease))
@@ -180,10 +180,10 @@ class DecodeAdmission:
     # ---- prefill workers ----
 
     def allocate_pages(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
-        """Return the pages of the lease to which `prefill` may begin writes within `write_window_s` seconds.
+        """Allocate the lease's pages and return them; `prefill` may begin writes within `write_window_s` seconds.
 
-        `pages` is the number of pages that the prompt fills; the result leaves out the first of them, whose KV this
-        worker has cached. A repeated call returns the same pages and restarts the window. Raises StaleEpoch if the
+        `pages` is the number of pages that the prompt fills. The result leaves out the prompt's leading pages whose KV
+        this worker has cached. A repeated call returns the same pages and restarts the window. Raises StaleEpoch if the
         lease has ended or belongs to another worker, InvalidArgument if `pages` is not the number of pages of the
         prompt.
         """
@@ -199,7 +199,7 @@ class DecodeAdmission:
             return self._leased.cached_pages(lease)
 
     def allocate_chunk_pages(self, lease: Lease, pages: int, position: int, prefill: PeerRef) -> Sequence[int]:
-        """Return at most `pages` more pages for a local prompt of a model with sliding windows.
+        """Allocate at most `pages` more pages for a local prompt of a model with sliding windows, and return them.
 
         `position` is the position of the next token to be computed; cached pages before its window are released. Raises
         StaleEpoch if the lease has ended.
@@ -226,9 +226,9 @@ class DecodeAdmission:
         self._changed()
 
     def delivered(self, leases: Iterable[Lease], prefill: PeerRef) -> None:
-        """End those of these leases whose notice has not arrived.
+        """Quarantine the pages of these leases whose notices have not arrived, and fail the requests.
 
-        `prefill` sent the notices so long ago that a missing one is lost. The requests of the ended leases fail.
+        `prefill` sent the notices so long ago that one that has not arrived is lost. Other leases are not affected.
         """
         with self.lock:
             lost = self._leases.delivered(leases, prefill)
@@ -242,8 +242,8 @@ class DecodeAdmission:
         """Process the notice that the KV of a request has arrived completely. Called on the transfer thread.
 
         For a local prompt, `pages` are its pages, listed as by `KvPages`; otherwise it is empty. A notice of an ended
-        lease is dropped and counted. If a notice does not match the reservation, the request fails, and its router has
-        it prefilled again.
+        lease is dropped and counted. If a notice does not match the reservation, the request fails, and its router
+        starts another attempt.
         """
         seen = EventTime.now(LifecycleEvent.NOTICE_SEEN)
         with self.lock:
@@ -308,9 +308,9 @@ class DecodeAdmission:
 
     @property
     def fenced(self) -> int:
-        """The number of dropped messages and notices: those of an ended lease or attempt, and those that did not match.
+        """The number of messages and notices that were rejected, for an ended lease or attempt or for a mismatch.
 
-        Includes transfers whose checksums did not match.
+        A mismatch is a notice that differs from the reservation, or a transfer whose checksums are wrong.
         """
         return self._leases.fenced + self._stale_attempts + self.arrival.refused
 
@@ -320,7 +320,7 @@ class DecodeAdmission:
         return self._budget.not_ready
 
     def _changed(self, *, work: bool = True) -> None:
-        """Update what depends on leases and pages after a change. Must be called without the lock.
+        """Pass on the numbers of open leases and lost pages after a change. Must be called without the lock.
 
         With `work`, the step loop is woken, because a request may be ready, or a request that waits for pages may
         continue. Callers pass False if neither is possible: a needless wake-up takes the interpreter lock from other

@@ -69,7 +69,7 @@ class SlotSchedule:
         return iter(self._slots)
 
     def put(self, slot: BatchSlot, step: int) -> None:
-        """Schedule the slot for `step` instead of any step for which it was scheduled before."""
+        """Schedule the slot for `step`; if it was scheduled for another step, it is removed there."""
         self.remove(slot)
         self._steps[slot] = step
         self._slots.setdefault(step, {})[slot] = None
@@ -118,7 +118,7 @@ class SlotColumns:
         """The newest token known to the host: from the engine, or from the request when it joined."""
         self.settings = np.zeros((0, SETTINGS), dtype=np.float64)
         self.seeds = np.zeros(0, dtype=np.uint64)
-        """The `seeded.start_of` of each request's seed."""
+        """The start of each request's random sequence, computed from its seed (`seeded.start_of`)."""
         self.page_count = np.zeros(0, dtype=np.int32)
         self.adapters = np.zeros(0, dtype=np.int32)
         self.page_table = np.zeros((0, _FIRST_PAGES), dtype=np.int32)
@@ -169,7 +169,7 @@ class SlotColumns:
         self.slots[at] = self.samplings[at] = self.histories[at] = None
 
     def copy_pages(self, slot: BatchSlot) -> None:
-        """Copy the numbers of the pages that the slot's request got since the last copy."""
+        """Append to the slot's page table the pages that its request got since the last call."""
         at, pages = slot.index, slot.request.pages
         known, count = int(self.page_count[at]), len(pages)
         if count > self.page_table.shape[1]:

@@ -127,7 +127,10 @@ class BatchSnapshot:
         return int(self._position_offset[row]) + step + 1 - self.slots[row].request.prompt_tokens
 
     def tokens(self, step: int, token_ids: Sequence[int], without: set[int]) -> list[RoutedTokens]:
-        """Return the tokens of this step, grouped by router: one for each row that is not in `without`."""
+        """Return the tokens of the rows of step `step`, except the rows in `without`, grouped by router.
+
+        `token_ids` has one token for each row.
+        """
         owners = self.owners
         everything = StepTokens(owners.request_ids, owners.attempts, (owners.answer_offset + step).tolist(), token_ids)
         if not owners.masks and not without:
@@ -142,7 +145,10 @@ class BatchSnapshot:
         return found
 
     def _sources(self, before: "BatchSnapshot | None") -> NDArray[np.int32]:
-        """Return the source of each row's input token [n]: a row of the previous step that samples it, or FROM_HOST."""
+        """Return for each row [n] the row of the previous step that samples its input token, or FROM_HOST.
+
+        `before` is the previous step's snapshot if that step is in flight, else None.
+        """
         if before is self:
             return self._row_numbers
         if before is None:
@@ -157,7 +163,7 @@ class BatchSnapshot:
 
     @cached_property
     def _in_flight_tokens(self) -> NDArray[np.int64]:
-        """Placeholders for input tokens in flight, which the engine takes from the step that samples them."""
+        """Zeros in place of the input tokens in flight; the engine takes the tokens from the step that samples them."""
         return np.zeros(len(self), dtype=np.int64)
 
     @cached_property
@@ -213,12 +219,12 @@ class DecodedStep:
     """The events of `event_rows`; added by the decode scheduler."""
 
     def tokens(self, row: int) -> tuple[DecodeRequest, int, Sequence[int]]:
-        """Return a row's request, the answer index of its first token in this step, and its tokens in this step."""
+        """Return a row's request, the answer index of the first token that it gained in this step, and these tokens."""
         snapshot = self.snapshot
         return snapshot.slots[row].request, snapshot.answer_index(row, self.step), (self.token_ids[row],)
 
     def rows_of(self, row: int) -> Sequence[int]:
-        """Return the rows that sampled the tokens that a row's request gained in this step."""
+        """Return the rows of this step that sampled the tokens of the request in row `row`."""
         return (row,)
 
     def plain_tokens(self) -> list[RoutedTokens]:
@@ -245,7 +251,10 @@ class TokenBuffer:
     def store(
         self, step: int, indices: SlotIndices, tokens: NDArray[np.int64], all_slots: Collection[BatchSlot]
     ) -> None:
-        """Store the tokens of a completed step, one for each of the slots `indices`."""
+        """Store the tokens of a completed step, one for each of the slots `indices`.
+
+        If the buffer is full then, the tokens of `all_slots` are appended to their answers.
+        """
         self._tokens[step % BUFFERED_STEPS, indices] = tokens
         self.completed_steps = step + 1
         if not self.completed_steps % BUFFERED_STEPS:

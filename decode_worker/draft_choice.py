@@ -1,4 +1,4 @@
-"""Chooses which requests have draft tokens in a step, and how many, for the most tokens per second."""
+"""Chooses the requests that get draft tokens in a step, and how many, to maximize the tokens per second."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ ROWS_MAX = 256
 With more rows, matrix products take so much longer that draft tokens hardly raise the throughput.
 """
 GAIN_MIN = 1.03
-"""The minimum predicted gain in tokens per second, as a factor, for which a step has draft tokens.
+"""Draft tokens are used only if they multiply the predicted tokens per second by at least this factor.
 
 Predictions err by a few percent.
 """
@@ -63,14 +63,14 @@ class Candidate:
 
 
 def break_even(cost: StepCost, work: StepWork, *, kv_read_once: bool = False) -> float:
-    """Return the lowest acceptance probability at which draft tokens can raise the throughput of a step with `work`.
+    """Return the acceptance probability below which draft tokens cannot raise the throughput of a step with `work`.
 
     Returns 1 if the cost model cannot predict the duration. `kv_read_once`: attention reads a request's KV once for all
     its rows.
 
     With acceptance probability p, k draft tokens per request yield p + p² + … + pᵏ additional tokens, which is at most
-    k · p and less than p / (1 - p). They take (verify_base + k · rows of draft tokens) of the seconds of a step without
-    draft tokens.
+    k · p and less than p / (1 - p). They lengthen the step by the fraction base + k · rows: base is due to
+    `verify_base_s`, rows to one more row per request.
     """
     seconds = cost.decode_step_seconds(work.decode_rows, work.decode_context_tokens)
     if not seconds:
@@ -90,11 +90,11 @@ def with_drafts(work: StepWork, candidates: Sequence[Candidate]) -> StepWork:
 
 
 def with_most_tokens(bounds: StepBounds, work: StepWork, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates, each with its number of draft tokens for the most tokens per second of the step.
+    """Return the candidates that get draft tokens, each cut to the number that maximizes the step's tokens per second.
 
-    Returns an empty list if the gain is less than GAIN_MIN. Requests whose draft tokens have the same acceptance
-    probabilities are decided on together, position by position, the highest probability first: among draft tokens of
-    the same probability, the tokens per second are highest with all of them or with none.
+    Returns an empty list if the gain is less than GAIN_MIN. Requests with equal acceptance probabilities are decided on
+    together, position by position, the highest probability first. Draft tokens of equal probability are all taken or
+    all left out, because one of the two gives the most tokens per second.
     """
     alike: dict[tuple[float, ...], list[int]] = {}
     for number, each in enumerate(candidates):

@@ -88,7 +88,7 @@ class DraftingBatch(RunningBatch):
 
         With `drafts`, additional rows verify the draft tokens. Draft tokens are allowed only while no step is in
         flight. Each request of `drafts` must have a row in the step, pages for the positions of its draft tokens, and
-        as many rows left.
+        further rows (`rows_left`) for all of them.
         """
         snapshot = self._snapshot_of(self._next_step) if drafts else None
         rows = super().launch()

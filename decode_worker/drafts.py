@@ -68,10 +68,10 @@ class StepDrafts:
         )
 
     def runs(self, token_ids: Sequence[int]) -> list[tuple[RowDrafts, list[int]]]:
-        """Return each request's drafts and the tokens that it gains, given the sampled tokens of all rows.
+        """Return for each request its draft tokens and the tokens that it gains; `token_ids` has the token of each row.
 
-        A request gains the token that its own row sampled and, as long as each draft token equals the token sampled
-        before it, the next sampled token.
+        A request gains the token sampled by the row of its newest token, and the tokens sampled by the rows of its
+        accepted draft tokens: those before the first one that differs from the token sampled before it.
         """
         found = []
         for drafts in self.drafts:
@@ -121,12 +121,12 @@ class VerifiedStep(DecodedStep):
     """
 
     def tokens(self, row: int) -> tuple[DecodeRequest, int, Sequence[int]]:
-        """Return a row's request, the answer index of its first token in this step, and its tokens in this step."""
+        """Return a row's request, the answer index of the first token that it gained in this step, and these tokens."""
         request, index, token_ids = DecodedStep.tokens(self, row)
         return request, index, self.verified[row].token_ids if row in self.verified else token_ids
 
     def rows_of(self, row: int) -> Sequence[int]:
-        """Return the rows that sampled the tokens that a row's request gained in this step."""
+        """Return the rows of this step that sampled the tokens of the request in row `row`."""
         if row not in self.verified:
             return (row,)
         found = self.verified[row]

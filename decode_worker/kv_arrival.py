@@ -165,7 +165,7 @@ class ArrivalHandler:
         self._changed()
 
     def _fail_unexpectedly(self, request: DecodeRequest, notice: TransferNotice) -> None:
-        """Log the current exception and fail only this request; its router has it prefilled again."""
+        """Log the current exception and fail only this request; its router starts another attempt."""
         request_id = request.reservation.ref.request_id
         log.exception("request %s could not be admitted", request_id, extra=about(request_id))
         if request.stage is Stage.CHECKING:

@@ -128,9 +128,9 @@ class LeasedRequests:
         self.apply(self._table.revoke(request.lease), None)
 
     def apply_all(self, changes: Iterable[LeaseChange], failure: TandemError) -> None:
-        """Apply all changes, even if one of them raises; the exception is logged.
+        """Apply all changes, even if one of them raises an exception, which is logged.
 
-        The table has already dropped the leases of the remaining changes.
+        The table has already dropped these leases, so a change that is left out would never be made.
         """
         for change in changes:
             try:

@@ -1,10 +1,12 @@
 """Speculative decoding with a draft model or draft heads, whose proposals take time.
 
-Proposing takes one step of the proposer for the first draft tokens of all requests, one for the second, and so on. All
-requests therefore have the same number of draft tokens: the number that gives the most tokens per second of the step
-together with the proposer's steps before it, as two fitted cost models predict. A draft model first needs the KV of a
-request's context. That KV is computed only if the time is predicted to be regained before the answer ends. It is
-computed in chunks between the steps of the batch; until then the request has no draft tokens.
+One step of the proposer computes the first draft token of every request, the next step the second, and so on. All
+requests therefore have the same number of draft tokens. Two fitted cost models predict the duration of the step and of
+the proposer's steps before it; the number with the most tokens per second is chosen.
+
+A draft model first needs the KV of a request's context. This KV is computed only if that takes less time than draft
+tokens are predicted to save before the answer ends. It is computed in chunks between the steps of the batch; until it
+is complete, the request has no draft tokens.
 """
 
 import time
@@ -25,9 +27,9 @@ from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.messages import SamplingParams
 
 MISSING_MAX = DRAFTS_MAX + 1
-"""Maximum number of context tokens without proposer KV with which proposing may start; each becomes a row.
+"""Maximum number of a request's tokens without KV in the proposer when it proposes; each becomes a row of its step.
 
-With more, a chunk of the context is computed first.
+If more tokens have no KV, the proposer first computes a chunk of the context.
 """
 
 
@@ -40,7 +42,11 @@ class DraftCount:
     seconds: float
     """Predicted duration of the step together with the proposer's steps before it, in seconds."""
     saved_s: float
-    """Predicted seconds that are saved per token of a request, compared with a step without draft tokens."""
+    """Predicted seconds that draft tokens save for each token of a request, on average over the step's requests.
+
+    It is the duration of a step without draft tokens, less `seconds` divided by the mean number of tokens that a
+    request gains in the step.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +187,11 @@ class ModelSpeculation(Speculation):
         return best if best.saved_s > (1 - 1 / GAIN_MIN) * plain.seconds else plain
 
     def _probe(self, bounds: StepBounds, work: StepWork, eligible: Sequence[DecodeRequest]) -> _Plan:
-        """Return a plan to propose one draft token, as a probe, although draft tokens do not raise the throughput now.
+        """Return the plan of a probe: one draft token for one request, or first a chunk of the request's context.
 
-        The request with the least context to compute is chosen. A probe may take at most 1 / PROBE_EVERY of the time
-        since the last step with draft tokens.
+        A probe measures the acceptance while draft tokens do not raise the throughput. It is made for the request with
+        the least context to compute. The plan is empty unless the probe takes at most 1 / PROBE_EVERY of the time since
+        the last step with draft tokens.
         """
         if self.fixed_drafts is not None or self._steps_without < PROBE_EVERY:
             return _NO_PLAN
@@ -214,10 +221,10 @@ class ModelSpeculation(Speculation):
         step_s: float,
         saved_s: float | None,
     ) -> dict[Hashable, int]:
-        """Return for each request the number of context tokens to compute before a step of `step_s` seconds.
+        """Return for each request the number of context tokens to compute before a step that takes `step_s` seconds.
 
-        Requests with the fewest missing tokens come first. Apart from its fixed cost, the computation takes at most as
-        long as a step without draft tokens, and keeps the step within `bounds.seconds`.
+        Requests with the fewest missing tokens come first. Without its fixed cost, the computation takes at most as
+        long as a step without draft tokens; with the step, it takes at most `bounds.seconds`.
 
         `saved_s`: seconds that draft tokens save per token of a request. A request is skipped if its savings before the
         end of its answer do not exceed the time to compute its context. None = no request is skipped.
@@ -323,7 +330,7 @@ class DraftCosts:
 
 
 def _store_seconds(cost: StepCost, missing: int, end: int, chunk: int) -> tuple[float, int]:
-    """Return the seconds and the number of steps that computing the KV of `missing` tokens takes.
+    """Return the duration in seconds, and the number of steps, of computing the KV of `missing` tokens.
 
     The tokens end at position `end`; each step computes at most `chunk` of them.
     """

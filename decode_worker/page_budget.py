@@ -4,16 +4,15 @@ The pages of a request are of two kinds, in the decode phase as in the prefill p
 
   reserved  pages that the request may still take from the pool. The number follows from the expected length of prompt
             and answer (`tandem/cost_model/answer_length.py`), so more requests run at once than if each one reserved
-            pages for the longest answer it may give
+            pages for its maximum answer length
   held      pages that the request owns or reads. Reserved pages that are meant for its lease count as held already
 
-The pool backs reserved pages, which means that it keeps as many free pages for all requests together. If an answer
-exceeds its forecast, the request gets a longer forecast, and takes backed pages that other requests have not used yet.
-A younger request is preempted only when no backed page is left (`requests.py`). Until the preempted request has
-returned, but for at most RETURN_S seconds, as many pages as it had committed are kept free for it.
+The pool backs reserved pages: it keeps that number of free pages for all requests together. If an answer exceeds its
+forecast, the request gets a longer forecast, and takes backed pages that other requests have not used yet. A younger
+request is preempted only when no backed page is left (`requests.py`). The number of pages that it had committed is then
+kept free for it until it returns, but for at most RETURN_S seconds.
 
-Prompts in transfer are treated differently. Their pages were granted to a prefill worker that will write them, so no
-other request may use that part of the backed pages.
+Backed pages of leases are an exception: a prefill worker will write them, so no other request may take them.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ from tandem.protocol.messages import ModelFacts, Reservation
 from tandem.settings.worker import WorkerSettings
 
 RETURN_S = 1.0
-"""Seconds for which pages are kept for a preempted request: enough for it to return if no other worker has pages."""
+"""Seconds for which pages are kept free for a preempted request, so that it can return if no other worker has pages."""
 
 
 class PageReservations:
@@ -79,11 +78,12 @@ class PageReservations:
         *,
         position: int | None = None,
     ) -> int:
-        """Reserve `pages` less the cached pages of `prefix`, and return the number of reserved pages.
+        """Reserve `pages` pages, less the cached pages that the request reads, and return the number of reserved pages.
 
-        From now on the request reads the cached pages to which tokens from `position` on attend
-        (`PrefixCache.reserve`). At least `reserved_for_preempted` pages must stay free. Raises ResourceExhausted, and
-        changes nothing, if there are too few pages. The caller calls `add_lease` next.
+        The request reads the cached pages of `prefix` from now on; in groups with a sliding window, only those in the
+        windows of the tokens from `position` on (None = from the end of the cached pages). At least
+        `reserved_for_preempted` pages must stay free. Raises ResourceExhausted, and changes nothing, if there are too
+        few pages. The caller calls `add_lease` next.
         """
         self._balance()
         # While some reserved pages have no free page, a new request would compete with the running ones.
@@ -97,15 +97,19 @@ class PageReservations:
         return reserved
 
     def add_lease(self, lease_pages: int, held: int) -> None:
-        """Keep `lease_pages` of the backed pages for a new lease. Its request holds `held` pages, these included."""
+        """Keep `lease_pages` of the backed pages for a new lease.
+
+        `held` is the number of pages that the lease's request holds, including `lease_pages`.
+        """
         self._lease_pages += lease_pages
         self._held += held
 
     def for_chunk(self, request: DecodeRequest, most: int) -> int:
         """Return the number of pages, at most `most`, that a local prompt may take for its next chunk.
 
-        The pages of other prompts are always backed. The reservation of this prompt may exceed its backed pages,
-        because it reserves new pages for those that have left its sliding window.
+        Backed pages that are kept for leases of other prompts are not available. The result may be less than this
+        prompt has reserved: for pages that left its sliding window it has reserved new ones, which may not be backed
+        yet.
         """
         self._balance()
         # All backed pages except those that are kept for the leases of other prompts.
@@ -206,7 +210,7 @@ class PageReservations:
         self._held += len(pages)
 
     def subtract(self, committed: int, reserved: int, held: int, lease_pages: int) -> None:
-        """Subtract pages from each count: those of a request that has ended, or the reduction of a reservation."""
+        """Subtract the pages of a request that has ended, or the reduction of a reservation, from the counts."""
         self.committed -= committed
         self._reserved -= reserved
         self._held -= held
@@ -214,7 +218,7 @@ class PageReservations:
         self._balance()
 
     def _balance(self) -> None:
-        """Have the pool back as many reserved pages as it can, and return excess backed pages to the pool."""
+        """Make the number of backed pages equal to that of reserved pages, as far as the pool and the limit allow."""
         missing = self._reserved - self._backed
         if missing < 0:
             self._pool.unreserve(-missing)
@@ -276,18 +280,18 @@ class PageBudget:
         return self._reservations.left
 
     def expected_pages(self, reservation: Reservation, tokens: int, *, decoding: bool = True) -> int:
-        """Return the number of pages that the request is expected to need, given that the answer has `tokens` tokens.
+        """Return the number of pages that the request is expected to need for an answer of `tokens` tokens.
 
-        `decoding`: the prompt is not computed in these pages, so groups with a sliding window need fewer of them.
+        With `decoding`, the prompt is not computed in these pages, so groups with a sliding window need fewer of them.
         """
         return self._kv.held(self._stored(reservation, self._expected(reservation, tokens)), decoding=decoding)
 
     def reserve(self, reservation: Reservation, prefix: Prefix, *, local: bool) -> tuple[int, int]:
-        """Reserve the expected pages of a request, less the cached pages of `prefix`, which it reads from now on.
+        """Reserve the expected pages of a request, and return the numbers of expected pages and of reserved pages.
 
-        `local`: this worker computes the prompt, in these pages. Returns the number of expected pages and the number of
-        reserved ones. Raises ResourceExhausted with a retry hint if there are too few pages now, InvalidArgument if the
-        longest answer can never fit, RoleClosed while closed.
+        The request reads the cached pages of `prefix` from now on; no pages are reserved for them. `local`: this worker
+        computes the prompt, in these pages. Raises ResourceExhausted with a retry hint if there are too few pages now,
+        InvalidArgument if the longest answer can never fit, RoleClosed while closed.
         """
         self.update_lost()
         if self._closed:
@@ -434,7 +438,7 @@ class PageBudget:
         return max(shortest, min(longest, reservation.original_prompt_tokens + answer - 1))
 
     def _reserved_for_preempted(self, reservation: Reservation, most: int) -> int:
-        """Return the number of pages that are kept for preempted requests, at most `most`.
+        """Return the number of pages, at most `most`, that a new reservation must leave free for preempted requests.
 
         Returns 0 if this reservation is for a preempted request that returns.
         """

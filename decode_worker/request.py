@@ -124,7 +124,7 @@ class DecodeRequest:
 
     @property
     def next_unread(self) -> int:
-        """The position of the newest token that has arrived; rows in flight and later rows are at or after it."""
+        """The position of the newest token that has arrived. No row in flight and no later row is before it."""
         return self.prompt_tokens + len(self.token_ids) - 1
 
     @property

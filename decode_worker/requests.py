@@ -17,9 +17,9 @@ from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.protocol.messages import Lease, RequestEvent, RequestRef, RoutedEvent, TransferNotice
 
 ADMITTED_REMEMBERED = 4096
-"""Maximum number of leases with arrived KV whose epochs are remembered.
+"""Number of leases that `has_arrived` remembers: those whose KV arrived last.
 
-A lease whose notice arrived while a heartbeat for it was in transit must not be reported as lost.
+A heartbeat may name a lease whose notice arrived shortly before; that lease must not be reported as lost.
 """
 
 
@@ -43,7 +43,7 @@ class DecodeRequests:
         self._dropped: set[DecodeRequest] = set()
         """Cancelled requests whose pages are still in use."""
         self.cancelled = 0
-        """The number of cancellations so far of requests whose pages were in use."""
+        """The number of requests that were cancelled while their pages were in use, since the worker started."""
 
     def __len__(self) -> int:
         """Return the number of requests that have not ended."""
@@ -148,7 +148,7 @@ class DecodeRequests:
         reservation = request.reservation
         event_times = (*request.event_times, EventTime.now(LifecycleEvent.PREEMPTED))
         event = RequestEvent(reservation.ref, len(request.token_ids), event_times=event_times, preempted=True)
-        # Called before `_leave`, which drops the reservation: `reserve_for_preempted` keeps as many pages free.
+        # Called before `_leave`, which drops the reservation, because the same number of pages is then kept free.
         self._budget.reserve_for_preempted(request)
         self._leave(request)
         self._emit(RoutedEvent(reservation.router_id, event))
@@ -212,7 +212,7 @@ class DecodeRequests:
             self._emit_failure(request, failure)
 
     def _listed(self, request: DecodeRequest, sent: Sequence[int]) -> list[int]:
-        """Return the cached pages that a request reads and the pages `sent` to it, listed as by `KvPages`."""
+        """Return the request's cached pages and the pages `sent` to it as one list with the order of `KvPages`."""
         kv, read = self._cache.kv, request.prefix.pages
         pages = [*read, *[FREED] * (request.prompt_pages * kv.groups - len(read))]
         entries = kv.sent(len(request.reservation.prompt_token_ids), request.skipped)

@@ -38,9 +38,9 @@ class RunningBatch:
         self._snapshot: BatchSnapshot | None = None
         """The snapshot for the next step; None if requests have joined, left or moved since the last step."""
         self._last_steps = SlotSchedule()
-        """Slots scheduled by the last step in which they have a row; stopped ones are left out."""
+        """For each step, the slots that have their last row in it, without those of stopped requests."""
         self._page_steps = SlotSchedule()
-        """Slots scheduled by the step in which they need one more page."""
+        """For each step, the slots that need one more page for their row in it."""
         self._without_page: list[BatchSlot] = []
         """Slots that need a page for their row in the next step."""
         self._stopped: list[BatchSlot] = []
@@ -172,8 +172,8 @@ class RunningBatch:
     def launch(self) -> TokenRows | None:
         """Launch the next step and return its rows, one for each running request with a page; None if there are none.
 
-        The newest token of a request, which may still be in flight, takes the next position. A request that certainly
-        ends with a token in flight has no row.
+        The row's input is the request's newest token, which may still be in flight. A request has no row if its answer
+        reaches the maximum length with a token in flight.
         """
         step = self._next_step
         snapshot = self._snapshot_of(step)
@@ -227,10 +227,9 @@ class RunningBatch:
             self._with_events.remove(slot)
 
     def _waiting_rows(self, step: int, snapshot: BatchSnapshot) -> dict[int, BatchSlot]:
-        """Return the rows whose token was not sampled because the grammar mask was not ready.
+        """Return the rows for which no token was sampled, because their grammar mask was not ready, with their slots.
 
-        They are repeated in a later step. No step that was launched since has a row of these requests
-        (`waits_for_tokens`).
+        They are repeated in a later step. No later launched step has a row of these requests (`waits_for_tokens`).
         """
         waiting = [
             slot

@@ -80,11 +80,11 @@ class DecodeScheduler:
         """The maximum seconds between tokens that each running request allows, ascending; infinite = no limit."""
 
     def schedule(self, budget: int, bounds: StepBounds | None = None) -> TokenRows | None:
-        """Return one row for each running request, at most `budget` rows; the requests keep their pages.
+        """Launch the next step with one row for each running request, at most `budget` rows, and return the rows.
 
-        A request whose last token is in flight gets no row, because it ends whatever that token is. Within `bounds`, if
-        given, additional rows verify draft tokens. Returns None if the next step cannot be planned before the tokens of
-        the step in flight have arrived.
+        A request has no row if its answer reaches the maximum length with a token in flight. Within `bounds`, if given,
+        additional rows verify draft tokens. Returns None if the step cannot be planned before the tokens of the step in
+        flight have arrived. The requests keep their pages.
         """
         if self._batch.waits_for_tokens or (self.speculation is not None and self.speculation.waits(bounds)):
             return None

@@ -2,8 +2,8 @@
 
 A proposer predicts the next tokens, and the step verifies them (`drafts.py`). For each draft token, the probability
 that it and all draft tokens before it are accepted is estimated from earlier steps. The draft tokens with the highest
-probabilities are verified: the number that gives the most tokens per second for the predicted duration of the step
-(TurboSpec, arXiv 2406.14066). Where no draft tokens raise the throughput, steps are the same as without speculation.
+probabilities are verified, in the number that maximizes the accepted tokens per second of the step's predicted duration
+(TurboSpec, arXiv 2406.14066). If draft tokens do not raise the throughput, steps are the same as without speculation.
 """
 
 from collections import Counter
@@ -97,7 +97,7 @@ class Speculation:
         self._grow = grow
         self._allowed_drafts = allowed_drafts
         self._refused: dict[DecodeRequest, int] = {}
-        """Requests whose grammar refused a draft token, each with the number of draft tokens before that one."""
+        """Requests whose grammar refused a draft token, each with the number of draft tokens before the refused one."""
         self._acceptance = Acceptance()
         self._known_tokens: dict[DecodeRequest, int] = {}
         """Requests that the proposer knows, each with the number of its answer tokens that the proposer was given."""
@@ -122,11 +122,10 @@ class Speculation:
         self._batch.kv_read_once = True
 
     def waits(self, bounds: StepBounds | None) -> bool:
-        """Return True if planning the next step must wait for the tokens of the step in flight.
+        """Return True if the next step must not be planned before the tokens of the step in flight have arrived.
 
-        The next step cannot be planned earlier if the step in flight verifies draft tokens, because positions depend on
-        the number of accepted ones. It should not be planned earlier if it will probably have draft tokens, which
-        follow the newest token.
+        If the step in flight verifies draft tokens, the positions of the next step depend on the number of accepted
+        ones. If the next step will probably have draft tokens, they are proposed after the newest token.
         """
         if not self._batch.in_flight_steps:
             return False
@@ -213,7 +212,7 @@ class Speculation:
         return bool(self._choose(bounds, unknown=1))
 
     def _choose(self, bounds: StepBounds, unknown: int) -> list[Candidate]:
-        """Return the requests that get draft tokens in a step, with as many as raise the throughput the most.
+        """Return the requests that get draft tokens in a step, each with the number that maximizes the throughput.
 
         `unknown` is the number of tokens of each request that are still in flight.
         """
@@ -247,9 +246,9 @@ class Speculation:
         return self._batch.rows_left(request) > 1 + unknown
 
     def _candidate(self, request: DecodeRequest, unknown: int) -> Candidate:
-        """Return a request with its draft, without the first `unknown` draft tokens.
+        """Return a request with its draft, less the first `unknown` draft tokens.
 
-        Those stand for the tokens of the request that are still in flight.
+        The proposer also predicts the request's `unknown` tokens in flight, which are no draft tokens of the next step.
         """
         self._update_proposer(request)
         most = min(DRAFTS_MAX, self._batch.rows_left(request) - 1)
@@ -289,9 +288,9 @@ class Speculation:
         self._known_tokens[request] = len(answer)
 
     def _positions(self, request: DecodeRequest, wanted: int) -> int:
-        """Return the number of draft tokens for which the request has pages.
+        """Return the number of draft tokens for which the request has pages, after it may have got one more page.
 
-        If it is below `wanted`, the request first gets one more page, unless another request needs that page.
+        It gets the page if the number is below `wanted`, unless another request needs the page.
         """
         left = self._batch.positions_left(request)
         if left < wanted and self._batch.grow_ahead(request, self._grow):

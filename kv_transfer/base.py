@@ -81,10 +81,10 @@ class Sender(ABC):
         The result is `WriteDone`, or the error `TransferFailed`, which is set only once the write is quiescent on this
         side.
 
-        `deadline_s` is in seconds from now. A write that has not begun by then fails, but only after the writes in
-        `after` have ended. A write that is in flight then fails once it is quiescent, unless its notice has been sent:
-        the peer then continues the request. Cancelling the future has no effect, because a posted write must be waited
-        for.
+        `deadline_s` is in seconds from now. A write that has not begun at the deadline fails, but only after the writes
+        in `after` have ended. A write that is in flight at the deadline fails once it is quiescent, unless its notice
+        has been sent: it then succeeds, because the peer continues the request. Cancelling the future has no effect:
+        every posted write is waited for.
         """
 
 

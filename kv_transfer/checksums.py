@@ -35,10 +35,10 @@ METHOD = "sum of 32-bit words times 2 i + 1, mod 2^64"
 
 
 def chosen_pages(lease: Lease, pages: int, rate: float) -> tuple[int, ...]:
-    """Return the indices, ascending, of those of a prompt's `pages` pages that have a checksum.
+    """Choose the pages that get a checksum among the `pages` pages of a prompt; return their indices, ascending.
 
-    They are the fraction `rate` of the pages, at least one; none at rate 0. The pages are evenly spaced, and the first
-    one changes with each lease, so every page is covered over time.
+    The number is the fraction `rate` of the pages, rounded up; none at rate 0. The chosen pages are evenly spaced, and
+    the first one changes with each lease, so every page is covered over time.
     """
     if rate <= 0.0:
         return ()
@@ -75,9 +75,10 @@ class PageChecks:
         return (("kv_checksums", f"{METHOD}, of {self._rate:.6g} of the pages"),)
 
     def chosen(self, lease: Lease, prompt_tokens: int, skipped: int = 0) -> tuple[int, ...]:
-        """Return the entries, among the pages that are sent, of the pages that have a checksum.
+        """Choose the pages of a hand-over that get a checksum, and return their entries in the prompt's page list.
 
-        See `KvPages.sent` and `chosen_pages`.
+        Only pages that are sent (`KvPages.sent`) are chosen, see `chosen_pages`. The first `skipped` pages are not
+        sent.
         """
         sent = self._kv.sent(prompt_tokens, skipped)
         return tuple(sent[number] for number in chosen_pages(lease, len(sent), self._rate))

@@ -11,9 +11,9 @@ depends on what this host's kernel reports of the writer's process (`processes.p
 
 The grace period counts only time in which this worker's transport polled, because bytes in its socket buffers land when
 it polls. A failed write leaves as much data in transit as a dead process, although its writer is alive and begins no
-further write. Between processes of one host nothing else can be in transit. Over a network, the last case is a bound
-and no proof: a switch or a retransmission may hold bytes longer than the grace period, which is therefore longer for
-remote writers. A writer that is stopped after it has read the clock, before or during its write, may exceed it as well.
+further write. Between processes of one host nothing else can be in transit. Over a network, the grace period is a bound
+and no proof: a switch or a retransmission may hold bytes longer, so remote writers have a longer grace period. A writer
+that cannot be observed, and that is stopped after it has read the clock, before or during its write, may exceed it too.
 """
 
 import math
@@ -44,7 +44,7 @@ class Fence:
 
 
 class OutstandingWrites:
-    """Tracks which writes to the pages of one lease may still happen, and since when none can.
+    """Tracks whether the writer of one lease may still write its pages, and since when it cannot.
 
     Times are in seconds by the lease table's clock. Owned by the lease's entry in the lease table, and guarded by the
     table's lock.
@@ -72,7 +72,7 @@ class OutstandingWrites:
         self._writer_stopped = True
 
     def is_safe(self, now: float, process_alive: ProcessAlive) -> bool:
-        """Return True if no write of the writer can land any longer; False unless it is assumed dead or has stopped.
+        """Return True if the writer is assumed dead or has stopped, and none of its writes can land any longer.
 
         Starts the grace period once the writer cannot begin a write.
         """

@@ -96,10 +96,11 @@ class InMemoryFabric:
         schedule: Callable[[InFlightWrite], None] | None = None,
         on_page: Callable[[InFlightWrite, int, int], None] | None = None,
     ) -> None:
-        """Start the fabric's thread, unless `schedule` is given: it is called with each write and plans its landing.
+        """Start the thread that carries out the writes, unless `schedule` is given.
 
-        `clock` returns seconds; None = monotonic time. `on_page` is called before each page lands, with the write, the
-        local page and the remote page. Without the thread, all calls must come from one thread.
+        `schedule` is called with each posted write; the owner of the fabric then completes the write by `land`, `fail`
+        or `rest`, and all calls must come from one thread. `clock` returns seconds; None = monotonic time. `on_page` is
+        called before each page is written, with the write, the local page and the remote page.
         """
         self.writes: list[InFlightWrite] = []
         """Writes that are not quiescent, in the order posted, except the one that the thread is landing."""
@@ -126,7 +127,10 @@ class InMemoryFabric:
         return time.monotonic() if self._clock is None else self._clock()
 
     def attach(self, end: Endpoint) -> None:
-        """Make a transport reachable under its `me`, instead of an earlier transport of the same incarnation."""
+        """Make a transport reachable under its worker incarnation `end.me`.
+
+        It replaces an earlier transport of that incarnation.
+        """
         with self._changed:
             self._ends[end.me] = end
 
@@ -148,9 +152,10 @@ class InMemoryFabric:
     # ---- for the clock or the test that schedules writes ----
 
     def land(self, posted: InFlightWrite, pages: int | None = None) -> None:
-        """Land `pages` further pages of a write, or all.
+        """Copy the next `pages` pages of a write to the receiver, or all remaining ones if `pages` is None.
 
-        After the last page the notice is sent and the write completes.
+        After the last page, the notice is sent and the write completes. Fails the write if its sender or receiver is
+        gone.
         """
         sender, receiver = self._ends.get(posted.sender), self._ends.get(posted.write.peer)
         if receiver is None or (sender is None and posted.orphan is None):
@@ -200,7 +205,7 @@ class InMemoryFabric:
     def kill(self, peer: PeerRef) -> None:
         """Simulate the death of `peer`: writes to it fail, and its memory does not change from now on.
 
-        Its own writes fail too. Without the thread, their pages may still land until `remove_dead`.
+        With the thread, its own writes fail too. Without it, their pages may still land until `remove_dead`.
         """
         with self._changed:
             end = self._ends.pop(peer, None)
@@ -221,7 +226,7 @@ class InMemoryFabric:
     # ---- for tests of the thread ----
 
     def hold(self) -> None:
-        """Stop the landing of all writes. Posted writes stay in flight, even after their deadlines."""
+        """Copy no further write until `release`. Posted writes stay in flight, even after their deadlines."""
         with self._changed:
             self._held = True
 
@@ -307,7 +312,7 @@ class InMemoryFabric:
             self._landed.append(remote)
 
     def _send_notice(self, posted: InFlightWrite) -> None:
-        """Make the notice of a landed write pending. With the thread, it is delivered at once."""
+        """Add the notice of a landed write to `notices`. With the thread, it is delivered at once."""
         if posted.write.notice is None or posted.failed:
             return
         pending = PendingNotice(posted.write.peer, posted.write.notice)

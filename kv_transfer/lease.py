@@ -16,37 +16,38 @@ may be in this host's buffers, so the pages stay quarantined for the grace perio
 notice the writer reports it as `delivered`. If the notice was lost, this ends the lease in the same way as a release in
 doubt, because a connection that has lost a notice was broken.
 
-The outcome when two events cross; the event of the first column came first:
+The outcome when two events cross; the event of the first column came first. `assumed dead`: the writer is assumed dead,
+but may be alive.
 
     first            then              outcome
     abort            allocate_pages    StaleEpoch: nothing was advertised, the writer stops
     abort            notice            the notice proves quiescence: fenced, pages freed, request not admitted
     abort            release           pages freed; in doubt: after the grace period
     abort            expiry            nothing: a quarantined lease has no deadline
-    abort            writer dies       pages freed once they are safe, see below
+    abort            assumed dead      pages freed once they are safe, see below
     notice           abort             StaleEpoch: the lease has ended, the caller aborts the running request
     notice           release           StaleEpoch: the pages belong to the request
     notice           expiry, death     nothing: the lease has ended
     notice           delivered         nothing: the lease has ended
     release          notice            StaleEpoch: dropped; its bytes had landed before either was sent
     rel. in doubt    notice            as after an abort: the notice follows every write, so nothing is left in doubt
-    rel. in doubt    writer dies       nothing: the grace period continues
+    rel. in doubt    assumed dead      nothing: the grace period continues
     delivered        notice            as after a release in doubt: the notice was not lost but late
     release          abort, expiry     StaleEpoch, nothing
     expiry           renew             reported as unknown, the router makes its next attempt
     expiry           allocate_pages, notice,    as after an abort
                      release, death
-    writer dies      notice            as after an abort: the notice had been sent before the death
-    writer dies      release           pages freed at once; in doubt: after the grace period
-    writer dies      abort             StaleEpoch: already quarantined, the grace period continues
-    writer dies      grant for it      Unavailable
-    writer dies      it lives: allocate_pages   StaleEpoch, and without permission it begins no write
-    writer dies      it lives: write   lands in quarantined pages, which are freed once they are safe
-    writer dies      it is back        new leases may be granted to it; its old ones stay as they are
+    assumed dead     notice            as after an abort: the notice had been sent before the death
+    assumed dead     release           pages freed at once; in doubt: after the grace period
+    assumed dead     abort             StaleEpoch: already quarantined, the grace period continues
+    assumed dead     grant for it      Unavailable
+    assumed dead     is alive: allocate_pages   StaleEpoch, and without permission it begins no write
+    assumed dead     is alive: write   lands in quarantined pages, which are freed once they are safe
+    assumed dead     serves again      new leases may be granted to it; its old ones stay as they are
     next attempt     any event of the  as after an abort: the caller revokes the earlier lease before it grants another
       granted        earlier attempt
 
-`fence.py` defines when a writer is dead and when its pages are safe.
+`fence.py` decides when the pages of a writer that is assumed dead are safe.
 
 The table moves no pages: each call returns the actions that the caller must take on them. Time comes from the injected
 clocks (seconds, monotonic); only durations are sent between workers.
@@ -199,7 +200,7 @@ class LeaseTable:
             return (self._end(entry, PageAction.NONE if entry.page_ids is None else PageAction.FREE),)
 
     def delivered(self, leases: Iterable[Lease], prefill: PeerRef) -> tuple[LeaseChange, ...]:
-        """Quarantine those of these leases whose notice has not arrived, as for a release in doubt.
+        """Quarantine these leases as after a release in doubt, except those whose notices have arrived.
 
         `prefill` sent the notices long ago. Leases that have ended are not counted in `fenced` here.
         """

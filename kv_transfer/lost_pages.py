@@ -28,9 +28,9 @@ class LostPages:
         """
 
     def update(self, lost: int, pool: int, why: Callable[[], str]) -> None:
-        """Update `not_ready` for `lost` lost pages of a pool of `pool` pages.
+        """Update `not_ready` for a pool of `pool` pages, of which `lost` are lost.
 
-        `why` returns the end of a sentence that begins "too many of its 16 KV pages".
+        `why` returns the rest of a sentence that begins, for example, "too many of its 16 KV pages".
         """
         allowed = self._share_max * pool * (READY_AGAIN if self.not_ready else 1.0)
         if lost <= allowed:

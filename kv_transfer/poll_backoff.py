@@ -14,7 +14,7 @@ FIRST_LOOK_S, LAST_LOOK_S = 20e-6, 500e-6
 Some UCX transports make progress only when polled, so even a long write is polled often.
 """
 _FORGET = 0.98
-"""The factor by which the best rate decays with each slower write, so that one late poll does not delay the next."""
+"""The factor on the best rate after each slower write; near 1, so that one late poll hardly delays the next."""
 _EARLY, _LATE = 0.9, 2.0
 """Polls are frequent between these multiples of a write's expected duration."""
 _POLL_BACKOFF = 0.5

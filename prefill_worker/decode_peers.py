@@ -78,8 +78,8 @@ class DecodePeers(ABC):
 class LocalDecode(Protocol):
     """The decode phase of the same process. Every method returns immediately and may be called from any thread.
 
-    `allocate_pages` allocates no pages for the first part of the prompt that the shared prefix cache has; the decode
-    phase reads that part from the cache.
+    If the shared prefix cache has the first pages of a prompt, `allocate_pages` leaves these out, and the decode phase
+    reads them from the cache.
     """
 
     def allocate_pages(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:

@@ -1,10 +1,9 @@
 """The transfer of a prompt's KV to the decode worker: one coroutine per request, on the event loop.
 
 1. connect      while the request waits for its first chunk
-2. allocate     as soon as the first chunk is computed or was found in the cache, the reserved pages of the lease are
-                allocated. The reply says how many of the prompt's leading pages the decode worker already has, and for
-                how long the others may be written (`write_window.py`); the window is renewed with those of other
-                prompts
+2. allocate     once the first chunk is computed or found in the cache, the decode worker allocates the reserved pages
+                of the lease. Its reply says how many of the prompt's leading pages it already has, and for how long the
+                others may be written (`write_window.py`). One message renews the windows of several prompts
 3. write        the full pages of finished chunks are written while the next chunk is computed; of groups with a
                 sliding window, only the pages that the first decode step attends to are written
 4. notice       is sent with the last page, and the transport holds it until all other pages have landed. It has the
@@ -105,7 +104,7 @@ class Handoff:
         self._writes = OutgoingWrites(sender, deadline_s, writing)
         self._skipped = 0
         self._sent: list[int] = []
-        """The entries of the pages that are sent, among the prompt's pages (`KvPages.sent`)."""
+        """The entries, in the request's page list, of the pages that are sent (`KvPages.sent`)."""
         self._aborted = False
         self._delivered = False
         self._delivery = asyncio.ensure_future(self._deliver())

@@ -7,10 +7,10 @@ from tandem.protocol.messages import FinishReason
 
 
 class Progress:
-    """The progress of one prompt's computation. `released` means that the engine never uses its pages again.
+    """The progress of one prompt's computation. `released` means that the engine never uses the prompt's pages again.
 
     Used on the event loop only: the engine thread's updates arrive there as calls, so no lock is needed. Owned by the
-    prefill request; its hand-over waits for changes.
+    prefill request; the hand-over waits for changes.
     """
 
     def __init__(self) -> None:

@@ -111,8 +111,8 @@ class PromptPages:
     def _more_of_lease(self, request: PrefillRequest, count: int) -> list[int]:
         """Allocate at most `count` more pages from a local prompt's lease.
 
-        If the lease has no others, pages of the lease to which no further chunk attends are reused. Until then they
-        keep their contents, which the decode phase caches.
+        If the lease has too few pages left, pages of the prompt to which no further chunk attends are reused. Pages
+        keep their contents until they are reused, so that the decode phase can cache them.
         """
         destination = request.task.destination
         assert destination is not None

@@ -1,8 +1,8 @@
 """One NIXL agent over one page pool, used by one thread; the only file that calls NIXL.
 
 The agent has no progress thread: NIXL's progress thread polls without a timeout and costs a whole core when idle
-(measured: 1.0 CPU s a second against 0.0001). UCX makes progress when the transport's thread asks this agent for states
-or notices. As no other thread uses the agent, it needs no lock.
+(measured: 1.0 CPU seconds per second; 0.0001 without the thread). UCX makes progress when the transport's thread asks
+this agent for states or notices. As no other thread uses the agent, it needs no lock.
 """
 
 import ctypes

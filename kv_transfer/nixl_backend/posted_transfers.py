@@ -1,4 +1,4 @@
-"""NIXL transfers in flight, and the decision when each of them is quiescent.
+"""NIXL transfers in flight, and the rules that say when a transfer is quiescent.
 
 A put of UCX cannot be cancelled: `release_xfer_handle` frees NIXL's bookkeeping, and even removing the agent closes the
 endpoint with a flush. So a transfer is quiescent only in these two cases:
@@ -11,9 +11,9 @@ endpoint with a flush. So a transfer is quiescent only in these two cases:
   (`fence.py`).
 
 A deadline therefore ends no transfer in flight; it decides whether the transfer succeeds or fails once it is quiescent.
-The same holds for the removal of its peer, which may be alive. Even if no caller waits for its end, a transfer is
-polled until UCX has finished it: before that its handle, the peer's metadata and the endpoint must not be freed,
-because UCX still follows their pointers.
+The removal of its peer, which may be alive, ends no transfer either. A transfer is polled until UCX has finished it,
+even if no caller waits for its end: until then UCX follows pointers to its handle, the peer's metadata and the
+endpoint, so these must not be freed.
 """
 
 import time
@@ -112,9 +112,10 @@ class PostedTransfers:
                 self._end(move, whole=False)
 
     def _due_transfers(self) -> Iterator[_PostedTransfer]:
-        """Yield the transfers to poll: the oldest of each link up to the first in flight, then another one in turn.
+        """Yield the transfers to poll: of each link, the oldest ones up to and including the first that is in flight.
 
-        One poll makes progress on all transfers, and each poll costs as much as the copy of a page.
+        In addition, yields one of the other transfers, in turn. One poll makes progress on all transfers, and each poll
+        costs as much as the copy of a page.
         """
         going: set[Link] = set()
         others: list[_PostedTransfer] = []

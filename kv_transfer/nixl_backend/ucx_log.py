@@ -10,7 +10,7 @@ With `UCX_PROTO_INFO=y` UCX prints, at the first use of a peer, tables of the pr
 NIXL posts its writes with the `multi` flag, so the table of that operation under this worker's agent name describes the
 pages that the agent writes. Tables of other operations do not count: TCP carries the notices even if cma carries the
 pages. The log goes to an anonymous file in memory, which also keeps UCX's output off the terminal. If the user has set
-these variables, or no table matches, the transport is unknown.
+`UCX_LOG_FILE` or turned off `UCX_PROTO_INFO`, or if no table matches, the transport is unknown.
 """
 
 import ctypes
@@ -29,10 +29,11 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def find_transport(log: str, agent: str, page_bytes: int, *, near: bool | None = None) -> str | None:
-    """Return the transports, e.g. `cma`, that the newest matching table names for writes of `page_bytes` by `agent`.
+    """Return the transports, e.g. `cma`, that UCX's newest matching table names for writes of `page_bytes` by `agent`.
 
-    Tables for peers on this host match if `near` is True, tables for other hosts if it is False. Any table matches if
-    `near` is None, or if no other one does. Returns None if no table matches.
+    `near` selects the tables: True = those for peers on this host, False = those for other hosts, None = all. If no
+    selected table names a transport for this size, all tables of `agent` are searched. Returns None if none of them
+    does.
     """
     places = () if near is None else _NEAR if near else _FAR
     heads = [*(f"| {agent} {place} " for place in places), f"| {agent} "]

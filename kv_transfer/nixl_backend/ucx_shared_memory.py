@@ -1,9 +1,11 @@
-"""The UCX transports that are allowed, so that no stranger can reach a worker's memory.
+"""The UCX transports that are allowed without a trusted network: no other user or host can reach memory through them.
 
 UCX's TCP and RDMA transports listen on a network. An incoming active message may request a write to any address of the
-process, and UCX carries it out for any connected peer, without a key. NIXL requests endpoints from UCX that detect a
-peer's death. UCX's shared memory can detect it, but reports this only if it is configured to; this is why UCX fails
-without TCP if nothing but `UCX_TLS` is set ("no peer failure handler").
+process, and UCX carries it out for any connected peer, without a key.
+
+NIXL requests endpoints from UCX that detect a peer's death. UCX's shared-memory transports can do so, but declare it
+only if `UCX_POSIX_ERROR_HANDLING` or `UCX_SYSV_ERROR_HANDLING` is set. If `UCX_TLS` alone is set to exclude TCP, UCX
+therefore fails with "no peer failure handler".
 
 So within one host, UCX uses only these transports: `posix` for its messages, whose segments are files without a name
 that only a process of the same user reaches through /proc (those of `sysv` would be open to the user's group); `cma`

@@ -1,7 +1,7 @@
 """Writes of pages to a peer's pool, and the notices that follow them.
 
-While a write with a notice waits for other writes, its receiver is sent an advance notification, so that it polls
-often. The notification only saves time: a lost or late one does no harm.
+While a write with a notice waits for other writes, the sender announces the notice to the receiver, which then polls
+often. The announcement only saves time: a lost or late one does no harm.
 """
 
 import logging
@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 Deliver = Callable[[str, TransferNotice], None]
 """Called with a notice and the agent name of its sender; drops the notice if it claims another sender."""
 NOTICE_DUE = b"\0"
-"""The payload of an advance notification, which announces a notice. No TransferNotice is encoded like this."""
+"""The payload of the announcement of a notice. No TransferNotice is encoded like this."""
 DUE_S = 5e-3
-"""Seconds of frequent polls after an advance notification: the last pages of most prompts take less time."""
+"""Seconds of frequent polls after an announcement: the last pages of most prompts take less time."""
 
 
 class Writes:
@@ -94,7 +94,7 @@ class Writes:
         self._posted.poll()
 
     def receive(self, sender: str, data: bytes) -> None:
-        """Process a notification from the agent `sender`: a notice, or the announcement of one.
+        """Process a message from the agent `sender`: a notice, or the announcement of one.
 
         Raises google.protobuf.message.DecodeError if it cannot be decoded.
         """
@@ -105,7 +105,7 @@ class Writes:
         self._deliver(sender, decode_notice(data))
 
     def announce(self, peer: PeerRef) -> None:
-        """Notify the peer that a notice waits for writes in flight, so that the peer polls often."""
+        """Announce a notice to the peer, so that it polls often. The notice waits for writes in flight."""
         link = self._links.find(peer)
         if link is None or not link.reached:
             return
@@ -116,7 +116,10 @@ class Writes:
 
     @property
     def notice_due(self) -> bool:
-        """True if a peer has announced a notice that has not arrived yet."""
+        """True if a peer announced a notice less than `DUE_S` seconds ago and has sent no notice since.
+
+        The transport then polls frequently.
+        """
         if not self._due:
             return False
         now = time.monotonic()

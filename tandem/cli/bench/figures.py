@@ -27,17 +27,17 @@ class Load:
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Tokens of complete answers per second, from the start to the end of the last request."""
+        """Output tokens of complete answers per second, from the start of the load to the end of its last request."""
         return sum(record.tokens for record in self.report.records if not record.error) / self.report.makespan_s
 
     @property
     def requests_per_s(self) -> float:
-        """Complete answers per second, from the start to the end of the last request."""
+        """Complete answers per second, from the start of the load to the end of its last request."""
         return sum(not record.error for record in self.report.records) / self.report.makespan_s
 
     @property
     def total_tokens_per_s(self) -> float:
-        """Tokens of complete answers and of their prompts per second, from the start to the end of the last request."""
+        """Prompt and output tokens of complete answers per second, over the same time as `output_tokens_per_s`."""
         whole = [record for record in self.report.records if not record.error]
         return sum(record.prompt_tokens + record.tokens for record in whole) / self.report.makespan_s
 

@@ -25,7 +25,7 @@ def measure(
     settings: LoadSettings,
     console: Console,
 ) -> list[Load]:
-    """Send each workload, and return one load for each.
+    """Send each workload, and return the result of each.
 
     Ctrl-C ends the current load and skips the later ones; the result contains the requests that had ended by then.
     """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def _one_of_several(context: typer.Context, parameter: typer.CallbackParam, key: str) -> str:
-    """Return the API key to send; from the environment variable, the first of its keys.
+    """Return the API key to send: `key` or, if it comes from the environment variable, the first key in it.
 
     In the pod of `tandem up`, the variable contains all keys that the router accepts.
     """
@@ -128,8 +128,8 @@ class RouterOptions:
     def find(self, *, reads: bool = False) -> tuple[str, str, Tls | None]:
         """Return the address, API key and TLS settings of the given router, or of the newest running cluster's.
 
-        `reads` is True for a command that reads the load of all tenants, which a tenant's key may not: the key of a
-        cluster on this host is then its metrics key. Raises Unavailable if no cluster runs.
+        `reads` is True for a command that reads the load of all tenants. A tenant's key does not permit this, so for
+        the newest running cluster the metrics key is then returned. Raises Unavailable if no cluster runs.
         """
         from tandem.cli.connection.router import tls_of
         from tandem.cli.connection.state import newest

@@ -17,7 +17,7 @@ COMMANDS = Wording(
     unreachable="cannot reach {router}; is `tandem up` running there?",
     lost="lost {router} before the answer's end; is `tandem up` running?",
 )
-"""The texts of client errors for users of the command line, which name options."""
+"""The texts of client errors on the command line; they name options."""
 CA, CERTIFICATE, KEY = "--tls-ca", "--tls-client-certificate", "--tls-client-key"
 _VIEW_S = 5.0
 """Deadline of the calls that query a router's state, in seconds."""
@@ -55,7 +55,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class ServerView:
-    """The state of a router as it reports it: its workers, its load and its model."""
+    """The state that a router reports: its workers, its load and its model."""
 
     info: inference_pb2.GetServerInfoResponse
     loads: inference_pb2.GetLoadsResponse
@@ -91,8 +91,9 @@ def model_of(address: str, api_key: str = "", tls: Tls | None = None) -> inferen
 def tls_of(ca: str, certificate: str, key: str, pinned: str = "") -> Tls | None:
     """Return the TLS settings from the PEM files that options name, or None if neither `ca` nor `pinned` is given.
 
-    A file that is not given is "". `pinned` is the certificate of a router on this host; without `ca` it is trusted,
-    whatever name it was issued for. Raises InvalidArgument, which names the option of a wrong file.
+    A file that is not given is "". `pinned` is the certificate of a router on this host. Without `ca`, this certificate
+    is trusted, and the name in it need not be the router's address. Raises InvalidArgument, which names the option of a
+    wrong file.
     """
     if bool(certificate) != bool(key):
         missing, given = (KEY, CERTIFICATE) if certificate else (CERTIFICATE, KEY)

@@ -1,4 +1,4 @@
-"""Secrets from files. Other users of the host can read secrets on a command line in the process list."""
+"""Reads secrets from files. A secret on a command line could be read by every user of the host."""
 
 from __future__ import annotations
 

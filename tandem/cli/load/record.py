@@ -67,6 +67,6 @@ class RequestRecord:
 
     @property
     def worst_decile_s(self) -> float | None:
-        """Mean of the longest 10 % of the gaps, in seconds, their number rounded up; None without a gap."""
+        """Mean of the longest 10 % of the gaps (rounded up to whole gaps), in seconds; None without a gap."""
         gaps = sorted(self.gaps_s, reverse=True)
         return float(np.mean(gaps[: -(-len(gaps) // 10)])) if gaps else None

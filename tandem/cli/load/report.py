@@ -13,7 +13,7 @@ from tandem.cli.load.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class CellScore:
-    """The number of a load's requests with each outcome, for one SLO cell. Rejected requests count as well."""
+    """The outcomes of a load's requests for one SLO cell: the number of requests with each, rejected ones included."""
 
     cell: SloCell
     outcomes: Mapping[Outcome, int]
@@ -69,7 +69,7 @@ class LoadReport:
 
     @property
     def makespan_s(self) -> float:
-        """Seconds from the start to the end of the last request."""
+        """Seconds from the start of the load to the end of its last request."""
         return max(record.ended_s for record in self.records)
 
     def as_result(self) -> dict[str, object]:

@@ -42,7 +42,7 @@ class Trace:
         return self._paced(count, span / seconds, rate, seconds, seed)
 
     def at_speed(self, speed: float, seconds: float, seed: int) -> Workload:
-        """Return the requests of the trace's first `seconds` × `speed` seconds, replayed `speed` times as fast."""
+        """Return the requests of the trace's first `seconds` × `speed` seconds, with due times divided by `speed`."""
         if speed <= 0:
             raise InvalidArgument("--speed", f"{speed:g} is not above 0")
         count = sum(request.due_s < seconds * speed for request in self.requests)

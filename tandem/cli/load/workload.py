@@ -39,7 +39,7 @@ class Arrival:
     def fitted(self, context: int) -> "Arrival":
         """Return the request shortened to fit into a context of `context` tokens.
 
-        The answer is cut to at most half of the context, and then the end of the prompt as far as necessary.
+        The answer is shortened to at most half of the context. If the prompt still does not fit, its end is cut off.
         """
         answer = min(self.new_tokens, context // 2)
         if answer + self.prompt_tokens <= context:

@@ -12,7 +12,7 @@ KEPT_RUNS = 10
 
 
 def log_root() -> Path:
-    """Return the folder that contains the log folders of all runs, whose names sort by start time."""
+    """Return the folder with the log folders of all runs; their names sort by the start times of the runs."""
     return user_cache("logs")
 
 

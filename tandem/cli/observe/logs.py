@@ -35,7 +35,7 @@ class LogTail:
                     yield from self._lines_of(file)
 
     def _runs(self) -> list[Path]:
-        """Return the folders of all runs, unsorted; sorted by name they are in the order of their start."""
+        """Return the folders of all runs, in no order; their names sort by the start times of the runs."""
         try:
             return [each for each in self._root.iterdir() if each.is_dir()]
         except FileNotFoundError:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tandem.metrics.scrape import Scrape
 
 _FIRST_S = 1.0
-"""Seconds between the first two scrapes, which the first view shows."""
+"""Seconds between the first two scrapes; the first view shows the activity between these."""
 
 
 @plain_errors

@@ -101,7 +101,10 @@ def what_if_lines(inputs: PlanInputs, split: Split) -> Iterator[str]:
 
 
 def speculation_lines(inputs: PlanInputs, drafting: Drafting) -> Iterator[str]:
-    """Yield lines with the speedup by draft tokens that the roofline predicts and, if given, the fitted step costs."""
+    """Yield lines with the predicted speedup of decoding by draft tokens.
+
+    One prediction uses step costs of the roofline; the other, if there are any, fitted step costs.
+    """
     from tandem.cost_model.step_cost import StepCost
 
     context = round(inputs.demand.context_tokens)

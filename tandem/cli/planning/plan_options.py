@@ -156,9 +156,10 @@ class CostOptions:
     live: Annotated[bool, typer.Option("--live", help="Use the fitted costs of the running cluster.")] = False
 
     def fitted(self) -> CostParameters | None:
-        """Return the fitted step costs of the file of --from or, with --live, of the running cluster; otherwise None.
+        """Return the fitted step costs from the file of --from or else, with --live, from the running cluster.
 
-        Raises FailedPrecondition if the cluster has not fitted step costs yet, and Unavailable if no cluster runs.
+        Returns None without either option. Raises FailedPrecondition if the cluster has not fitted step costs yet, and
+        Unavailable if no cluster runs.
         """
         import asyncio
 

@@ -81,7 +81,7 @@ def quantize(
 
 
 def _calibration_samples(folder: Path, text: Path | None, samples: int, tokens: int) -> list[Sequence[int]]:
-    """Return `samples` pieces of the calibration text as token ids, `tokens` each; without `text`, of the built-in one.
+    """Return `samples` pieces of `tokens` token ids each from `text`; None = from the built-in calibration text.
 
     Raises InvalidArgument for a text that is too short or cannot be read.
     """

@@ -51,7 +51,7 @@ def check_listeners(config: ClusterSettings) -> None:
 def check_network(config: ClusterSettings) -> None:
     """Raise InvalidArgument if the environment would make UCX listen on an untrusted network.
 
-    Workers on this host inherit the environment of `tandem up`, whose UCX variables may request that.
+    Workers on this host inherit the UCX variables in the environment of `tandem up`.
     """
     from kv_transfer.nixl_backend.ucx_shared_memory import check_transports
 

@@ -83,7 +83,7 @@ class StartView:
         self.report(what, done=True)
 
     def cluster_progress(self, event: ClusterProgress) -> None:
-        """Show the progress that `Cluster.start` reports; afterwards, print which processes die and serve again."""
+        """Show the cluster's progress while it starts; afterwards, which processes died or serve again."""
         if event.note:
             self._console.print(f"[yellow]{escape(event.note)}[/]")
             return
@@ -174,7 +174,10 @@ def _start(console: Console, config: ClusterSettings, view: StartView) -> Cluste
 
 
 def _serve(console: Console, cluster: Cluster, config: ClusterSettings, first: FirstPrompt | None, once: bool) -> bool:
-    """Answer the first prompt and serve; return True if the signal that ended it lets workers outlive the cluster."""
+    """Answer the first prompt and serve until a signal arrives; return True if workers may outlive the cluster.
+
+    With `once`, return False after the first prompt.
+    """
     ends = cluster.endpoints
     announced = state.announce(
         ends.grpc,

@@ -69,7 +69,10 @@ def model_path(given: Mapping[str, Any]) -> Path | None:
 
 
 def check_workers(mode: str, *, prefill: int | None, decode: int | None, workers: int | None) -> None:
-    """Raise InvalidArgument if a count is given whose option does not belong to the mode; None = not given."""
+    """Raise InvalidArgument if an option for a number of workers is given that does not belong to the mode.
+
+    None = the option is not given.
+    """
     from tandem.protocol.errors import InvalidArgument
     from tandem.protocol.mode import Mode
 
