@@ -35,11 +35,7 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class TokenScore:
-<<<<<<< HEAD
     """The log probability of a token of an answer or prompt, and those of the most likely tokens at its position."""
-=======
-    """The log probability of one token of an answer, and those of the most likely tokens at its position."""
->>>>>>> hE5
 
     chosen: ScoredToken
     top: Sequence[ScoredToken]
