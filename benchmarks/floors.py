@@ -9,7 +9,10 @@ from benchmarks.results import RESULTS, Run, read_results
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """A lower bound of a figure. With `at_most` it is an upper bound of `limit` plus the run's figure named `plus`."""
+    """A bound of a figure: a lower bound or, with `at_most`, an upper bound.
+
+    It is `limit` or, if `plus` is set, `limit` plus the run's figure of that name.
+    """
 
     limit: float
     at_most: bool = False
@@ -151,9 +154,9 @@ def _faults(floors: Floors, run: Run) -> Iterator[str]:
 
 
 def floors_of(benchmark: str, run: Run) -> Floors:
-    """Return a run's floors.
+    """Return a run's floors; empty if none are set for its benchmark, its shape or its number of GPUs.
 
-    There are none for other shapes, or for two workers on one GPU, which wait for each other.
+    Runs of two workers on one GPU have none, because the workers wait for each other.
     """
     if benchmark == "engine":
         return _ENGINE.get(str(run.get("shape")), {})

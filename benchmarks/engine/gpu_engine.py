@@ -45,7 +45,7 @@ class GpuEngine:
     def decode_seconds(
         self, batch: int, context: int, steps: int = DECODE_STEPS, warm: int = 8, sampled: bool = False
     ) -> float:
-        """Return the seconds per step of `batch` rows around `context` tokens.
+        """Return the seconds per decode step of `batch` rows, whose mean context during the steps is `context` tokens.
 
         Each step is launched before the results of the previous one are read.
         """
@@ -180,7 +180,10 @@ class GpuEngine:
         return sizes
 
     def _pages_of(self, spans: Sequence[tuple[int, int]]) -> Sequence[Sequence[int]]:
-        """Return the pages of rows for (start, end) positions, without pages that lie before a sliding window."""
+        """Return the pages of each row, given the start and the end of its positions.
+
+        In groups with a sliding window, pages before the window of the start are left out.
+        """
         kv, free, rows = self.runner.kv_pages, 0, []
         for start, end in spans:
             row = [FREED] * (kv.numbers(end) * kv.groups)

@@ -78,9 +78,9 @@ class PackedWeights:
     products: int = 0
     """Number of matrices; each is one matrix product per step."""
     unpacked: int = 0
-    """Number of elements of the matrices that are unpacked for products with 16-bit inputs."""
+    """Total number of elements of those matrices that are unpacked, for products with 16-bit inputs."""
     float8: int = 0
-    """Number of elements of the matrices that are multiplied in FP8, with 8-bit inputs."""
+    """Total number of elements of those matrices that are multiplied in FP8, with 8-bit inputs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@
             + row · decode rows                          + context · tokens of decode context
             + verify_base (if rows verify draft tokens)
 
-A step reads the weights once, and up to the roofline's knee the arithmetic of its tokens is hidden behind that: these
-tokens are free. If steps are padded to tiles, whole tiles are charged, and the attention of prompts is charged for at
-least a wave of tokens (`tandem/cost_model/step_grid.py`). The coefficients are fitted in microseconds
+A step reads the weights once. Up to the roofline's knee, the arithmetic of its tokens takes no longer than this
+reading: these tokens are free. If steps are padded to tiles, whole tiles are charged, and the attention of prompts is
+charged for at least a wave of tokens (`tandem/cost_model/step_grid.py`). The coefficients are fitted in microseconds
 (`tandem/cost_model/step_fit.py`, docs/decisions/cost_model.md).
 """
 
@@ -128,7 +128,10 @@ class StepCost:
         return padded - max(0, min(padded, self.parameters.free_tokens - rows))
 
     def charged_pairs(self, tokens: int, pairs: float) -> float:
-        """Return the number of attention pairs that are charged to a step's prompt tokens: at least a wave's."""
+        """Return the number of attention pairs for which a step's prompt tokens are charged.
+
+        Fewer tokens than a wave (`wave_tokens`) are charged as many pairs as a whole wave of such tokens has.
+        """
         wave = self.parameters.wave_tokens
         return pairs * wave / tokens if 0 < tokens < wave else pairs
 

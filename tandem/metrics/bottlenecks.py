@@ -94,9 +94,9 @@ class Figures:
 
     @property
     def transport_is_slow(self) -> bool:
-        """True if the transfers of the KV take longer than the prefill.
+        """True if KV transfers take longer than prefill and do harm.
 
-        Overlapping hand-overs do no harm as long as the engine keeps computing and they hold almost no pages.
+        Concurrent hand-overs do no harm as long as the engine keeps computing and almost no pages are in use.
         """
         waiting = self.requests_waiting > 0 or self.prompts_waiting > 0
         enough = TRANSFERRING if waiting else CONCURRENT_TRANSFERS

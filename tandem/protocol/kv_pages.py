@@ -2,7 +2,7 @@
 
 A model's layers form groups (`tandem/engine/config/kv.py`). A request has a page of each group for every `page_tokens`
 of its positions. In a group with a sliding window, pages before the window are freed while the request runs. The list
-of a request's pages is ordered by page number, then by group: page n of group g is entry n · groups + g.
+of a request's pages is ordered by page number, then by group: page n of group g has the index n · groups + g.
 """
 
 from bisect import bisect_right
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 
 FREED = -1
-"""The value of a list entry whose page the request has freed, or never held."""
+"""The value in the page list for a page that the request has freed or has never held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class KvPages:
         return [number * groups + group for number, group in entries if number >= starts[group]]
 
     def sent(self, tokens: int, skipped: int) -> list[int]:
-        """Return the entries of the pages that a hand-over of `tokens` positions sends, in order.
+        """Return the list indices, ascending, of the pages that a hand-over of `tokens` positions sends.
 
         The receiver already has the pages with numbers below `skipped`. Groups with a sliding window send only the
         pages that the next token attends to.
@@ -107,7 +107,7 @@ class KvPages:
         return None
 
     def dead(self, pages: Sequence[int], position: int) -> list[int]:
-        """Return the entries of held pages to which no token at or after `position` attends.
+        """Return the list indices, ascending, of held pages to which no token at or after `position` attends.
 
         In each group with a sliding window the held pages are consecutive: all pages before the first held one are
         already freed.

@@ -181,7 +181,7 @@ class AnswerGrammar:
     def _compute(self, answer: Sequence[int]) -> NDArray[np.int32]:
         """Return the mask of the token after `answer`.
 
-        If the shared lexer has reached its limit, the answer continues with a lexer of its own.
+        If the shared lexer has reached its limit, the answer continues with a separate lexer.
         """
         tokens, began, self._mask = len(answer) - self._consumed, time.thread_time(), None
         try:

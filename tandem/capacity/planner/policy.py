@@ -27,7 +27,10 @@ from tandem.settings.planner import Limits, Range
 SMOOTH = 0.5
 """Weight of the newest window in the smoothed demand."""
 SWING, NOISE = 0.2, 2.0
-"""Thresholds for a sudden change of the demand: relative difference plus standard deviations of Poisson noise."""
+"""The demand has changed suddenly if it differs by more than `SWING` + `NOISE` / √(requests in the window).
+
+The second term is `NOISE` standard deviations of the number of requests, which has Poisson noise.
+"""
 BACKLOG_S = 30.0
 """Duration in seconds over which the planner spreads the work on queued prompts, as additional load."""
 COMFORT = 0.7
@@ -99,7 +102,7 @@ def _newest(seen: Observation, state: State) -> Demand | None:
 
 
 def _swings(seen: Observation, newest: Demand, before: Demand | None) -> bool:
-    """Return True if the demand has changed suddenly: by more than `SWING` and the noise of the request count."""
+    """Return True if the demand has changed suddenly: by more than `SWING` and `NOISE` together allow."""
     count = seen.offered.per_s * seen.seconds
     return before is not None and count > 0 and before.differs(newest) > SWING + NOISE / math.sqrt(count)
 

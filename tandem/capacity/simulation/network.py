@@ -27,9 +27,10 @@ class Network:
     """Maximum chunks per second that the router sends (`RouterConfig.chunks_per_s`); None = one chunk per token."""
     chunk_delay_max_s: float = 0.025
     event_jitter_s: float = 3e-4
-    """Mean additional delay of a token in seconds, exponentially distributed as measured at the clients of two H200.
+    """Mean of an additional, exponentially distributed delay of each token, in seconds.
 
-    See docs/decisions/capacity_planning.md.
+    With it, simulated latencies have the quantiles that clients measured with two H200 GPUs
+    (docs/decisions/capacity_planning.md).
     """
 
 

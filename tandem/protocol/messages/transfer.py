@@ -53,11 +53,12 @@ class PageChecksum:
 
 @dataclass(frozen=True, slots=True)
 class TransferNotice:
-    """The notice that completes a KV transfer: the first sampled token, and the number of the next random draw.
+    """The notice that completes a KV transfer; it is sent with the last write.
 
-    It is sent with the last write. The first `skipped` of the `pages` pages were not sent, because the receiver has
-    them in its prefix cache. `token_hash` covers all prefilled tokens: the prompt and the `prior_output_tokens` answer
-    tokens after it. `first_token_id` is the answer's token number `prior_output_tokens`, the first one of this attempt.
+    The first `skipped` of the `pages` pages were not sent, because the receiver has them in its prefix cache.
+    `token_hash` covers all prefilled tokens: the prompt and the `prior_output_tokens` answer tokens after it.
+    `first_token_id` is the token that the prefill worker sampled, at position `prior_output_tokens` of the answer, from
+    0. `next_draw` is the number of the next random draw in the request's seeded sequence.
     """
 
     lease: Lease
