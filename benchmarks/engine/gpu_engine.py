@@ -124,7 +124,10 @@ class GpuEngine:
         return statistics.median(times[2:])
 
     def chunked_seconds(self, tokens: int, chunk: int) -> float:
-        """Return the seconds of one prompt in steps of `chunk` tokens. The first chunks run once before, to compile."""
+        """Return the seconds to compute one prompt in steps of `chunk` tokens.
+
+        The first two chunks are computed once before, so that kernels are compiled.
+        """
         kv = self.runner.kv_pages
         pages = range(kv.numbers(tokens) * kv.groups)
         ids = torch.randint(3, self.shape.vocab_size, (chunk,), generator=torch.Generator().manual_seed(0)).tolist()

@@ -34,11 +34,11 @@ from tandem.engine.weights.gguf import default_cache
 BATCHES = (1, 8, 32, 128, 256)
 CONTEXT = 1024
 LONG_DECODE = (128, 4096)
-"""Rows and context of a decode step whose time is dominated by KV reads."""
+"""Number of rows, and context of each, of a decode step that spends most of its time on reading KV."""
 PREFILLS = ((1, 512), (1, 2048), (1, 8192), (8, 2048))
 ATTENTIONS = ((64, 2048), (128, 4096), (1, 32768))
 UNEVEN = ((12, 2048), (48, 2048))
-"""Number of rows and mean length; lengths vary like those of conversations."""
+"""Pairs of a number of rows and their mean length in tokens; lengths vary like those of conversations."""
 _STEP_TOKENS = 16384
 
 Figures = dict[str, object]

@@ -67,7 +67,7 @@ def tuned(layer: ExpertLayer) -> Iterator[Tuned]:
 def tokens_of(size: int, shape: ExpertShape) -> int:
     """Return the number of tokens of the largest step that uses tiles of `size` tokens.
 
-    For the largest tile, which has no such limit, a typical number is returned.
+    The largest tile has no such limit; for it, a typical number of tokens is returned.
     """
     if size == 1:
         return 1

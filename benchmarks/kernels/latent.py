@@ -198,7 +198,10 @@ def _decode(copy: float, *, rank_plans: bool) -> Figures:
 
 
 def _prompts() -> Figures:
-    """Measure a layer's attention for one chunk; the time is that of the host's launches where they are slower."""
+    """Measure a layer's attention for one chunk.
+
+    If launching its kernels takes longer than running them, the time is that of the launches.
+    """
     matrix = matrix_rate()
     found: Figures = {"matrix_tflops": round(matrix / 1e12, 1)}
     for cached, tokens in PROMPTS:

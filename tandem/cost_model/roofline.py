@@ -137,7 +137,7 @@ class ModelSizes:
         return _FLOP_A_WEIGHT * products + attention + self._attention_flops(work.prefill_tokens, work.prefill_pairs)
 
     def _attention_flops(self, tokens: int, pairs: float) -> float:
-        """Return the attention operations of `tokens` tokens with `pairs` attention pairs in total, equally divided."""
+        """Return the attention operations of `tokens` tokens that have `pairs` / `tokens` attention pairs each."""
         unseen = (each.attention_flop_per_pair * max(0, pairs - tokens * each.window) for each in self.windowed)
         return self.attention_flop_per_pair * pairs - sum(unseen)
 

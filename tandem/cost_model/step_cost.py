@@ -48,9 +48,9 @@ def padded_prompts(tokens: int, rows: int, tile: int) -> int:
 
 
 def unpadded_prompts(tokens: int, rows: int, tile: int) -> int:
-    """Return the largest number of prompt tokens up to `tokens` that needs no padding beside `rows` decode rows.
+    """Return the largest number of prompt tokens, at most `tokens`, with which a step needs no padding.
 
-    Returns `tokens` if they do not fill a tile.
+    The step also has `rows` decode rows. Returns `tokens` if they do not fill a tile.
     """
     if tile <= 1:
         return tokens
@@ -61,7 +61,7 @@ def unpadded_prompts(tokens: int, rows: int, tile: int) -> int:
 
 
 def _not_captured(tiles: int) -> bool:
-    """Return True if no step of this number of tiles is captured, only of one tile fewer and one more."""
+    """Return True if no CUDA graph has this number of tiles although graphs have one tile fewer and one more."""
     return FINE_TILES < tiles < MOST_TILES and tiles % 2 == 1
 
 
@@ -177,7 +177,7 @@ class StepCost:
 
         The prompt tokens have `pairs` attention pairs. A chunk has up to `chunk` tokens, and its step also has `rows`
         decode rows with `context_tokens` tokens of context in total. `pause` steps without prompt tokens follow each
-        chunk. In total, the steps compute
+        chunk. The steps compute at most this number of tokens in total:
 
             chunks · (rows + chunk) + pause · chunks · rows
         """

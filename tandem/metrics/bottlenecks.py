@@ -105,7 +105,10 @@ class Figures:
 
     @property
     def transfers_hold_pages(self) -> bool:
-        """True if most of the used pages are reserved for incoming transfers, which pile up at other workers."""
+        """True if incoming transfers hold at least `IN_TRANSFER` of the used pages, and another worker has a backlog.
+
+        The other worker's backlog is an average of at least `CONCURRENT_TRANSFERS` hand-overs in progress.
+        """
         return self.arriving >= IN_TRANSFER * self.kv_used > 0 and self.others_transferring >= CONCURRENT_TRANSFERS
 
     @property

@@ -40,7 +40,7 @@ class KvPages:
         return self.full_groups < self.groups
 
     def numbers(self, tokens: int) -> int:
-        """Return the number of pages that `tokens` positions fill in a group without a sliding window."""
+        """Return the number of pages that `tokens` positions occupy in a group without a sliding window."""
         return -(-tokens // self.page_tokens)
 
     def tokens_of(self, pages: Sequence[int]) -> int:
@@ -48,7 +48,7 @@ class KvPages:
         return len(pages) // self.groups * self.page_tokens
 
     def held(self, tokens: int, *, decoding: bool = False) -> int:
-        """Return the maximum number of pages that a request holds before it has more than `tokens` positions.
+        """Return the maximum number of pages that a request holds at any time while it has at most `tokens` positions.
 
         Σ over groups min(⌈tokens / page⌉, ⌈(window + 2 · chunk) / page⌉ + 1): at most two steps are in flight, each
         with a chunk of the prompt, or with one token if the request is only `decoding`.
@@ -75,7 +75,10 @@ class KvPages:
         return 0 if window is None else max(0, position - window + 1) // self.page_tokens
 
     def seen(self, position: int, first: int, end: int) -> list[int]:
-        """Return the entries of pages `first` to `end - 1` to which tokens at or after `position` attend, in order."""
+        """Return the list indices, ascending, of pages to which tokens at or after `position` attend.
+
+        Only the pages with numbers from `first` to `end - 1` are included.
+        """
         groups, starts = self.groups, [self.first(group, position) for group in range(self.groups)]
         entries = product(range(first, end), range(groups))
         return [number * groups + group for number, group in entries if number >= starts[group]]

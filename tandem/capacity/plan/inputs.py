@@ -131,7 +131,7 @@ class PlanInputs:
 
     @property
     def sizing(self) -> Sizing:
-        """The demand and workers of this kind, for finding their number and their split."""
+        """The demand and the kind of workers that serve it, from which their number and split are computed."""
         return Sizing(self.demand, self.targets, self.facts, self.facts)
 
     @property

@@ -1,7 +1,7 @@
 """The planner's policy: in each window it decides the number of prefill and decode workers, and gives a reason.
 
 1. Demand: the offered load, smoothed; output lengths are those of ended requests, corrected by the number of running
-   ones.
+   requests.
 2. Load ratio of each role: from the fitted step costs (`tandem/capacity/planner/load_ratio.py`), scaled by observed
    misses.
 3. Split: the one whose larger load ratio is smallest or, if the number of workers may change, the smallest split with

@@ -46,5 +46,8 @@ class DeliveryDelay:
         return self.late(outcome.token_s(self._network.event_s))
 
     def late(self, sent: Sequence[float]) -> NDArray[np.float64]:
-        """Return the ascending arrival times of tokens that would arrive at the times `sent` without random delays."""
+        """Return the arrival times of tokens: the times `sent` plus random delays, made ascending to keep their order.
+
+        `sent` has the arrival times without random delays. All times are in seconds.
+        """
         return np.maximum.accumulate(np.asarray(sent) + self._dice.exponential(self._network.event_jitter_s, len(sent)))

@@ -66,7 +66,7 @@ class SteadyBatch(DraftingBatch):
         """A snapshot of the batch, and the number of the first step in which one of its requests ends."""
 
     def identical_steps(self) -> int:
-        """Return the number of further steps, if pages are free, in which every request has a row and none ends.
+        """Return the number of further steps in which every request has a row and none ends, if there are enough pages.
 
         Returns 0 if a request has a pending event.
         """

@@ -15,7 +15,8 @@ class PeerDescription:
     """The memory of a worker's KV cache: back-end metadata, base address, page size in bytes, number of pages.
 
     `host` identifies the running host, `process` the worker's process in its PID namespace; empty = unknown.
-    `probe_address` is a page of registered host memory without content that peers may read; 0 = none.
+    `probe_address` is the address of a page of registered host memory that peers may read; the page has no content, and
+    0 means that there is none.
     """
 
     peer: PeerRef
@@ -45,7 +46,10 @@ class Handshake:
 
 @dataclass(frozen=True, slots=True)
 class PageChecksum:
-    """The checksum of a prompt page when it was written; `value` is below 2^64, `page` is its entry as in `KvPages`."""
+    """The checksum of a prompt page when it was written; `value` is below 2^64.
+
+    `page` is the index of the page in the request's page list (`tandem/protocol/kv_pages.py`).
+    """
 
     page: int
     value: int
