@@ -112,10 +112,10 @@ _KV_TWO_GPUS: Floors = {
     "decode_step_with_over_without_transfers": _STEPS,
     "decode_step_meeting_transfers_over_quiet": _STEPS,
 }
-"""Floors for KV pages that the prefill worker writes, the default transfer."""
+"""Floors of transfers between two GPUs in which the prefill worker writes the KV pages, as by default."""
 _KV_CPU: Floors = {"exposed_of_prefill_1536": Floor(0.10, at_most=True)}
 _SERVING: Floors = {"cluster_decode_ratio_b64": Floor(0.95)}
-"""Decode speed through a cluster on GPUs / the speed of the engine alone."""
+"""Floor of the decode speed through a cluster ÷ the decode speed of the engine alone, on GPUs."""
 _LATENT: Floors = {"latent_bw_ratio_64x4096_h16": Floor(0.75), "latent_bw_ratio_1x32768_h16": Floor(0.45)}
 _WEIGHTS: Floors = {"load_gb_per_s": Floor(2)}
 

@@ -217,7 +217,7 @@ def _prefill(engine: GpuEngine) -> Figures:
 
 
 def _long_prompt(engine: GpuEngine, tokens: int) -> Figures:
-    """Measure one prompt in steps of the default size, as an otherwise idle worker computes it."""
+    """Measure one prompt in steps of the default size, as on a worker without other requests."""
     runner, chunk = engine.runner, EngineConfig(Path()).max_step_tokens
     tokens = min(tokens, runner.facts.max_context, runner.cache.kv_pages.tokens_in(runner.cache.pages))
     seconds = engine.chunked_seconds(tokens, chunk)
@@ -231,7 +231,7 @@ def _long_prompt(engine: GpuEngine, tokens: int) -> Figures:
 
 
 def _attention(shape: AttentionShape, kv_dtype: torch.dtype, copy: float) -> Figures:
-    """Measure decode attention of one layer as KV bytes per second, without the sliding window if there is one.
+    """Measure decode attention of one layer as KV bytes per second, ignoring the model's sliding window.
 
     Launches alternate between layers, so that their KV exceeds the caches. Over 8-bit KV the names of figures end with
     its dtype.

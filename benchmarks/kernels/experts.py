@@ -52,7 +52,7 @@ def measure(options: argparse.Namespace) -> Measured:
 
 
 def _measure(shape: str, form: str | None, tokens: Sequence[int], copy: float) -> list[dict[str, object]]:
-    """Measure and print one row per number of tokens, for those whose kernels compile."""
+    """Measure and print one row for each number of tokens for which the kernels compile."""
     layer = ExpertLayer(shape) if form is None else PackedExpertLayer(shape, form)
     failures = compile_steps((layer, count, None) for count in tokens)
     rows: list[dict[str, object]] = []

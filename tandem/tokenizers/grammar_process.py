@@ -60,7 +60,7 @@ class GrammarTokens:
 
 
 class GrammarProcess:
-    """Starts and supervises the process, which compiles one grammar at a time; it starts with the first grammar.
+    """Starts the process with the first grammar, and supervises it; the process compiles one grammar at a time.
 
     Thread-safe.
     """

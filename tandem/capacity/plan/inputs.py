@@ -74,7 +74,7 @@ class PlanInputs:
 
     @property
     def draft_step_ratio(self) -> float:
-        """The duration of a draft model's decode step of one request ÷ that of the model's, by the roofline.
+        """The duration of a draft model's decode step of one request ÷ that of the main model's, by the roofline.
 
         It is 0 without a draft model.
         """
