@@ -50,7 +50,10 @@ class Tuned:
 
 
 def tuned(layer: ExpertLayer) -> Iterator[Tuned]:
-    """Yield the fastest tile for each number of tokens. The two products are tuned one after the other."""
+    """Yield the fastest tile for each number of tokens.
+
+    The part of the tile for each of the two products is chosen with the default part for the other product.
+    """
     sizes = {size: tokens_of(size, layer.shape) for size in TILES}
     steps = [(layer, tokens, tile) for size, tokens in sizes.items() for tile in candidates(size, layer.shape)]
     failures = compile_steps(steps)

@@ -41,14 +41,20 @@ GAIN, GAIN_FULL = 0.08, 0.02
 A change that reverts the last one always needs `GAIN`.
 """
 FULL, TARGET_RATIO, SPARE = 0.9, 0.75, 0.6
-"""Load ratio above which workers are added, target ratio when adding them, and maximum ratio after removing some."""
+"""Workers are added if the larger load ratio exceeds `FULL`: as few as bring it to `TARGET_RATIO` or below.
+
+Workers are removed if it is at most `SPARE` afterwards.
+"""
 MISSES_TOLERATED = 0.05
 """Fraction of requests that may miss their targets before a role's load ratio counts as underestimated."""
 _TRICKLE = 0.25
 """Lower bound of the admitted ÷ the offered request rate, because the measured rate of rejections fluctuates."""
 LEARN, FORGET = 1.05, 0.95
 SCALE_MAX = 2.0
-"""Growth of a load ratio's scale in a window with misses, its decay towards 1 in others, and its maximum."""
+"""The scale of a load ratio grows by the factor `LEARN` when its role misses targets, up to `SCALE_MAX`.
+
+Otherwise its distance from 1 shrinks by the factor `FORGET` in each window.
+"""
 _OPPOSITE = {
     Direction.TO_PREFILL: Direction.TO_DECODE,
     Direction.TO_DECODE: Direction.TO_PREFILL,
