@@ -94,8 +94,8 @@ def misplaced_options(
 ) -> None:
     """End the program with an error if an option of `group` is given that cannot be combined with `option`.
 
-    An option counts as given if its value is not its default. `on` is True if `option` is given: the options of the
-    group are then invalid. If `on` is False, they are invalid without `option`.
+    If `option` is given (`on`), no option of the group may be given; otherwise none may be given without `option`. An
+    option counts as given if its value is not its default.
     """
     given = [
         action.option_strings[0]

@@ -9,7 +9,10 @@ from benchmarks.results import RESULTS, Run, read_results
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """A lower bound of a figure. With `at_most` it is an upper bound of `limit` plus the run's figure named `plus`."""
+    """A bound of a figure: a lower bound or, with `at_most`, an upper bound.
+
+    It is `limit` or, if `plus` is set, `limit` plus the run's figure of that name.
+    """
 
     limit: float
     at_most: bool = False
@@ -109,10 +112,10 @@ _KV_TWO_GPUS: Floors = {
     "decode_step_with_over_without_transfers": _STEPS,
     "decode_step_meeting_transfers_over_quiet": _STEPS,
 }
-"""Floors for KV pages that the prefill worker writes, the default transfer."""
+"""Floors of transfers between two GPUs in which the prefill worker writes the KV pages, as by default."""
 _KV_CPU: Floors = {"exposed_of_prefill_1536": Floor(0.10, at_most=True)}
 _SERVING: Floors = {"cluster_decode_ratio_b64": Floor(0.95)}
-"""Decode speed through a cluster on GPUs / the speed of the engine alone."""
+"""Floor of the decode speed through a cluster ÷ the decode speed of the engine alone, on GPUs."""
 _LATENT: Floors = {"latent_bw_ratio_64x4096_h16": Floor(0.75), "latent_bw_ratio_1x32768_h16": Floor(0.45)}
 _WEIGHTS: Floors = {"load_gb_per_s": Floor(2)}
 
@@ -151,9 +154,9 @@ def _faults(floors: Floors, run: Run) -> Iterator[str]:
 
 
 def floors_of(benchmark: str, run: Run) -> Floors:
-    """Return a run's floors.
+    """Return a run's floors; empty if none are set for its benchmark, its shape or its number of GPUs.
 
-    There are none for other shapes, or for two workers on one GPU, which wait for each other.
+    Runs of two workers on one GPU have none, because the workers wait for each other.
     """
     if benchmark == "engine":
         return _ENGINE.get(str(run.get("shape")), {})

@@ -59,7 +59,7 @@ def median_seconds(run: Callable[[], object], rounds: int = 15, warm: int = 5) -
 def graph_seconds(launch: Callable[[int], object], repeats: int) -> float:
     """Return the device seconds per launch.
 
-    `launch(0)`, `launch(1)`, … are captured `repeats` times in one CUDA graph.
+    `launch(0)` to `launch(repeats - 1)` are captured in one CUDA graph, which is replayed.
     """
     for number in range(repeats):
         launch(number)  # loads code, which is not possible during a capture
@@ -74,7 +74,8 @@ def graph_seconds(launch: Callable[[int], object], repeats: int) -> float:
 def race(contestants: Mapping[str, Contestant]) -> dict[str, float]:
     """Return the median device time of each contestant in microseconds; they run in turn on a heated chip.
 
-    A kernel measured after a pause, such as a compilation, would run above the clock that the power limit sustains.
+    Without heating, a kernel measured after a pause, such as a compilation, would run above the clock that the power
+    limit sustains.
     """
     for run in contestants.values():
         run()  # compiles

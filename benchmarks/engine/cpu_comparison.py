@@ -1,4 +1,4 @@
-"""Compares the engine with transformers on a CPU, or a GGUF file's quantized weights with the same in bfloat16.
+"""Compares the engine with transformers on a CPU, or quantized GGUF weights with the same weights in bfloat16.
 
 Both sides use the same model, dtype and threads in one process. They alternate, so that noise of the machine affects
 both alike, and medians are compared. Decode times exclude the prefill on both sides. Ratios are the engine's speed /
@@ -40,9 +40,10 @@ _BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Sizes in tokens: `batches` of prompts with `prompt` tokens decode `new_tokens` each.
+    """Sizes in tokens, and the number of rounds.
 
-    The time to the first token is measured with prompts of `prefill` tokens.
+    Decode steps are measured for each batch size in `batches`, with prompts of `prompt` tokens and answers of
+    `new_tokens` tokens. The time to the first token is measured with prompts of `prefill` tokens.
     """
 
     batches: Sequence[int] = (1, 8)
@@ -104,7 +105,7 @@ class Engine:
         return (time.perf_counter() - started) / (new_tokens - 1), answers
 
     def weight_bytes(self) -> int:
-        """Return 0, because this is not compared between two engines."""
+        """Return 0: the bytes that a decode step reads are not reported if both sides are engines."""
         return 0
 
     def kv_bytes(self, tokens: int) -> int:

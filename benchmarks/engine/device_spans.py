@@ -39,7 +39,7 @@ def record_spans(run: Callable[[], object]) -> list[Span]:
 
 
 def last_steps(spans: Sequence[Span], steps: int, of: int) -> Sequence[Span]:
-    """Return the spans of the last `steps` of `of` recorded steps, all of which launch the same kernels."""
+    """Return the spans of the last `steps` steps, given the spans of `of` steps that all launch the same kernels."""
     return spans[len(spans) * (of - steps) // of :]
 
 
@@ -57,7 +57,10 @@ def idle_share_next_to_copies(spans: Sequence[Span]) -> float:
 
 
 def added_time(spans: Sequence[Span]) -> dict[str, float]:
-    """Return, by kernel name, the total microseconds by which kernels end later than all kernels before them."""
+    """Return, by kernel name, the microseconds that kernels add to the total time.
+
+    A kernel adds the time by which it ends later than all kernels that started before it.
+    """
     added: dict[str, float] = defaultdict(float)
     for span, ended in zip(spans, chain((spans[0].start,), _ends(spans)), strict=False):
         added[span.name] += max(0.0, span.end - max(span.start, ended))

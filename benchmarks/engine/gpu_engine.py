@@ -45,7 +45,7 @@ class GpuEngine:
     def decode_seconds(
         self, batch: int, context: int, steps: int = DECODE_STEPS, warm: int = 8, sampled: bool = False
     ) -> float:
-        """Return the seconds per step of `batch` rows around `context` tokens.
+        """Return the seconds per decode step of `batch` rows, whose mean context during the steps is `context` tokens.
 
         Each step is launched before the results of the previous one are read.
         """
@@ -124,7 +124,10 @@ class GpuEngine:
         return statistics.median(times[2:])
 
     def chunked_seconds(self, tokens: int, chunk: int) -> float:
-        """Return the seconds of one prompt in steps of `chunk` tokens. The first chunks run once before, to compile."""
+        """Return the seconds to compute one prompt in steps of `chunk` tokens.
+
+        The first two chunks are computed once before, so that kernels are compiled.
+        """
         kv = self.runner.kv_pages
         pages = range(kv.numbers(tokens) * kv.groups)
         ids = torch.randint(3, self.shape.vocab_size, (chunk,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -180,7 +183,10 @@ class GpuEngine:
         return sizes
 
     def _pages_of(self, spans: Sequence[tuple[int, int]]) -> Sequence[Sequence[int]]:
-        """Return the pages of rows for (start, end) positions, without pages that lie before a sliding window."""
+        """Return the pages of each row, given the start and the end of its positions.
+
+        In groups with a sliding window, pages before the window of the start are left out.
+        """
         kv, free, rows = self.runner.kv_pages, 0, []
         for start, end in spans:
             row = [FREED] * (kv.numbers(end) * kv.groups)

@@ -34,11 +34,11 @@ from tandem.engine.weights.gguf import default_cache
 BATCHES = (1, 8, 32, 128, 256)
 CONTEXT = 1024
 LONG_DECODE = (128, 4096)
-"""Rows and context of a decode step whose time is dominated by KV reads."""
+"""Number of rows, and context of each, of a decode step that spends most of its time on reading KV."""
 PREFILLS = ((1, 512), (1, 2048), (1, 8192), (8, 2048))
 ATTENTIONS = ((64, 2048), (128, 4096), (1, 32768))
 UNEVEN = ((12, 2048), (48, 2048))
-"""Number of rows and mean length; lengths vary like those of conversations."""
+"""Pairs of a number of rows and their mean length in tokens; lengths vary like those of conversations."""
 _STEP_TOKENS = 16384
 
 Figures = dict[str, object]
@@ -217,7 +217,7 @@ def _prefill(engine: GpuEngine) -> Figures:
 
 
 def _long_prompt(engine: GpuEngine, tokens: int) -> Figures:
-    """Measure one prompt in steps of the default size, as an otherwise idle worker computes it."""
+    """Measure one prompt in steps of the default size, as on a worker without other requests."""
     runner, chunk = engine.runner, EngineConfig(Path()).max_step_tokens
     tokens = min(tokens, runner.facts.max_context, runner.cache.kv_pages.tokens_in(runner.cache.pages))
     seconds = engine.chunked_seconds(tokens, chunk)
@@ -231,7 +231,7 @@ def _long_prompt(engine: GpuEngine, tokens: int) -> Figures:
 
 
 def _attention(shape: AttentionShape, kv_dtype: torch.dtype, copy: float) -> Figures:
-    """Measure decode attention of one layer as KV bytes per second, without the sliding window if there is one.
+    """Measure decode attention of one layer as KV bytes per second, ignoring the model's sliding window.
 
     Launches alternate between layers, so that their KV exceeds the caches. Over 8-bit KV the names of figures end with
     its dtype.

@@ -59,7 +59,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Measured:
-    """Measure on the chosen device. Raises InvalidArgument for an option that applies only to the other one."""
+    """Measure on the chosen device.
+
+    Raises InvalidArgument for an option that applies only to the other kind of device.
+    """
     device = options.device or ("cpu" if options.profile is None else "cuda")
     ours, others = (_GPU, _CPU) if device == "cuda" else (_CPU, _GPU)
     if misplaced := [f"--{name.replace('_', '-')}" for name in others if getattr(options, name) is not None]:

@@ -39,7 +39,7 @@ from tandem.protocol.ending import pages_for
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
 LEAST_CACHE_BYTES = 400e6
-"""Bytes that the calls of a graph read before they return to the first layer: several times the L2 cache."""
+"""Approximate KV bytes of all layers through which the calls of a graph rotate: several times the L2 cache."""
 COMPILERS = 16
 TILES = [
     SMALL_TILE,
@@ -65,7 +65,7 @@ PER_SM = (2, 3, 4)
 _SIGMA = 0.8
 """Standard deviation of the logarithm of uneven lengths."""
 _TOLERANCE = 0.02
-"""Tolerated absolute difference between the results of two plans, which are averages of numbers around 1."""
+"""Tolerated absolute difference between the results of two plans; results are averages of numbers around 1."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,10 @@
 
 The benchmark runs the routed experts of one layer (norm, router, top-k, products, sum; not the shared expert) in
 bfloat16 with random weights, in CUDA graphs whose launches have different tokens, so that weights come from memory and
-not from L2. The bytes are those of the experts that the tokens hit, which are counted, and of the router; "of copy" is
-their rate / that of a large device copy of the same run, whose reads and writes both count. A random router is expected
-to hit E·(1 − (1 − k/E)^b) experts; this number and the counted one are printed. With `--tune` it prints lines for
-`TUNED` of tandem/engine/kernels/experts/expert_tiles.py instead.
+not from L2. The bytes are those of the router and of the experts that the tokens hit; these experts are counted. "of
+copy" is the rate at which a step reads its bytes / the bandwidth of a large device copy in the same run, whose reads
+and writes both count. A random router is expected to hit E·(1 − (1 − k/E)^b) experts; this number and the counted one
+are printed. With `--tune` it prints lines for `TUNED` of tandem/engine/kernels/experts/expert_tiles.py instead.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def measure(options: argparse.Namespace) -> Measured:
 
 
 def _measure(shape: str, form: str | None, tokens: Sequence[int], copy: float) -> list[dict[str, object]]:
-    """Measure and print one row per number of tokens, for those whose kernels compile."""
+    """Measure and print one row for each number of tokens for which the kernels compile."""
     layer = ExpertLayer(shape) if form is None else PackedExpertLayer(shape, form)
     failures = compile_steps((layer, count, None) for count in tokens)
     rows: list[dict[str, object]] = []

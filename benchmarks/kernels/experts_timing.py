@@ -43,7 +43,10 @@ _COMPILERS = 16
 _INPUTS, _LONG_INPUTS, _LONG = 24, 4, 1024
 """Steps per graph: 24, or 4 if a step has at least `_LONG` tokens. Together they read far more than L2 holds."""
 _QUIET = 1e-5
-"""Standard deviation of the down weights: so small that replays do not change the hidden states, hence the routing."""
+"""Standard deviation of the down weights.
+
+It is so small that replays of a graph do not change the hidden states, and so do not change the routing.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,10 @@ class Tuned:
 
 
 def tuned(layer: ExpertLayer) -> Iterator[Tuned]:
-    """Yield the fastest tile for each number of tokens. The two products are tuned one after the other."""
+    """Yield the fastest tile for each number of tokens.
+
+    The part of the tile for each of the two products is chosen with the default part for the other product.
+    """
     sizes = {size: tokens_of(size, layer.shape) for size in TILES}
     steps = [(layer, tokens, tile) for size, tokens in sizes.items() for tile in candidates(size, layer.shape)]
     failures = compile_steps(steps)
@@ -67,7 +70,7 @@ def tuned(layer: ExpertLayer) -> Iterator[Tuned]:
 def tokens_of(size: int, shape: ExpertShape) -> int:
     """Return the number of tokens of the largest step that uses tiles of `size` tokens.
 
-    For the largest tile, which has no such limit, a typical number is returned.
+    The largest tile has no such limit; for it, a typical number of tokens is returned.
     """
     if size == 1:
         return 1

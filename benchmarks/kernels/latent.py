@@ -35,10 +35,10 @@ from tandem.protocol.ending import pages_for
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
 LEAST_CACHE_BYTES = 400e6
-"""Bytes that the calls of a graph read before they return to the first layer: several times the L2 cache."""
+"""Approximate KV bytes of all layers through which the calls of a graph rotate: several times the L2 cache."""
 _COMPILERS = 16
 _TOLERANCE = 0.02
-"""Tolerated absolute difference between the results of two plans, which are averages of numbers around 1."""
+"""Tolerated absolute difference between the results of two plans; results are averages of numbers around 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,10 @@ def _decode(copy: float, *, rank_plans: bool) -> Figures:
 
 
 def _prompts() -> Figures:
-    """Measure a layer's attention for one chunk; the time is that of the host's launches where they are slower."""
+    """Measure a layer's attention for one chunk.
+
+    If launching its kernels takes longer than running them, the time is that of the launches.
+    """
     matrix = matrix_rate()
     found: Figures = {"matrix_tflops": round(matrix / 1e12, 1)}
     for cached, tokens in PROMPTS:

@@ -34,14 +34,18 @@ def bucket_of(tokens: int) -> int:
 
 
 def candidates(product: Product, tokens: int, early: Sequence[int]) -> list[Tile]:
-    """Return tiles for a bfloat16 weight, one set for each number in `early` of bytes per row to prefetch into L2."""
+    """Return candidate tiles for a bfloat16 weight; for one token `early` is ignored.
+
+    For several tokens, each tile occurs once per number in `early`: the bytes of each weight row that are prefetched
+    into L2.
+    """
     if tokens == 1:
         return list(_gemv_candidates(product))
     return [tile for ahead in early for tile in _skinny_candidates(product, tokens, ahead)]
 
 
 def packed_candidates(product: Product, tokens: int, bits: int, columns: int) -> Iterator[Skinny]:
-    """Yield the engine's tile for a packed weight, then others of `columns` bytes of codes."""
+    """Yield the engine's tile for a packed weight, then others that load `columns` bytes of a row's codes at a time."""
     rule = packed_tile_for(tokens, product.n, product.k, product.paired, bits, columns)
     yield rule
     bucket, factor = bucket_of(tokens), 2 if product.paired else 1

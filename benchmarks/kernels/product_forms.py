@@ -248,7 +248,7 @@ class Job:
 
     @property
     def bucket(self) -> int:
-        """The tokens of the variant's tile in the engine's tables; 1 for a step of one token in bfloat16."""
+        """The number of tokens under which the engine's tables list the tile; 1 for a step of one token in bfloat16."""
         return 1 if self.tokens == 1 and self.form == "bfloat16" else bucket_of(self.tokens)
 
     def __str__(self) -> str:

@@ -1,9 +1,10 @@
 """Measures and tunes the weight-streaming products of a model: `python -m benchmarks.kernels products [--candidates]`.
 
-For each product, form of weights and number of tokens, it measures the engine's tile, or with `--candidates` the
-fastest of several, as a share of the copy bandwidth of the same run, and other ways to compute the product. With
-`--candidates` it prints lines for `TUNED` and `STREAMED_TOKENS` of tandem/engine/kernels/linear/triton_linear_tiles.py,
-and for `TUNED` of tandem/engine/kernels/packed/packed_tiles.py. Weights rotate through memory far larger than L2.
+For each product, form of weights and number of tokens, it prints the bandwidth of the engine's tile (with
+`--candidates`, of the fastest of several tiles) as a share of the copy bandwidth in the same run, and the times of
+other ways to compute the product. With `--candidates` it prints lines for `TUNED` and `STREAMED_TOKENS` of
+tandem/engine/kernels/linear/triton_linear_tiles.py, and for `TUNED` of tandem/engine/kernels/packed/packed_tiles.py.
+Weights rotate through memory far larger than L2.
 """
 
 import argparse

@@ -20,7 +20,8 @@ _HANDOVER = {
 }
 """The parts of a hand-over after PREFILL_FINISHED, in order; each part ends with the given lifecycle event.
 
-When the notice is posted, all other pages have arrived. The two processes run on one host and use the same clock.
+The write of the last page, which carries the notice, is posted after all other pages have arrived. The two processes
+run on one host and use the same clock.
 """
 
 
@@ -59,11 +60,12 @@ def handover_parts_ms(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def gaps_meeting_transfers_ms(stream: Answer, prompts: Sequence[Answer]) -> list[float]:
-    """Return the gaps of `stream` that overlap transfers of `prompts`, in ms, without steps that a request joined.
+    """Return the gaps between tokens of `stream` that overlap transfers of `prompts`, in milliseconds.
 
-    Only overlaps that are certain count: a prompt's timeline has the start of its first write, and the start and end
-    of the last chunk's writes, but not the times of the writes in between. Tokens arrive later than their steps by
-    a fraction of a step. Arrivals and timelines use the clock of one host.
+    A gap in which one of `prompts` joined the decode batch is left out. Only overlaps that are certain count: a
+    prompt's timeline has the start of its first write, and the start and end of the last chunk's writes, but not the
+    times of the writes in between. Tokens arrive later than their steps by a fraction of a step. Arrivals and timelines
+    use the clock of one host.
     """
     moving = [span for answer in prompts for span in _moving(answer)]
     joined = {_nearest(stream.moments, answer.moments[-1]) for answer in prompts}
@@ -75,9 +77,9 @@ def gaps_meeting_transfers_ms(stream: Answer, prompts: Sequence[Answer]) -> list
 
 
 def _moving(answer: Answer) -> list[tuple[float, float]]:
-    """Return the Unix times between which pages were transferred.
+    """Return the intervals, in Unix seconds, in which pages were certainly in transfer.
 
-    They are the first write's start, and the start and end of the last chunk's writes.
+    They are the start of the first write, and the time from the start to the end of the last chunk's writes.
     """
     event_times = (LifecycleEvent.TRANSFER_STARTED, LifecycleEvent.LAST_PAGES_POSTED, LifecycleEvent.TRANSFER_FINISHED)
     nanos = [answer.timeline.at(event) for event in event_times]

@@ -45,7 +45,7 @@ _CODE = 2 * (_HALF - _TURNING)
 _TOKEN, _BEFORE, _ONE, _COPIED = 0, _CODE, 2 * _CODE, 2 * _CODE + 1
 """First coordinates in the hidden state of the token's code, the previous token's code, a 1, and the answer."""
 _ALIKE = 12
-"""The largest dot product allowed between the codes of two tokens of which one occurs in numbers."""
+"""Maximum dot product of the codes of two tokens, at least one of which has an id below `FIRST_HAY`."""
 _SHARPNESS_BEFORE, _SHARPNESS_SAME = 16.0, 1.0
 """The attention score that each rotating pair (layer 1) or each coordinate of a code (layer 2) adds.
 

@@ -44,7 +44,10 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def on(self, owner: type, method: str, part: str) -> Iterator[None]:
-        """Time the calls of `owner.method` within the context, except calls that return no plan."""
+        """Time the calls of `owner.method` within the context as calls of `part`.
+
+        Calls of the part `plan` that return None instead of a plan are not recorded.
+        """
         timed: Callable[..., Any] = getattr(owner, method)
 
         @wraps(timed)

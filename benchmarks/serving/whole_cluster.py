@@ -47,8 +47,8 @@ class Workload:
 class Round:
     """One pass over the workload: answer tokens per second, and the answers for comparison.
 
-    `decoding` is tokens per second while every stream decodes, from the last first token to the first end; 0 = not
-    measured.
+    `decoding` is the tokens per second while all streams decode: from the first token of the last stream that starts
+    until the first stream ends. 0 = not measured.
     """
 
     tokens_per_second: float

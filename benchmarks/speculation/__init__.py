@@ -1,1 +1,1 @@
-"""Measures the tokens per step that draft tokens gain: proposers on real answers, and an oracle that knows them."""
+"""Measures the tokens per step with draft tokens: from real proposers, and from an oracle that knows the answers."""

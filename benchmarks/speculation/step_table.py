@@ -75,12 +75,12 @@ class Chance:
 
 
 WANTED = {1: 4, 8: 3, 32: 3, 64: 2, 128: 1}
-"""By batch size: the number of draft tokens that is measured in addition to `DRAFTS`, and that the table shows."""
+"""By batch size: the number of draft tokens that the table shows; it is measured in addition to `DRAFTS`."""
 ALPHAS = (0.7, 0.8)
 WARM_UP_STEPS, LEARNING_STEPS = 20, 100
-"""Unmeasured steps: with a fixed number of draft tokens, and with a number that the worker has to learn."""
+"""Unmeasured first steps: with a fixed number of draft tokens, and with a number that the worker has to learn."""
 _PROMPT_STEPS = 100
-"""Steps for which answers are made longer, because requests decode while the prompts of others are computed."""
+"""Number of steps by which answers are made longer, because requests decode while other prompts are computed."""
 _POLL_S = 0.002
 
 Figures = dict[str, object]
@@ -113,7 +113,7 @@ class CountingWorker(LocalWorker):
         """Return the tokens per second, the seconds per step, and the number of steps without a CUDA graph.
 
         The figures cover about `steps` steps in which all of `prompts` are answered, each with at most `most` tokens,
-        after the first `before` such steps. Raises RuntimeError if an answer ends before half of them.
+        after the first `before` such steps. Raises RuntimeError if an answer ends before half of these steps.
         """
         self._begun = None
         answers = self._awaited = [self.send(prompt, SamplingParams(most, ignore_eos=True)) for prompt in prompts]
@@ -222,7 +222,7 @@ class StepTable:
         return [[(7 * n * n + 31 * number + n) % vocabulary for n in range(self._context)] for number in range(batch)]
 
     def _most(self, tokens_a_step: int) -> int:
-        """Return the answer length that outlasts a measurement, within the model's context."""
+        """Return a length for answers that last through a measurement, within the model's context."""
         steps = _PROMPT_STEPS + LEARNING_STEPS + 2 * self._steps
         return min(tokens_a_step * steps, self._runner.facts.max_context - self._context)
 

@@ -9,7 +9,10 @@ SHARED = "shared"
 ADAPTIVE = "adaptive"
 DISAGGREGATED = "disaggregated"
 ALL, NONE = "all", "none"
-"""Choices of the rows that get one load per cell, with the cell's class in each request; `ADAPTIVE` is the default."""
+"""Values of `--ask` other than the default, `ADAPTIVE`: all rows, or none, get one load per SLO cell.
+
+The requests of such a load name the cell's SLO class.
+"""
 _BUDGETS = (512, 2048)
 
 
@@ -62,5 +65,5 @@ def chosen(every: tuple[Strategy, ...], names: str) -> tuple[Strategy, ...]:
 
 
 def asks(row: Strategy, asked: str) -> bool:
-    """Return True if this row gets one load per cell; `asked` is ADAPTIVE, ALL or NONE."""
+    """Return True if this row gets one load per SLO cell; `asked` is the value of `--ask`."""
     return asked in {ALL, row.kind}

@@ -162,7 +162,10 @@ def _sent(outcomes: Sequence[Outcome], network: Network, idle_step_s: float) -> 
 
 
 def _keeps_pace(outcome: Outcome, idle_step_s: float, longest_s: float) -> bool:
-    """Return True if the router sends the tokens of this answer at once, judging by predicted steps."""
+    """Return True if the router sends the tokens of this answer without delay.
+
+    It does if a delay would miss an ITL target that the prediction at placement meets.
+    """
     slo, prediction = outcome.asked.slo, outcome.prediction
     if prediction is None or not slo.has_gap_target:
         return False

@@ -11,7 +11,7 @@ from tandem.protocol.errors import InvalidArgument
 
 _COLOCATED_SIGN = "colocated"
 _NOT_ALIKE = "_not_swept_alike"
-"""Suffix of a ratio's name, for the list of cells in which the ratio cannot be computed."""
+"""Suffix of the name of a list: the cells in which a ratio cannot be computed; the ratio's name precedes it."""
 
 
 @dataclass(frozen=True, slots=True)

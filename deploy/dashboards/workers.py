@@ -7,7 +7,7 @@ from tandem.metrics.family import Family
 
 
 def _process(name: str) -> Selection:
-    """Select the series of a standard process metric that belong to Tandem, which have the label `worker`."""
+    """Select those series of a standard process metric that belong to Tandem: they have the label `worker`."""
     return Selection(f'{name}{{namespace=~"$namespace",model=~"$model",worker!=""}}')
 
 

@@ -51,8 +51,8 @@ class Acceptance:
     def observe(self, source: Hashable, drafted: int, accepted: int) -> None:
         """Learn from a verified draft: from its accepted tokens and from the first rejected one.
 
-        If the whole draft was accepted, the probability at the next position moves towards that of the last one.
-        Otherwise a position whose first draft tokens were rejected by chance would never be tried again.
+        If the whole draft was accepted, the probability at the position after it moves towards that of the draft's last
+        position. Without this, a position whose first draft tokens were rejected by chance would never be tried again.
         """
         self._survivals.pop(source, None)
         for position in range(min(accepted + 1, drafted)):

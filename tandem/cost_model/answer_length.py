@@ -1,8 +1,9 @@
-"""Predicts answer lengths from ended answers, so that admission reserves pages for these instead of `max_tokens`.
+"""Predicts answer lengths from ended answers; admission reserves pages for the prediction, not for `max_tokens`.
 
-Answers are classed by the power of two of their limit (`max_tokens`). An answer that already has n tokens is compared
-with ended answers that became longer than n. Most answers stay within their forecast; an answer that exceeds it gets a
-new forecast, and its worker frees pages if too few are left (docs/decisions/page_reservation.md).
+Answers belong to one class if their limits (`max_tokens`) have the same number of binary digits. The forecast for an
+answer that already has n tokens uses only ended answers of its class with more than n tokens. Most answers stay within
+their forecast; an answer that exceeds it gets a new forecast, and its worker frees pages if too few are left
+(docs/decisions/page_reservation.md).
 """
 
 from bisect import bisect_right, insort

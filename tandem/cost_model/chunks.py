@@ -23,11 +23,11 @@ FORCED_CHUNK_TOKENS = 32 * MIN_CHUNK_TOKENS
 
 
 def strictest_feasible_target(targets: Sequence[float], decoding_s: float, asked_s: float | None = None) -> float:
-    """Return the strictest of the ITL targets that the decode rows can meet; infinite if there is none.
+    """Return the strictest ITL target that a step can still meet, in seconds; infinite if there is none.
 
-    `targets` are those of the requests, ascending; those that are at most `decoding_s`, the duration of the step
-    without prompt tokens, are ignored, because no chunk is small enough for them. `asked_s` is the worker's own target,
-    which always counts. All are in seconds.
+    `targets` are the requests' ITL targets, ascending. Targets of at most `decoding_s`, the duration of a step with
+    decode rows alone, are ignored, because any addition to the step misses them. `asked_s`, the worker's own target, is
+    never ignored, even if it is at most `decoding_s`; None = no such target. All are in seconds.
     """
     kept = bisect_right(targets, decoding_s)
     kept_s = targets[kept] if kept < len(targets) else math.inf

@@ -11,8 +11,8 @@ is observed, something else uses the machine, and no margin would help.
 _OVER = 0.005
 """The fraction of steps that exceed the margin: half of what targets for the 99th percentile allow.
 
-The other half is for differences between requests (docs/decisions/placement.md). In simulated loads, a margin that is
-too large costs next to nothing, and one that is too small makes one answer in six miss its target.
+The other half is for differences between requests (docs/decisions/placement.md). In simulated loads, too large a margin
+costs almost nothing, but with too small a margin one answer in six misses its target.
 """
 _PACE = 4 * _OVER
 """A step above the margin raises it by `_PACE` · (1 - `_OVER`); another step lowers it by `_PACE` · `_OVER`."""

@@ -78,9 +78,9 @@ class PackedWeights:
     products: int = 0
     """Number of matrices; each is one matrix product per step."""
     unpacked: int = 0
-    """Number of elements of the matrices that are unpacked for products with 16-bit inputs."""
+    """Total number of elements of those matrices that are unpacked, for products with 16-bit inputs."""
     float8: int = 0
-    """Number of elements of the matrices that are multiplied in FP8, with 8-bit inputs."""
+    """Total number of elements of those matrices that are multiplied in FP8, with 8-bit inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class ModelSizes:
         return _FLOP_A_WEIGHT * products + attention + self._attention_flops(work.prefill_tokens, work.prefill_pairs)
 
     def _attention_flops(self, tokens: int, pairs: float) -> float:
-        """Return the attention operations of `tokens` tokens with `pairs` attention pairs in total, equally divided."""
+        """Return the attention operations of `tokens` tokens that have `pairs` / `tokens` attention pairs each."""
         unseen = (each.attention_flop_per_pair * max(0, pairs - tokens * each.window) for each in self.windowed)
         return self.attention_flop_per_pair * pairs - sum(unseen)
 

@@ -5,9 +5,9 @@
             + row · decode rows                          + context · tokens of decode context
             + verify_base (if rows verify draft tokens)
 
-A step reads the weights once, and up to the roofline's knee the arithmetic of its tokens is hidden behind that: these
-tokens are free. If steps are padded to tiles, whole tiles are charged, and the attention of prompts is charged for at
-least a wave of tokens (`tandem/cost_model/step_grid.py`). The coefficients are fitted in microseconds
+A step reads the weights once. Up to the roofline's knee, the arithmetic of its tokens takes no longer than this
+reading: these tokens are free. If steps are padded to tiles, whole tiles are charged, and the attention of prompts is
+charged for at least a wave of tokens (`tandem/cost_model/step_grid.py`). The coefficients are fitted in microseconds
 (`tandem/cost_model/step_fit.py`, docs/decisions/cost_model.md).
 """
 
@@ -48,9 +48,9 @@ def padded_prompts(tokens: int, rows: int, tile: int) -> int:
 
 
 def unpadded_prompts(tokens: int, rows: int, tile: int) -> int:
-    """Return the largest number of prompt tokens up to `tokens` that needs no padding beside `rows` decode rows.
+    """Return the largest number of prompt tokens, at most `tokens`, with which a step needs no padding.
 
-    Returns `tokens` if they do not fill a tile.
+    The step also has `rows` decode rows. Returns `tokens` if they do not fill a tile.
     """
     if tile <= 1:
         return tokens
@@ -61,7 +61,7 @@ def unpadded_prompts(tokens: int, rows: int, tile: int) -> int:
 
 
 def _not_captured(tiles: int) -> bool:
-    """Return True if no step of this number of tiles is captured, only of one tile fewer and one more."""
+    """Return True if no CUDA graph has this number of tiles although graphs have one tile fewer and one more."""
     return FINE_TILES < tiles < MOST_TILES and tiles % 2 == 1
 
 
@@ -128,7 +128,10 @@ class StepCost:
         return padded - max(0, min(padded, self.parameters.free_tokens - rows))
 
     def charged_pairs(self, tokens: int, pairs: float) -> float:
-        """Return the number of attention pairs that are charged to a step's prompt tokens: at least a wave's."""
+        """Return the number of attention pairs for which a step's prompt tokens are charged.
+
+        Fewer tokens than a wave (`wave_tokens`) are charged as many pairs as a whole wave of such tokens has.
+        """
         wave = self.parameters.wave_tokens
         return pairs * wave / tokens if 0 < tokens < wave else pairs
 
@@ -174,7 +177,7 @@ class StepCost:
 
         The prompt tokens have `pairs` attention pairs. A chunk has up to `chunk` tokens, and its step also has `rows`
         decode rows with `context_tokens` tokens of context in total. `pause` steps without prompt tokens follow each
-        chunk. In total, the steps compute
+        chunk. The steps compute at most this number of tokens in total:
 
             chunks · (rows + chunk) + pause · chunks · rows
         """

@@ -3,17 +3,17 @@
 The method is recursive least squares of relative errors (a step of 4 ms counts as much as one of 200 ms), with these
 additions for a live system:
 
-- initial coefficients, which hold for every part of a step that was never observed, and decide between parts that were
-  only observed together
+- initial coefficients: they are kept for a cost part that was never observed, and they decide how the time is divided
+  between parts that were only observed together
 - forgetting by part: a thousand decode steps do not erase what is known of prompts
 - coefficients >= 0: the published coefficients are the least squares within this bound; the recursion continues with
   the unbounded ones
-- outliers: a step far beyond the usual error, for instance after a stall, counts as one at the edge of the usual error;
-  if such steps continue, the usual error grows, and the fit adapts faster
+- outliers: the error of a step is cut to `OUTLIER` times the usual error, for instance after a stall; if such steps
+  continue, the usual error grows, and the fit adapts faster
 - sampling: while predictions are good, the fit learns from only some of the steps without prompts, because they are
   alike; it always learns from steps that were not predicted well
 - batching: after the first steps, the equations of several steps are solved together, on the scheduler's thread: adding
-  a step takes microseconds, solving for the coefficients a hundred
+  a step takes a few microseconds, solving for the coefficients about a hundred
 
 Recursive least squares with exponential forgetting: Ljung and Söderström, Theory and Practice of Recursive
 Identification, 1983. Bounds on the residuals: Huber, Robust Estimation of a Location Parameter, 1964.
@@ -34,9 +34,9 @@ from tandem.protocol.cost_parameters import SECONDS, UNMEASURED
 _Vector = NDArray[np.float64]
 
 FORGET = 0.005
-"""Fraction of the information on a step's parts that is forgotten for that step, while predictions are good."""
+"""Fraction of the information on a cost part that is forgotten at each step with this part, if predictions are good."""
 FORGET_MAX = 0.05
-"""Maximum of this fraction, while predictions are bad."""
+"""Maximum of this fraction; the fraction grows with the usual error while predictions are bad."""
 GOOD_ERROR = 0.05
 """Maximum relative error of a prediction that counts as good."""
 OUTLIER = 4.0

@@ -19,7 +19,7 @@ from tandem.logging.log_file import LogFile
 from tandem.logging.recurring import OF_REQUEST, RecurringErrors
 
 LOOK_S = 5.0
-"""Interval in seconds at which due counts are written and the file's size is checked."""
+"""Interval in seconds at which pending counts of recurring errors are written and the file's size is checked."""
 MAX_MIB = 32
 """Size at which a log file is rotated, in MiB."""
 PRETTY = "%(asctime)s %(levelname)s %(name)s: %(message)s"

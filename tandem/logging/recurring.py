@@ -15,7 +15,10 @@ from typing import Any
 AGAIN_S = 60.0
 """Minimum interval between two lines of the same error, in seconds."""
 MOST_KINDS = 256
-"""Maximum number of errors that are distinguished by their arguments; further ones share a count per log statement."""
+"""Maximum number of errors that are told apart by their arguments.
+
+Beyond it, further errors of the same log statement share one count.
+"""
 
 _MARK = "recurring"
 RECURRING: dict[str, Any] = {_MARK: True}
@@ -64,7 +67,7 @@ class RecurringErrors:
         return _plain(record, error) if getattr(record, OF_REQUEST, "") else None
 
     def due(self, *, all_of_them: bool = False) -> list[logging.LogRecord]:
-        """Remove the errors whose interval has ended; return a line with the count for each that was repeated.
+        """Forget the errors whose interval has ended; return a line with the count for each error that was repeated.
 
         With `all_of_them`, the intervals of all errors end now.
         """

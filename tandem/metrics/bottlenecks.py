@@ -94,9 +94,9 @@ class Figures:
 
     @property
     def transport_is_slow(self) -> bool:
-        """True if the transfers of the KV take longer than the prefill.
+        """True if KV transfers take longer than prefill and do harm.
 
-        Overlapping hand-overs do no harm as long as the engine keeps computing and they hold almost no pages.
+        Concurrent hand-overs do no harm as long as the engine keeps computing and almost no pages are in use.
         """
         waiting = self.requests_waiting > 0 or self.prompts_waiting > 0
         enough = TRANSFERRING if waiting else CONCURRENT_TRANSFERS
@@ -105,7 +105,10 @@ class Figures:
 
     @property
     def transfers_hold_pages(self) -> bool:
-        """True if most of the used pages are reserved for incoming transfers, which pile up at other workers."""
+        """True if incoming transfers hold at least `IN_TRANSFER` of the used pages, and another worker has a backlog.
+
+        The other worker's backlog is an average of at least `CONCURRENT_TRANSFERS` hand-overs in progress.
+        """
         return self.arriving >= IN_TRANSFER * self.kv_used > 0 and self.others_transferring >= CONCURRENT_TRANSFERS
 
     @property

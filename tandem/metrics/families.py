@@ -14,7 +14,7 @@ _ITL_S = (
     0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06,
     0.08, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5,
 )  # fmt: skip
-"""Upper bounds of the ITL histograms in seconds; they start at 0.5 ms, as a fast cluster's ITL is below 10 ms."""
+"""Upper bounds of the ITL histograms in seconds, from 0.5 ms, because the ITL of fast clusters is below 10 ms."""
 _PHASE_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 _REQUEST_S = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0)
 _STEP_S = (

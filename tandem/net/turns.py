@@ -1,4 +1,4 @@
-"""Sets the GIL switch interval of processes that pass tokens on."""
+"""Sets how often threads take turns in processes through which tokens pass: the GIL's switch interval."""
 
 import sys
 

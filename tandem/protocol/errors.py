@@ -149,7 +149,7 @@ class Unavailable(TandemError):
 
 
 class RoleClosed(Unavailable):
-    """The worker accepts no new work for this phase, because it changes its role or drains; other workers do."""
+    """The worker accepts no new work for this phase, because it changes its role or drains; try another worker."""
 
     code = "ROLE_CLOSED"
 

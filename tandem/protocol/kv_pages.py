@@ -2,7 +2,7 @@
 
 A model's layers form groups (`tandem/engine/config/kv.py`). A request has a page of each group for every `page_tokens`
 of its positions. In a group with a sliding window, pages before the window are freed while the request runs. The list
-of a request's pages is ordered by page number, then by group: page n of group g is entry n · groups + g.
+of a request's pages is ordered by page number, then by group: page n of group g has the index n · groups + g.
 """
 
 from bisect import bisect_right
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 
 FREED = -1
-"""The value of a list entry whose page the request has freed, or never held."""
+"""The value in the page list for a page that the request has freed or has never held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class KvPages:
         return self.full_groups < self.groups
 
     def numbers(self, tokens: int) -> int:
-        """Return the number of pages that `tokens` positions fill in a group without a sliding window."""
+        """Return the number of pages that `tokens` positions occupy in a group without a sliding window."""
         return -(-tokens // self.page_tokens)
 
     def tokens_of(self, pages: Sequence[int]) -> int:
@@ -48,7 +48,7 @@ class KvPages:
         return len(pages) // self.groups * self.page_tokens
 
     def held(self, tokens: int, *, decoding: bool = False) -> int:
-        """Return the maximum number of pages that a request holds before it has more than `tokens` positions.
+        """Return the maximum number of pages that a request holds at any time while it has at most `tokens` positions.
 
         Σ over groups min(⌈tokens / page⌉, ⌈(window + 2 · chunk) / page⌉ + 1): at most two steps are in flight, each
         with a chunk of the prompt, or with one token if the request is only `decoding`.
@@ -75,13 +75,16 @@ class KvPages:
         return 0 if window is None else max(0, position - window + 1) // self.page_tokens
 
     def seen(self, position: int, first: int, end: int) -> list[int]:
-        """Return the entries of pages `first` to `end - 1` to which tokens at or after `position` attend, in order."""
+        """Return the list indices, ascending, of pages to which tokens at or after `position` attend.
+
+        Only the pages with numbers from `first` to `end - 1` are included.
+        """
         groups, starts = self.groups, [self.first(group, position) for group in range(self.groups)]
         entries = product(range(first, end), range(groups))
         return [number * groups + group for number, group in entries if number >= starts[group]]
 
     def sent(self, tokens: int, skipped: int) -> list[int]:
-        """Return the entries of the pages that a hand-over of `tokens` positions sends, in order.
+        """Return the list indices, ascending, of the pages that a hand-over of `tokens` positions sends.
 
         The receiver already has the pages with numbers below `skipped`. Groups with a sliding window send only the
         pages that the next token attends to.
@@ -107,7 +110,7 @@ class KvPages:
         return None
 
     def dead(self, pages: Sequence[int], position: int) -> list[int]:
-        """Return the entries of held pages to which no token at or after `position` attends.
+        """Return the list indices, ascending, of held pages to which no token at or after `position` attends.
 
         In each group with a sliding window the held pages are consecutive: all pages before the first held one are
         already freed.

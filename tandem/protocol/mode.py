@@ -12,6 +12,9 @@ class Mode(StrEnum):
     It runs on a decode worker only if that is the only worker.
     """
     COLOCATED = "colocated"
-    """Prefill runs on the worker that decodes, in steps that do both, if any worker has both roles."""
+    """Prefill runs on the worker that decodes the request, in mixed steps.
+
+    If no worker has both roles, it runs on prefill workers, as in `DISAGGREGATED`.
+    """
     ADAPTIVE = "adaptive"
     """Prefill runs on the worker with the lowest predicted cost, decided for each request."""

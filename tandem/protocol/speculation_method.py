@@ -7,7 +7,7 @@ class SpeculationMethod(StrEnum):
     """The method by which draft tokens are proposed."""
 
     AUTO = "auto"
-    """N-grams if the engine computes a step within its launch, as on CPUs; otherwise no speculative decoding."""
+    """N-grams if launching a step also computes it, as on CPUs; otherwise no speculative decoding."""
     OFF = "off"
     NGRAM = "ngram"
     """Proposes the tokens that followed an earlier occurrence of the request's newest tokens in prompt or answer."""

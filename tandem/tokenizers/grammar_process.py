@@ -36,7 +36,7 @@ _START_S = 30.0
 _POLL_S = 0.05
 """Maximum delay in seconds until a cancellation by the client is noticed."""
 _MEMORY_BYTES = 512 << 20
-"""Address space in bytes that compiling a grammar may take, in addition to that of the process with its tokenizer."""
+"""Address space in bytes that compiling a grammar may add to that of the process with its tokenizer loaded."""
 _ERROR_CHARS = 300
 
 
@@ -60,7 +60,7 @@ class GrammarTokens:
 
 
 class GrammarProcess:
-    """Starts and supervises the process, which compiles one grammar at a time; it starts with the first grammar.
+    """Starts the process with the first grammar, and supervises it; the process compiles one grammar at a time.
 
     Thread-safe.
     """

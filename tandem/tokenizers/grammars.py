@@ -143,11 +143,12 @@ class AnswerGrammar:
         self._behind: list[NDArray[np.int32]] = []
 
     def allowed(self, answer: Sequence[int], drafts: int = 0) -> NDArray[np.int32]:
-        """Return the mask of the tokens that may follow `answer`, which may only grow from call to call.
+        """Return the mask of the tokens that may follow `answer`, as int32 words of shape [vocab / 32].
 
-        With `drafts`, it is the mask after the first `drafts` draft tokens that were last passed to `count_allowed` for
-        the same answer. The mask is int32 words, shape [vocab / 32]; the lowest bit of the first word is token 0.
-        Raises InvalidArgument if the grammar exceeds its limits here, or if `answer` does not follow the grammar.
+        From call to call, `answer` may only grow. With `drafts`, the mask is that after `answer` and the first `drafts`
+        draft tokens that were last passed to `count_allowed` for the same answer. The lowest bit of the first word is
+        token 0. Raises InvalidArgument if the grammar exceeds its limits here, or if `answer` does not follow the
+        grammar.
         """
         if drafts:
             return self._behind[drafts - 1]
@@ -181,7 +182,7 @@ class AnswerGrammar:
     def _compute(self, answer: Sequence[int]) -> NDArray[np.int32]:
         """Return the mask of the token after `answer`.
 
-        If the shared lexer has reached its limit, the answer continues with a lexer of its own.
+        If the shared lexer has reached its limit, the answer continues with a separate lexer.
         """
         tokens, began, self._mask = len(answer) - self._consumed, time.thread_time(), None
         try:

@@ -114,7 +114,7 @@ def _load_tiktoken(path: Path) -> LoadedTokenizer:
     ranks = _read_ranks(path)
 
     class Converter(TikTokenConverter):  # type: ignore[misc]  # transformers has no types
-        """A converter that uses the ranks read above: tiktoken would keep a copy of the file in a shared folder."""
+        """A converter that takes the ranks read above, because tiktoken would copy the file to a shared folder."""
 
         @staticmethod
         def load_tiktoken_bpe(tiktoken_url: str) -> dict[bytes, int]:
@@ -151,7 +151,7 @@ def _added_tokens(config: Mapping[str, Any], first: int) -> list[str]:
 def _split_pattern(path: Path, config: Mapping[str, Any]) -> str | None:
     """Return the regular expression that splits text before tokens are merged; None = Llama 3's, transformers' default.
 
-    A model with a tokenizer class of its own defines the expression in that class's file, as a literal named `pat_str`.
+    If the model has a custom tokenizer class, that class's file defines the expression, as a literal named `pat_str`.
     """
     files = sorted(path.parent.glob("tokenization_*.py"))
     for file in files:

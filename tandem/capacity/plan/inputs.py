@@ -74,7 +74,7 @@ class PlanInputs:
 
     @property
     def draft_step_ratio(self) -> float:
-        """The duration of a draft model's decode step of one request ÷ that of the model's, by the roofline.
+        """The duration of a draft model's decode step of one request ÷ that of the main model's, by the roofline.
 
         It is 0 without a draft model.
         """
@@ -131,7 +131,7 @@ class PlanInputs:
 
     @property
     def sizing(self) -> Sizing:
-        """The demand and workers of this kind, for finding their number and their split."""
+        """The demand and the kind of workers that serve it, from which their number and split are computed."""
         return Sizing(self.demand, self.targets, self.facts, self.facts)
 
     @property
@@ -149,7 +149,11 @@ class PlanInputs:
         return memory.kv_tokens >= self.demand.kv_tokens
 
     def _what_fits(self) -> str:
-        """Return a sentence for an error: a quantization or GPU with which a request fits, and the GPUs it takes."""
+        """Return the end of an error message: a quantization or a GPU with which a mean request fits, if there is one.
+
+        It also says how many GPUs of the current kind the request would take, if they have memory beyond
+        `OVERHEAD_BYTES`.
+        """
         kv = self._narrower_kv()
         fitting = [
             " ".join([f"--quantization {codes}"] * (model is not self.model) + ["--kv-cache-dtype int8"] * narrow)
@@ -172,7 +176,7 @@ class PlanInputs:
     def _weight_forms(self) -> Iterator[tuple[str, ModelSpec]]:
         """Yield the model as it is and, if it is not quantized, with 8-bit and with 4-bit weights.
 
-        Each comes with its `--quantization`, "" for the model as it is.
+        Before each of them it yields the value for `--quantization`, "" for the model as it is.
         """
         yield "", self.model
         if self.model.quantization is None:

@@ -46,7 +46,7 @@ class Compared:
 
     @property
     def near(self) -> bool:
-        """True if the predicted knee is at most the fraction `NEAR` below `kept` or above `lost`."""
+        """True if the predicted knee lies between `kept` and `lost`, each extended outwards by the fraction `NEAR`."""
         return (
             self.kept * (1 - NEAR) <= self.predicted <= (float("inf") if self.lost is None else self.lost * (1 + NEAR))
         )

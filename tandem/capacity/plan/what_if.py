@@ -42,7 +42,10 @@ def changes(sizing: Sizing, split: Split, forms: Iterable[Quantized]) -> Iterato
 
 
 def _quantized(facts: WorkerFacts, form: Quantized) -> WorkerFacts:
-    """Return the costs and capacity of quantized workers: each cost coefficient changes by the roofline's ratio."""
+    """Return the costs and capacity of quantized workers.
+
+    Each cost coefficient is multiplied by its roofline value in `form.after` ÷ that in `form.before`.
+    """
     smaller = replace(
         facts.cost,
         **{

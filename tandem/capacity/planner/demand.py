@@ -81,7 +81,7 @@ class Demand:
         return self.prompt_tokens + self.answer_tokens
 
     def prompt_seconds(self, cost: StepCost, chunk_tokens: int) -> float:
-        """Return the device seconds of a mean prompt if steps of `chunk_tokens` tokens are shared by several prompts.
+        """Return the device seconds of a mean prompt in steps of `chunk_tokens` tokens that several prompts share.
 
         The prompt is charged for its share of the tokens of these steps, and for its own attention pairs.
         """
@@ -94,7 +94,7 @@ class Demand:
         return steps * cost.seconds(StepWork(prefill_tokens=chunk_tokens, prefill_pairs=pairs / steps))
 
     def lone_prompt_seconds(self, cost: StepCost, chunk_tokens: int) -> float:
-        """Return the device seconds of a mean prompt that shares no step, in chunks of `chunk_tokens` tokens."""
+        """Return the device seconds of a mean prompt that is computed alone, in chunks of `chunk_tokens` tokens."""
         tokens = int(self.computed_tokens)
         pairs = chunk_pairs(tokens, int(self.prompt_tokens) - tokens)
         return cost.prefill_seconds(tokens, pairs, max(1, chunk_tokens))[0] if tokens > 0 else 0.0

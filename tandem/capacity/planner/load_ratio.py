@@ -28,7 +28,7 @@ LONG_PROMPT = 2.0
 SLACK_MIN = 0.1
 """Minimum fraction of the TTFT target that is assumed to be left for queueing after the computation."""
 HEADROOM = 0.9
-"""Average number of rows that a worker may have ÷ those that fit: below 1, because arrivals are uneven."""
+"""Maximum average number of decode rows of a worker ÷ the rows that fit: below 1, because arrivals are uneven."""
 _HALVINGS = 30
 
 
@@ -54,7 +54,7 @@ class WorkerFacts:
     chunk_tokens: int
     """Maximum number of prompt tokens in a step."""
     longest_tokens: int
-    """Maximum length of a prompt in tokens; workers that do both keep enough pages free for one such prompt.
+    """Maximum length of a prompt in tokens; workers with both roles keep enough pages free for one such prompt.
 
     See `tandem.protocol.ending.decode_pages`.
     """
@@ -103,9 +103,10 @@ def prefill_load_ratio(
 
 
 def busy_cap(workers: int, service_s: float, ttft_s: float) -> float:
-    """Return the maximum utilization of `workers` prefill workers at which `LATE` of the prompts miss the TTFT.
+    """Return the utilization of `workers` prefill workers at which the fraction `LATE` of the prompts misses the TTFT.
 
-    A mean prompt takes `service_s` seconds on a worker; the TTFT target is `ttft_s` seconds.
+    A mean prompt takes `service_s` seconds on a worker; the TTFT target is `ttft_s` seconds. The result is at most
+    `BUSY_MAX` and at least `SLACK_MIN`.
     """
     if service_s <= 0 or ttft_s == math.inf:
         return BUSY_MAX

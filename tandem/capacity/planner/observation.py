@@ -22,12 +22,12 @@ class TargetCounts:
         return self.met + sum(self.missed.values())
 
     def share_missed(self, *phases: Phase) -> float:
-        """Return the fraction of these requests that missed a target because of one of the phases; 0 if none ended."""
+        """Return the fraction of requests with targets that missed one because of any of `phases`; 0 if none ended."""
         return sum(self.missed.get(phase, 0.0) for phase in phases) / self.total if self.total else 0.0
 
     @property
     def attained(self) -> float:
-        """Fraction of these requests that met their targets; 1 if none ended."""
+        """Fraction of the requests with latency targets that met their targets; 1 if none ended."""
         return self.met / self.total if self.total else 1.0
 
 

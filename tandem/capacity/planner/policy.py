@@ -1,7 +1,7 @@
 """The planner's policy: in each window it decides the number of prefill and decode workers, and gives a reason.
 
 1. Demand: the offered load, smoothed; output lengths are those of ended requests, corrected by the number of running
-   ones.
+   requests.
 2. Load ratio of each role: from the fitted step costs (`tandem/capacity/planner/load_ratio.py`), scaled by observed
    misses.
 3. Split: the one whose larger load ratio is smallest or, if the number of workers may change, the smallest split with
@@ -27,7 +27,10 @@ from tandem.settings.planner import Limits, Range
 SMOOTH = 0.5
 """Weight of the newest window in the smoothed demand."""
 SWING, NOISE = 0.2, 2.0
-"""Thresholds for a sudden change of the demand: relative difference plus standard deviations of Poisson noise."""
+"""The demand has changed suddenly if it differs by more than `SWING` + `NOISE` / √(requests in the window).
+
+The second term is `NOISE` standard deviations of the number of requests, which has Poisson noise.
+"""
 BACKLOG_S = 30.0
 """Duration in seconds over which the planner spreads the work on queued prompts, as additional load."""
 COMFORT = 0.7
@@ -38,14 +41,20 @@ GAIN, GAIN_FULL = 0.08, 0.02
 A change that reverts the last one always needs `GAIN`.
 """
 FULL, TARGET_RATIO, SPARE = 0.9, 0.75, 0.6
-"""Load ratio above which workers are added, target ratio when adding them, and maximum ratio after removing some."""
+"""Workers are added if the larger load ratio exceeds `FULL`: as few as bring it to `TARGET_RATIO` or below.
+
+Workers are removed if it is at most `SPARE` afterwards.
+"""
 MISSES_TOLERATED = 0.05
 """Fraction of requests that may miss their targets before a role's load ratio counts as underestimated."""
 _TRICKLE = 0.25
 """Lower bound of the admitted ÷ the offered request rate, because the measured rate of rejections fluctuates."""
 LEARN, FORGET = 1.05, 0.95
 SCALE_MAX = 2.0
-"""Growth of a load ratio's scale in a window with misses, its decay towards 1 in others, and its maximum."""
+"""The scale of a load ratio grows by the factor `LEARN` when its role misses targets, up to `SCALE_MAX`.
+
+Otherwise its distance from 1 shrinks by the factor `FORGET` in each window.
+"""
 _OPPOSITE = {
     Direction.TO_PREFILL: Direction.TO_DECODE,
     Direction.TO_DECODE: Direction.TO_PREFILL,
@@ -99,7 +108,7 @@ def _newest(seen: Observation, state: State) -> Demand | None:
 
 
 def _swings(seen: Observation, newest: Demand, before: Demand | None) -> bool:
-    """Return True if the demand has changed suddenly: by more than `SWING` and the noise of the request count."""
+    """Return True if the demand has changed suddenly: by more than `SWING` and `NOISE` together allow."""
     count = seen.offered.per_s * seen.seconds
     return before is not None and count > 0 and before.differs(newest) > SWING + NOISE / math.sqrt(count)
 

@@ -26,7 +26,7 @@ from tandem.worker.scheduler import StepScheduler
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A launched step; its first rows decode, and `drawn` has the sampled tokens of all rows (None = none)."""
+    """A launched step; `drawn` has the sampled token of each row, decode rows first (None = no token)."""
 
     work: StepWork
     drawn: Sequence[int | None]
@@ -64,7 +64,7 @@ class InFlightSteps:
         return InFlightStep(work, drawn, self._free_s)
 
     def push(self, launched: InFlightStep | None) -> bool:
-        """Make `launched` the newest step; return True if no other step may be launched until the first one ends.
+        """Make `launched` the newest step; return True if the first step must end before another one may be launched.
 
         `launched` is None if there was nothing to launch.
         """
@@ -94,7 +94,7 @@ class InFlightSteps:
         return steady_run(self._actual_cost, self.second.work, self.first.end_s, self.second.end_s, lookahead)
 
     def skip(self, run: SteadyRun, steps: int) -> StepWork | None:
-        """Skip the first `steps` steps of a steady run.
+        """Advance past the first `steps` steps of a steady run; the two after them are then in flight.
 
         Return the work of the newest step, or None if nothing was skipped.
         """
@@ -153,7 +153,7 @@ class VirtualStepLoop:
     def sync(self) -> Iterator[None]:
         """Return a context in which code outside of a step may change the worker.
 
-        Steps that have ended are applied before the change, and the next steps are planned after it.
+        Steps that have ended are applied when the context begins, and the next steps are planned when it ends.
         """
         self._catch_up()
         try:
@@ -179,9 +179,9 @@ class VirtualStepLoop:
         return newest if run is None else after_steps(newest, run.ended_steps(self._clock.now))
 
     def _catch_up(self) -> None:
-        """Apply the ended steps of a steady run if any of them has allocated a KV page.
+        """Apply the ended steps of a steady run if any of them has needed a new KV page.
 
-        Steps without a new page can be applied later, because no caller sees a difference.
+        Otherwise they can be applied later, because no caller sees a difference.
         """
         if self._steady is not None and self._clock.now >= self._steady.first_page_s:
             self._pass(self._steady, self._steady.ended_steps(self._clock.now))

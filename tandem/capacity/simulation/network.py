@@ -27,9 +27,10 @@ class Network:
     """Maximum chunks per second that the router sends (`RouterConfig.chunks_per_s`); None = one chunk per token."""
     chunk_delay_max_s: float = 0.025
     event_jitter_s: float = 3e-4
-    """Mean additional delay of a token in seconds, exponentially distributed as measured at the clients of two H200.
+    """Mean of an additional, exponentially distributed delay of each token, in seconds.
 
-    See docs/decisions/capacity_planning.md.
+    With it, simulated latencies have the quantiles that clients measured with two H200 GPUs
+    (docs/decisions/capacity_planning.md).
     """
 
 
@@ -45,5 +46,8 @@ class DeliveryDelay:
         return self.late(outcome.token_s(self._network.event_s))
 
     def late(self, sent: Sequence[float]) -> NDArray[np.float64]:
-        """Return the ascending arrival times of tokens that would arrive at the times `sent` without random delays."""
+        """Return the arrival times of tokens: the times `sent` plus random delays, made ascending to keep their order.
+
+        `sent` has the arrival times without random delays. All times are in seconds.
+        """
         return np.maximum.accumulate(np.asarray(sent) + self._dice.exponential(self._network.event_jitter_s, len(sent)))

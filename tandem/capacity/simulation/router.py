@@ -60,8 +60,8 @@ class Flow:
     def close_piece(self, log: StepLog, number: int, event: RequestEvent, tokens: StepLog | None) -> None:
         """Record when the current attempt decoded its tokens up to this event.
 
-        The event belongs to step `number` of the worker with that `log`; a preempted request decoded before that step.
-        One token per step is assumed, unless `tokens` has the time of each token.
+        `log` has the worker's steps. The newest token is that of step `number` or, if the request was preempted, that
+        of the step before it. One token per step is assumed, unless `tokens` has the time of each token.
         """
         self.tokens = event.first_index + len(event.token_ids)
         decoded = self.tokens - self.queued.prior_output_tokens - 1

@@ -36,9 +36,9 @@ class Lookahead:
 
 @dataclass(frozen=True, slots=True)
 class SteadyRun:
-    """A run of equal decode steps that end at the times `ends_s`; all but the last two need no decision.
+    """A run of equal decode steps that end at the times `ends_s`; it begins with the two steps in flight.
 
-    The first two are the steps in flight at the start of the run.
+    The scheduler has no decision to make until all but the last two of these steps have ended.
     """
 
     ends_s: NDArray[np.float64]
@@ -66,7 +66,7 @@ class SteadyBatch(DraftingBatch):
         """A snapshot of the batch, and the number of the first step in which one of its requests ends."""
 
     def identical_steps(self) -> int:
-        """Return the number of further steps, if pages are free, in which every request has a row and none ends.
+        """Return the number of further steps in which every request has a row and none ends, if there are enough pages.
 
         Returns 0 if a request has a pending event.
         """
@@ -151,9 +151,10 @@ class SteadyDecodeScheduler(DecodeScheduler):
 
 
 def steady_run(cost: StepCost, work: StepWork, first_s: float, second_s: float, lookahead: Lookahead) -> SteadyRun:
-    """Return the run that consists of two launched steps, which end at `first_s` and `second_s`, and those after them.
+    """Return the run that begins with two launched steps, which end at `first_s` and `second_s`.
 
-    The second launched step has `work`. The end times equal those of steps that are simulated one by one.
+    The second of them has `work`, and the `lookahead.steps` steps after it have the same rows. The end times equal
+    those of steps that are simulated one by one.
     """
     rows = work.decode_rows
     contexts = (work.decode_context_tokens + rows * np.arange(1, lookahead.steps + 1)).astype(np.float64)

@@ -178,7 +178,7 @@ class GuardedProtocol(H11Protocol):
         return _Waits.FIRST if self.cycle is None else _Waits.REQUEST
 
     def _seconds(self, waits: _Waits) -> float:
-        """Return the deadline for this data in seconds; 0 = none, because uvicorn has its own between requests."""
+        """Return the maximum time in seconds to wait for this data; 0 = unlimited here, because uvicorn has a limit."""
         if waits in {_Waits.FIRST, _Waits.HEADER}:
             return self._limits.header_timeout_s
         return self._limits.body_timeout_s if waits is _Waits.BODY else 0.0

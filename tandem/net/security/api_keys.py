@@ -95,7 +95,7 @@ class ApiKeys:
         self._by_digest = self._indexed(read_keys("api_key_file", source.file) if source.file else ())
 
     def find(self, headers: Iterable[tuple[str | bytes, str | bytes]]) -> ApiKey | None:
-        """Return the accepted key that a call presents in its headers; None if it presents none, or an unknown one.
+        """Return the accepted key in the headers of a call; None if the headers have no key, or an unknown one.
 
         Raises InvalidArgument if it presents several keys.
         """
@@ -108,7 +108,7 @@ class ApiKeys:
         return found if presented and same else None
 
     def check(self, headers: Iterable[tuple[str | bytes, str | bytes]]) -> None:
-        """Raise Unauthenticated if calls need a key and this one presents no accepted key."""
+        """Raise Unauthenticated if calls need a key and the headers of this call have no accepted key."""
         if self.find(headers) is None and self.required:
             raise no_valid_key()
 
@@ -165,7 +165,7 @@ def read_keys(option: str, file: Path) -> tuple[ApiKey, ...]:
 
 
 def parse_keys(text: str) -> tuple[ApiKey, ...]:
-    """Parse the text of a key file. Raises InvalidArgument, which names the line but never a key, for an error."""
+    """Parse the text of a key file. Raises InvalidArgument for an error; it names the line, but never a key."""
     keys: list[ApiKey] = []
     for number, line in enumerate(text.splitlines(), 1):
         keys += _keys_of(f"line {number}", line.partition("#")[0].split())

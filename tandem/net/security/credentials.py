@@ -14,7 +14,7 @@ _SCHEME = b"bearer "
 def check_guarded(field: str, host: str, *, guarded: bool, insecure: bool) -> None:
     """Raise InvalidArgument for `field` if a router on `host` would be open to the network without an API key.
 
-    That is the case if `host` is not loopback, no API keys guard the router (`guarded`), and `insecure` is not set.
+    `guarded` is True if the router requires API keys. A loopback host, and any host with `insecure`, may do without.
     """
     if not guarded and not insecure and not is_loopback(host):
         advice = "give --api-key or --api-key-file, or --insecure if that is meant"
@@ -33,8 +33,8 @@ def derived_secret(token: str, purpose: str) -> bytes:
 def metrics_key_of(token: str) -> str:
     """Return the metrics key of the cluster, derived from its token; "" without a token.
 
-    The key is sent to every scraped process, and possibly to a foreign process that now has the port of one. It
-    therefore gives access to metrics and traces only, and the token cannot be computed from it.
+    The key is sent to the port of every process to be scraped, where a foreign process may listen by now. It therefore
+    gives access to metrics and traces only, and the token cannot be computed from it.
     """
     return derived_secret(token, "metrics").hex()[:64] if token else ""
 
@@ -42,8 +42,9 @@ def metrics_key_of(token: str) -> str:
 def reading_keys(metrics_key: str, token: str, *, guarded: bool, loopback: bool) -> frozenset[str]:
     """Return the keys that give access to a process's metrics: `metrics_key` and the one derived from `token`.
 
-    The set is empty, which means that no key is required, if there is no metrics key, no API keys guard the router, and
-    the server listens on `loopback`. Tenants' keys give no access, because a tenant must not see the load of others.
+    No key is required, and the set is empty, if there is no metrics key, no API keys guard the router (`guarded` is
+    False), and the server listens on `loopback`. If a key is required but none exists, the set has only "", which no
+    call presents. Tenants' keys give no access, because a tenant must not see the load of others.
     """
     closed = bool(metrics_key) or guarded or not loopback
     if not closed:

@@ -1,8 +1,8 @@
 """Divides the life of a request into consecutive spans, whose durations add up to its latency.
 
-Workers record their events by their own clocks. All events of a worker are shifted by the same, smallest amount that
-puts them after their cause and before their effect, which are both measured by the router's clock. With synchronized
-clocks nothing is shifted.
+Workers record events by their own clocks. All events of a worker in an attempt are therefore shifted by one amount,
+which puts them after their cause (such as the reservation) and before their effect (such as the first token) by the
+router's clock. Events that are between the two already, as with synchronized clocks, are not shifted.
 """
 
 from collections.abc import Iterable, Iterator

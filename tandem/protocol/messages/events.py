@@ -31,12 +31,12 @@ class RequestEvent:
     preempted: bool = False
     """True if the attempt was preempted after `first_index` tokens of the answer; the next attempt continues there."""
     prompt_logprobs: PromptLogprobs | None = None
-    """The scores of the prompt, sent with the first token of the answer; None if the request does not ask for them."""
+    """The log probabilities of the prompt, sent with the first token of the answer; None if they are not requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """The tokens of all requests of a router that have no other output, as columns with one entry per request.
+    """The tokens of those requests of a router that have no other output, in columns with one entry per request.
 
     The output of a usual step is thus a single message, for any number of requests.
     """

@@ -129,6 +129,6 @@ class Membership:
     workers: tuple[WorkerInfo, ...]
     mode: str = ""
     adapters: tuple[AdapterFacts, ...] | None = None
-    """The cluster's adapters if they can change while it serves; None = the adapters with which its workers started."""
+    """The adapters, if they can change while the cluster serves; None = those with which its workers started."""
     expected: tuple[ExpectedWorker, ...] = ()
     """The workers that do not serve now but will without an operator's action."""

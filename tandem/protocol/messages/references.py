@@ -13,7 +13,7 @@ class RequestRef:
 
 @dataclass(frozen=True, slots=True)
 class PeerRef:
-    """A reference to one incarnation of a worker; each start of its process is one, with a higher number."""
+    """A reference to one incarnation of a worker: each start of its process is an incarnation with a higher number."""
 
     worker_id: str
     incarnation: int

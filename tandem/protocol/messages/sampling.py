@@ -29,7 +29,7 @@ class SamplingParams:
 
     `logprobs` is the number of alternatives reported with each chosen token, None = no log probabilities. Until the
     answer has `min_tokens` tokens, tokens that would end it are not sampled. `prompt_logprobs` is the number of
-    alternatives reported with each token of the prompt, None = the prompt is not scored.
+    alternatives reported with each token of the prompt, None = no log probabilities of the prompt.
     """
 
     max_tokens: int
@@ -60,7 +60,7 @@ class SamplingParams:
 
     @property
     def penalized(self) -> bool:
-        """True if a penalty depends on earlier tokens."""
+        """True if a frequency, presence or repetition penalty is set, so that the logits depend on earlier tokens."""
         return self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
 
     def prompt_scores(self, prompt_tokens: int) -> int:
@@ -69,7 +69,10 @@ class SamplingParams:
 
     @property
     def masked_tokens(self) -> int:
-        """Number of first answer tokens whose logits are changed before penalties (`tandem/engine/logits_mask.py`)."""
+        """Number of leading answer tokens whose logits a logit bias or `min_tokens` changes, before penalties.
+
+        See `tandem/engine/logits_mask.py`.
+        """
         return self.max_tokens if self.logit_bias else self.min_tokens
 
     @property

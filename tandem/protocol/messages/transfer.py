@@ -15,7 +15,8 @@ class PeerDescription:
     """The memory of a worker's KV cache: back-end metadata, base address, page size in bytes, number of pages.
 
     `host` identifies the running host, `process` the worker's process in its PID namespace; empty = unknown.
-    `probe_address` is a page of registered host memory without content that peers may read; 0 = none.
+    `probe_address` is the address of a page of registered host memory that peers may read; the page has no content, and
+    0 means that there is none.
     """
 
     peer: PeerRef
@@ -45,7 +46,10 @@ class Handshake:
 
 @dataclass(frozen=True, slots=True)
 class PageChecksum:
-    """The checksum of a prompt page when it was written; `value` is below 2^64, `page` is its entry as in `KvPages`."""
+    """The checksum of a prompt page when it was written; `value` is below 2^64.
+
+    `page` is the index of the page in the request's page list (`tandem/protocol/kv_pages.py`).
+    """
 
     page: int
     value: int
@@ -53,11 +57,12 @@ class PageChecksum:
 
 @dataclass(frozen=True, slots=True)
 class TransferNotice:
-    """The notice that completes a KV transfer: the first sampled token, and the number of the next random draw.
+    """The notice that completes a KV transfer; it is sent with the last write.
 
-    It is sent with the last write. The first `skipped` of the `pages` pages were not sent, because the receiver has
-    them in its prefix cache. `token_hash` covers all prefilled tokens: the prompt and the `prior_output_tokens` answer
-    tokens after it. `first_token_id` is the answer's token number `prior_output_tokens`, the first one of this attempt.
+    The first `skipped` of the `pages` pages were not sent, because the receiver has them in its prefix cache.
+    `token_hash` covers all prefilled tokens: the prompt and the `prior_output_tokens` answer tokens after it.
+    `first_token_id` is the token that the prefill worker sampled, at position `prior_output_tokens` of the answer, from
+    0. `next_draw` is the number of the next random draw in the request's seeded sequence.
     """
 
     lease: Lease

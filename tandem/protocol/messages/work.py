@@ -26,7 +26,10 @@ class _Continued:
 
     @property
     def scores_prompt(self) -> bool:
-        """True if the attempt has to score the prompt and therefore computes all of it; only a first attempt does."""
+        """True if the attempt returns log probabilities of the prompt and therefore computes the whole prompt.
+
+        Only a first attempt does so.
+        """
         return self.sampling.prompt_logprobs is not None and not self.prior_output_tokens
 
     @property
