@@ -139,7 +139,7 @@ class PageReservations:
             self._held -= pages
 
     def complete_transfer(self, request: DecodeRequest, committed: int) -> None:
-        """Lower the committed pages of a request whose KV has arrived to `committed`, if they exceed it.
+        """Lower the number of committed pages of a request, whose KV has arrived, to at most `committed`.
 
         Only reserved pages are given up: pages that the request holds stay committed. Pages that are still kept for the
         lease no longer count as held.
@@ -342,9 +342,10 @@ class PageBudget:
         self._reservations.reserve_again(request, retired, for_prompt=True)
 
     def complete_transfer(self, request: DecodeRequest) -> None:
-        """Reduce the pages of a request whose KV has arrived to those that decoding needs.
+        """Reduce the pages of a request, whose KV has arrived, to those that decoding needs.
 
-        This applies to models with sliding windows: a prompt that is computed in its pages needs more of them.
+        This applies to models with sliding windows: there, a prompt that is computed in these pages needs more pages
+        than decoding.
         """
         if not self._kv.windowed:
             return

@@ -218,9 +218,10 @@ class RunningBatch:
         return DecodedStep(step, snapshot, token_ids, sorted(with_events), over | with_events)
 
     def event_sent(self, request: DecodeRequest) -> None:
-        """Record that an event was sent for the request.
+        """Record that an event was sent for the request, with its lifecycle times (`event_times`).
 
-        Its next tokens need no event, unless the request wants log probabilities.
+        From now on its tokens are sent without events, together with those of the step, except a token that may end the
+        answer. A request with log probabilities needs an event for every token.
         """
         slot = self._slots[request]
         if slot in self._with_events and request.reservation.sampling.logprobs is None:

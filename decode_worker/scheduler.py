@@ -83,8 +83,9 @@ class DecodeScheduler:
         """Launch the next step with one row for each running request, at most `budget` rows, and return the rows.
 
         A request has no row if its answer reaches the maximum length with a token in flight. Within `bounds`, if given,
-        additional rows verify draft tokens. Returns None if the step cannot be planned before the tokens of the step in
-        flight have arrived. The requests keep their pages.
+        additional rows verify draft tokens. Before the launch, waiting requests join the batch, and each request that
+        needs a page for its next row gets one; other requests may be preempted for it. Returns None if the step cannot
+        be planned before the tokens of the step in flight have arrived.
         """
         if self._batch.waits_for_tokens or (self.speculation is not None and self.speculation.waits(bounds)):
             return None

@@ -32,7 +32,11 @@ def process_unknown(_peer: PeerRef) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """The time limits after which pages are safe from a writer that may still write them."""
+    """The facts by which `OutstandingWrites` decides whether pages are safe from a writer assumed dead or stopped.
+
+    They are the two time limits, the clock of the grace period and the probe of the writer's process. The module's
+    docstring has the rules.
+    """
 
     window_s: float
     """The duration of a write permission in seconds: after it has expired, the writer begins no further write."""

@@ -33,9 +33,9 @@ class PollBackoff:
     """The poll interval for writes that end one after the other.
 
     The end of each write is predicted from the best recent rate. Polls are frequent around the predicted end, and
-    become rarer the later a write is. A write is assumed to have ended in the middle between the two polls around its
-    end: if the time of the later poll counted, late polls would move the predicted ends later, and so cause still later
-    polls.
+    become rarer the later a write is. A write is assumed to have ended halfway between the last poll that found it in
+    flight and the poll that found it complete. With the time of the latter poll, writes would seem to take longer after
+    each late poll, so that the next polls would be later still.
     """
 
     def __init__(self) -> None:

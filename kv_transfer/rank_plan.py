@@ -118,10 +118,10 @@ def why_not(source: RankedPages, target: RankedPages) -> str | None:
 def plan_handoff(source: RankedPages, target: RankedPages) -> tuple[ByteRange, ...]:
     """Return the ranges to write for each target page, or for each source page if that is larger.
 
-    Each byte of every target rank's page is in exactly one range. A head that several source ranks hold is written by
-    the one whose number among them is that of the target rank, modulo their count, so that the load is even. Ranges
-    that are adjacent on both sides are merged: with equal stages and page sizes, there is one range for each pair of
-    ranks. Raises ValueError if `why_not` gives a reason.
+    Each byte of every target rank's page is in exactly one range. If n source ranks hold the same head, number
+    (target's tensor rank modulo n) of these source ranks writes it, so that the load is even. Ranges that are adjacent
+    on both sides are merged: with equal stages and page sizes, there is one range for each pair of ranks. Raises
+    ValueError if `why_not` gives a reason.
     """
     if (reason := why_not(source, target)) is not None:
         raise ValueError(reason)

@@ -17,7 +17,7 @@ class RemovedPeers:
         return peer.incarnation <= self._until.get(peer.worker_id, -1)
 
     def add(self, peer: PeerRef) -> None:
-        """Add this incarnation and all earlier ones."""
+        """Add the incarnation `peer`, and thereby all earlier incarnations of the same worker."""
         self._until[peer.worker_id] = max(peer.incarnation, self._until.get(peer.worker_id, 0))
 
     def is_last(self, peer: PeerRef) -> bool:

@@ -175,9 +175,9 @@ class OutgoingChecksums:
         self._begun: list[Future[tuple[PageChecksum, ...]]] = []
 
     def begin(self, pages: Sequence[int], first: int, end: int) -> None:
-        """Start to compute the checksums of the chosen entries among `first` to `end - 1` of `pages`.
+        """Start to compute the checksums of those pages among `pages[first:end]` that were chosen for this request.
 
-        These pages must be final, because their contents are read in the background.
+        These pages must be final, because the checksum thread reads them in place.
         """
         entries = [entry for entry in self._chosen if first <= entry < end]
         if self._checks is not None and entries:

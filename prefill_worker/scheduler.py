@@ -203,7 +203,13 @@ class PrefillScheduler:
     # ---- engine thread: a step ----
 
     def schedule(self, budget: int) -> list[StepRow]:
-        """Return rows for the next step, with at most `budget` tokens in total. The requests keep their pages."""
+        """Return prefill rows for the next step, with at most `budget` tokens in total.
+
+        Allocates the pages of prompts that start. In models with sliding windows, also releases the pages that have
+        left a request's window and allocates those of its chunk. A row is shortened or left out if there are too few
+        pages; a request whose allocation fails is removed and its hand-over fails, unless a step with a row of it is in
+        flight.
+        """
         with self._lock:
             planned = self.queue.plan(budget, self._config.max_prefill_rows, self._start, self.scored_tokens.most)
             if self._windowed:

@@ -26,7 +26,10 @@ Deliver = Callable[[str, TransferNotice], None]
 NOTICE_DUE = b"\0"
 """The payload of the announcement of a notice. No TransferNotice is encoded like this."""
 DUE_S = 5e-3
-"""Seconds of frequent polls after an announcement: the last pages of most prompts take less time."""
+"""How long the transport polls frequently after a peer has announced a notice, in seconds.
+
+The notice follows the last pages of a prompt; for most prompts their transfer takes less time than this.
+"""
 
 
 class Writes:
@@ -105,7 +108,7 @@ class Writes:
         self._deliver(sender, decode_notice(data))
 
     def announce(self, peer: PeerRef) -> None:
-        """Announce a notice to the peer, so that it polls often. The notice waits for writes in flight."""
+        """Announce a notice that waits for writes in flight, so that the peer polls often."""
         link = self._links.find(peer)
         if link is None or not link.reached:
             return

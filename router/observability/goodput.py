@@ -24,7 +24,7 @@ class Goodput:
         self._bins: dict[str, deque[tuple[int, int]]] = {name: deque() for name in classes}
 
     def met(self, slo_class: str) -> None:
-        """Count a request that has met its SLO class now."""
+        """Count a request that met the targets of its SLO class, in the current bin of the window."""
         number, bins = int(self._clock() / self._bin_s), self._bins[slo_class]
         if bins and bins[-1][0] == number:
             bins[-1] = (number, bins[-1][1] + 1)

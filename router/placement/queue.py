@@ -125,10 +125,17 @@ class RequestQueue:
         return len(self._tenants.get(tenant, ())) + sum(each.tenant == tenant for each in self._skipped.values())
 
     def ahead(self, request: QueuedRequest) -> tuple[float, int]:
-        """Estimate the work ahead of `request` if it were queued now: seconds of prefill, and number of answers.
+        """Estimate the work that is served before `request` if it were queued now: prefill in seconds, and answers.
 
-        The estimate is the smaller of two bounds: the work of all more urgent requests, and that of the more urgent
-        requests of its own tenant times the number of tenants. The answers of resumed requests are added.
+        Seconds and number of answers are each the smaller of two bounds:
+
+        - the sum over the requests of the same tenant that are before `request` in the queue, and over those of other
+          tenants whose `start_by_s` is not later
+        - the sum over the requests of the same tenant that are before `request`, times the number of tenants, because
+          tenants take turns
+
+        An answer counts only if it needs a decode worker. Resumed requests go first, so each of them counts as one more
+        answer; their prefill is not counted. Skipped requests are not counted.
         """
         own = [each for each in self._tenants.get(request.tenant, ()) if _key(each) < _key(request)]
         turns, waiting = len({*self._tenants, request.tenant}), chain.from_iterable(self._tenants.values())

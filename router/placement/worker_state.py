@@ -90,7 +90,7 @@ class WorkerState:
         The value is True once the worker has accepted the prompt, so that the next load report includes it.
         """
         self.prefill_tokens, self.prefill_full = 0, False
-        """Number of prompt tokens that wait at this worker; True if they reach its limit and some are this router's."""
+        """Number of prompt tokens that wait at this worker; True if they reach the limit and include this router's."""
         self.full_tenants: frozenset[str] = frozenset()
         """The tenants whose tokens reach the limit at this worker, so that it gets no further prompts of theirs now."""
         self._answers: dict[str, AnswerWork] = {}
@@ -230,7 +230,7 @@ class WorkerState:
         return slo.gap_target(self.idle_step_s) or math.inf
 
     def step_target(self, slo: SloClass) -> float:
-        """Return the longest predicted decode step that meets the gap target, in seconds: `gap_target / margin`."""
+        """Return the longest predicted decode step, in seconds, that meets the gap target despite the safety factor."""
         return self.gap_target(slo) / self.margin
 
     def answers_broken(self, step_s: float) -> int:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from router.workers.worker_link import WorkerLink
 
 SILENCE_S = 1e-3
-"""Minimum time without an event from its workers after which a request is recorded as SILENT, in seconds."""
+"""Minimum time since the last event of a request's workers for which `note_silence` records SILENT, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ class Overload(StrEnum):
     REJECT = "reject"
     """The router rejects the request at once, with a retry hint."""
     DEGRADE = "degrade"
-    """The request runs without targets: requests with targets are prefilled first; its decode shares their batch."""
+    """The request runs without targets: requests with targets are prefilled first, but all decode in one batch."""
 
 
 @dataclass(frozen=True, slots=True)

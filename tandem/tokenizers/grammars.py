@@ -147,8 +147,8 @@ class AnswerGrammar:
 
         From call to call, `answer` may only grow. With `drafts`, the mask is that after `answer` and the first `drafts`
         draft tokens that were last passed to `count_allowed` for the same answer. The lowest bit of the first word is
-        token 0. Raises InvalidArgument if the grammar exceeds its limits here, or if `answer` does not follow the
-        grammar.
+        token 0. Raises InvalidArgument if the grammar exceeds its limits while the mask is computed, or if `answer`
+        does not follow the grammar.
         """
         if drafts:
             return self._behind[drafts - 1]
@@ -165,8 +165,12 @@ class AnswerGrammar:
     def count_allowed(self, answer: Sequence[int], drafts: Sequence[int]) -> int:
         """Return the number of leading draft tokens that the grammar allows after `answer`.
 
-        Raises InvalidArgument like `allowed`. Returns 0 if checking draft tokens would count towards the limits of this
-        answer's own lexer: draft tokens must not make an answer fail earlier than without them.
+        Also keeps the masks after these draft tokens, for `allowed`. Raises InvalidArgument as `allowed` does, but only
+        for `answer`: a draft token after which the grammar exceeds its limits is not counted.
+
+        Returns 0 if the answer has a separate lexer, because the shared one has reached its limit. Checking draft
+        tokens would use up the limit of the separate lexer, and the answer could fail earlier than without draft
+        tokens.
         """
         self.allowed(answer)
         ahead, self._behind = self._matcher.deep_copy(), []

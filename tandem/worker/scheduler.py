@@ -89,7 +89,11 @@ class StepScheduler:
         return StepPlan(StepBatch(prefill_rows, decode_rows), step_work(decode_rows, prefill_rows), drafting_s)
 
     def _bounds(self, targets: Sequence[float]) -> StepBounds | None:
-        """Return the limits of a step with draft tokens; None without speculation, or while prompts wait."""
+        """Return the limits for adding draft tokens to the next step: its maximum duration and number of rows.
+
+        `targets` has the maximum seconds between tokens that each decoding request allows, ascending. Returns None if
+        the worker does not speculate, or while prompts wait, which then get the rest of the step.
+        """
         if self._decode.speculation is None or self._prefill.queue.length:
             return None
         cost = self._cost()

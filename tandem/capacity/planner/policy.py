@@ -118,7 +118,7 @@ def _answer_tokens(seen: Observation, state: State) -> float:
 
     Right after a change of the mix, only short requests have ended. A request occupies its batch slot for its output
     length (Little's law). If the number of decoding requests grows, their outputs are longer than those of ended
-    requests; if it shrinks, they are shorter. If no further request fits, queued requests count too.
+    requests; if that number shrinks, their outputs are shorter. If no further request fits, queued requests count too.
     """
     ended, decoding = seen.offered.answer_tokens, seen.decode or seen.shared
     if seen.answers is None or not decoding:

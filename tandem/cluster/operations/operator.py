@@ -250,7 +250,10 @@ class Operator:
         self._changes.begin(self._arrive(supervisor))
 
     async def _counted_in(self, supervisor: ProcessSupervisor, within_s: float) -> None:
-        """Wait until a worker serves and workers that stood in for it have their own roles again."""
+        """Wait until a worker serves, and until `_arrive` has added it back to the topology.
+
+        `within_s` limits only the first wait. Raises DeadlineExceeded if the worker does not serve in time.
+        """
         await supervisor.until(Phase.SERVING, within_s)
         while supervisor in self._awaited:  # noqa: ASYNC110
             await asyncio.sleep(LOOK_S)

@@ -45,7 +45,10 @@ class Process(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Start the process; return when it serves. Raises the error of a failed start."""
+        """Start the process; return when it serves. Raises the error of a failed start.
+
+        An adopted process that serves already is not started again (`ProcessSupervisor.adopt`).
+        """
 
     async def progress(self) -> tuple[str, float]:
         """Return the current activity of `start`, as text, and the fraction of it that is done."""
@@ -126,7 +129,11 @@ class ProcessSupervisor:
         self._wanted.set()
 
     def adopt(self, incarnation: int, process: Process) -> None:
-        """Adopt a live process, before `run`; its `start` registers the process with this controller."""
+        """Supervise a process that is alive already. Must be called before `run`.
+
+        `run` then begins with this process and this incarnation instead of spawning one, and calls `process.start`: a
+        worker that serves registers with this controller, and a router that serves returns its addresses.
+        """
         self._adopted = incarnation, process
 
     def detach(self) -> None:

@@ -88,7 +88,7 @@ def bundle(slot: Slot) -> dict[str, float]:
 
 
 def offer(config: ClusterSettings) -> dict[str, float]:
-    """Return the resources that all nodes of a joined Ray must offer together to run every worker of `config`."""
+    """Return the resources that an existing Ray cluster must have, over all nodes, to run every worker of `config`."""
     offered: Counter[str] = Counter()
     for role, count in _counts(config).items():
         offered.update(_role_resources(role, count))

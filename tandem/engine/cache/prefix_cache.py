@@ -384,9 +384,11 @@ class PrefixCache:
         return first + whole
 
     def _give_published(self, owner: RequestRef, prefix: Prefix, pages: Sequence[int]) -> None:
-        """Index and share the request's pages of groups with a window where the index has no page for their digest.
+        """Index the request's own pages in groups with windows, for the first `prefix.known` digests.
 
-        Covers the first `prefix.known` digests.
+        If a group has no indexed page for a digest, for example because it was evicted, the request's page becomes the
+        indexed one and is shared. If another request's page is indexed, the request's page stays its own. `_give` says
+        when a digest that is not indexed at all is added.
         """
         for number in range(prefix.known):
             for group, _ in self._windowed:

@@ -105,7 +105,7 @@ class _TensorView:
 def borrow(tensor: Tensor) -> Tensor:
     """Return a tensor over the memory of a contiguous GPU tensor, without keeping that memory allocated.
 
-    The caller ensures that the memory is not unmapped, and that it reads the contents only while they are valid.
+    The caller must keep the memory mapped, and may read the returned tensor only while the contents are valid.
     """
     memory = torch.as_tensor(_TensorView(tensor), device=tensor.device)
     return memory.view(tensor.dtype).view(tensor.shape)

@@ -106,7 +106,7 @@ class ReferenceKernels(Kernels):
         return out.flatten(1)
 
     def latent_store(self, q: Tensor, latents: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
-        """Apply RMSNorm and rotary embedding, and store the latents at their slots."""
+        """Store the normed latents and the rotated shared key, and rotate the last `rope` dimensions of the queries."""
         shape = layer.shape
         cos, sin = layer.rope[layout.positions.long()].to(q.dtype).unsqueeze(1).chunk(2, dim=-1)
         page_tokens = cache.shape[4]

@@ -122,7 +122,8 @@ class ParameterSlot:
     stacked: tuple[int, ...] = ()
     """The number of rows of each stacked weight, if the checkpoint stacks several weights in one tensor; else empty.
 
-    The stacked weights are divided among ranks separately. The numbers are those of the destination.
+    Each of the stacked weights is divided among the ranks separately. The rows are counted in the destination, so on
+    several ranks they are this rank's rows, not the checkpoint's.
     """
     summed: bool = False
     """True for the bias of a layer whose outputs are summed over all ranks.

@@ -103,7 +103,7 @@ Piece = tuple[int, int, Sample]
 
 
 def _steps(samples: Sequence[Sample]) -> Iterator[tuple[str, list[Piece], list[int]]]:
-    """Yield each step as its phase, its pieces, and the next token after each of its tokens."""
+    """Yield each step: its phase, its pieces, and for each token of the pieces the token that follows it."""
     half = len(samples[0]) // 2
     for first in range(0, len(samples), COMPANY):
         group = samples[first : first + COMPANY]

@@ -34,8 +34,9 @@ class _Waits(Enum):
     BODY = auto()
     """The rest of a request's body."""
     REQUEST = auto()
-    """The first byte of the connection's next request."""
+    """Idle after a response (keep-alive): the first byte of the connection's next request. uvicorn limits this wait."""
     ANSWER = auto()
+    """The request is complete: the server's response, which has no deadline here."""
 
 
 class Connections:

@@ -84,7 +84,10 @@ class WorkerInfo:
 
     @property
     def assigned_role(self) -> Role:
-        """The role of the worker's latest assignment, even while a closing scheduler still finishes requests."""
+        """The role of the worker's latest assignment, or `role` if the assignment is unknown.
+
+        `role` may also include schedulers that the assignment closes and that still finish their requests.
+        """
         return self.role if self.assignment is None else self.assignment.role
 
     @property

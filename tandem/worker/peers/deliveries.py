@@ -63,7 +63,7 @@ class Deliveries:
             peer.reporting = asyncio.ensure_future(self._report_all(destination.peer, peer))
 
     async def close(self) -> None:
-        """Stop reporting. A decode worker that loses this worker ends the leases itself."""
+        """Stop reporting. A last report is not needed: a decode worker ends the leases of a worker that has ended."""
         reporting = [peer.reporting for peer in self._peers.values() if peer.reporting is not None]
         for each in reporting:
             each.cancel()

@@ -1,4 +1,4 @@
-"""Generates vector code as LLVM IR, so that every sum has one order of accumulation.
+"""Generates vector code as LLVM IR, so that every sum has a fixed order.
 
 A compiler that vectorizes a reduction picks its own lanes and unrolling, and picks differently for one row than for
 eight; a request's numbers would then depend on the other rows of the step. Here every sum runs in 16 lanes that are

@@ -1,14 +1,17 @@
-"""Kernels for CPUs: float32 and bfloat16, with all arithmetic in float32, on dedicated threads.
+"""Kernels for CPUs, for models in float32 or bfloat16, on dedicated threads.
 
-A token's numbers do not depend on the other tokens of the step. In steps of fewer than LONG_TOKENS tokens every product
-has one order of accumulation; in longer steps, which are prefill, PyTorch computes the products of weights that are not
-packed (`long_products.py`). For an expert's products the number of the expert's tokens is decisive, not that of the
-step. Attention of a row depends only on that row. The results do not depend on the number of threads. Products of
-packed weights have one order of accumulation in any step; their input is quantized to 8 bits in blocks of 32 columns.
+In steps of fewer than LONG_TOKENS tokens, a token's result does not depend on the other tokens of the step, because the
+order of every sum is fixed. In longer steps, PyTorch computes the products with weights that are not packed
+(`long_products.py`), so the last bits may depend on the other tokens. For an expert's products, the number of the
+expert's own tokens counts instead of the step's. Attention of a row never depends on the other rows. No result depends
+on the number of threads.
 
-Machine code gets addresses and does not check them, so tensors must be as the interface requires: contiguous (of the
-cache, its last two dimensions) and of the kernels' dtype; the weights of norms may be float32.
-docs/decisions/cpu_kernels.md gives the reasons for this design, with figures.
+Sums are float32. But products with packed weights are summed as integers within blocks of 32 columns, and their input
+is quantized to 8 bits in the same blocks; their order of summation is fixed in steps of any length.
+
+The compiled kernels get addresses and check nothing, so the caller must pass tensors as the interface requires:
+contiguous (for the cache, only in the last two dimensions) and of the kernels' dtype; only weights of norms may also be
+float32. docs/decisions/cpu_kernels.md gives the reasons for this design, with measurements.
 """
 
 from dataclasses import replace
@@ -193,7 +196,7 @@ class CpuKernels(Kernels):
         return out
 
     def latent_store(self, q: Tensor, latents: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
-        """Apply RMSNorm and rotary embedding, and store the latents at their slots."""
+        """Store the normed latents and the rotated shared key, and rotate the last `rope` dimensions of the queries."""
         return self._plain.latent_store(q, latents, layer, cache, layout)
 
     def latent_attention(self, q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:

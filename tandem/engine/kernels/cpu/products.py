@@ -4,7 +4,7 @@ Every output is a dot product in the order of accumulation of `tiles._dot_tile`,
 tokens of the step nor on how the work is divided. Tokens come in blocks of eight, because sixteen accumulators (two
 weight rows by eight tokens) keep the multipliers busy with ten loads. A chunk's weights are read from memory once, and
 are in the L2 cache for the following blocks. Products of packed weights quantize their input first (`code_tiles.py`)
-and have one order of accumulation for any number of tokens. PyTorch computes the products of many tokens with other
+and sum in the same order for any number of tokens. PyTorch computes the products of many tokens with other
 weights (`long_products.py`).
 """
 

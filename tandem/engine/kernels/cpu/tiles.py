@@ -1,7 +1,7 @@
 """Register tiles of the CPU kernels: products of weights and tokens, keys and queries, values and attention weights.
 
-`dot_rows` and `mix_rows` stream a matrix once for a few tokens. Every output has one order of accumulation, which does
-not depend on the other outputs. PyTorch computes products of many tokens (`long_products.py`).
+`dot_rows` and `mix_rows` stream a matrix once for a few tokens. Every output is summed in a fixed order, which does not
+depend on the other outputs. PyTorch computes products of many tokens (`long_products.py`).
 """
 
 from typing import Any

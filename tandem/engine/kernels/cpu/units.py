@@ -60,7 +60,7 @@ def load_pairs(builder: Builder, address: Value, tag: Any) -> Value:
 
 
 def multiply_pairs(builder: Builder, a: Value, b: Value, c: Value) -> Value:
-    """Emit c + the products of a and b, summed over the two elements of each pair."""
+    """Emit a dot product of bfloat16 pairs: lane i is c[i] + a[2i] · b[2i] + a[2i + 1] · b[2i + 1], in float32."""
     kind = ir.FunctionType(VEC, [VEC, a.type, b.type])
     return builder.call(builder.module.declare_intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", fnty=kind), [c, a, b])
 

@@ -60,7 +60,10 @@ Each program of the product repeats the norm of the whole row.
 _SORTED_NUMBERS = 4096
 """Maximum of tokens · experts for which one program chooses and sorts: 16 registers of a thread per tensor."""
 _CHOICE_TOKENS = 4
-"""Number of tokens per program of the choice in larger steps."""
+"""Number of tokens per program of `choice_kernel`, unless one program chooses and sorts for the whole step.
+
+One program does so in 16-bit types, up to `_SORTED_NUMBERS`.
+"""
 _SORT_CHUNK = 4096
 _SUM_COLUMNS, _GATE_COLUMNS = 512, 1024
 

@@ -43,8 +43,8 @@ def router_kernel(
 
     hidden [T, H], router [E, H], logits [SPLITS, T, E] float32, each a partial sum over some of the columns.
 
-    With NORM it also computes x [T, H] = RMSNorm(hidden); without, x is the input. The first program zeroes the counts
-    [ZEROED] of the choice.
+    With NORM it also computes x [T, H] = RMSNorm(hidden); without, x is the input. The first program zeroes counts
+    [ZEROED], to which `choice_kernel` then adds.
     """
     STEPS: tl.constexpr = (H + COLUMNS * SPLITS - 1) // (COLUMNS * SPLITS)
     launch_dependents(PDL)

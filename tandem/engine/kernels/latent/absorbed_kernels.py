@@ -1,8 +1,9 @@
 """The kernels of `absorbed.AbsorbedAttention`.
 
-A step consists of groups: consecutive tokens of one row, whose heads share the tiles of one program. The context of a
-group ends with its last token. Tiles of BLOCK_TOKENS positions are counted from position 0. Scores are in units of
-log2.
+The tokens of a step are divided into groups: up to `AbsorbedAttention(tokens=...)` consecutive tokens of one row. A
+program handles up to ROWS (token, head) pairs of one group at a time, and loads each tile of latents once for all of
+them. A group's context ends with its last token. A tile is BLOCK_TOKENS positions of the cache, counted from position 0
+of the row. Scores and log-sum-exps are base-2 logarithms (for `exp2`).
 """
 
 import triton

@@ -14,7 +14,7 @@ _INNER = 64
 _SUMS = 1 << 15
 """Number of sums (float32) of a program: 128 registers of each thread of eight warps."""
 _MOST_TOKENS, _EXACT_TOKENS = 128, 32
-"""Number of tokens of a program; the second number is for float32, which uses no tensor cores."""
+"""Maximum number of tokens of a program, and the number in float32, which uses no tensor cores."""
 _MERGED_HEADS = 16
 """Number of heads whose results a program merges."""
 TAIL = 128

@@ -27,20 +27,24 @@ _OUTPUTS = 128
 _GATED_OUTPUTS = 64
 """Number of pairs of a gate row and an up row that a program updates."""
 _SPLITS = ((1, 16), (4, 4))
-"""Pairs (maximum number of token tiles, number of programs among which the columns of x are split).
+"""Pairs (maximum number of token tiles, maximum number of splits of the columns of x).
 
-With more tiles the columns are not split. With a single tile, a product of several parts (see `LoraTables`) has half as
-many splits, which give enough programs. There are few pairs, so that the steps of `TRIAL_TOKENS` compile all kernels.
+Separate programs compute the splits. With more tiles than in the last pair the columns are not split. With one tile, a
+product of several parts (`LoraTables`) has half as many splits, because each part has programs of its own. The kernels
+that add B · (A · x) are compiled for each number of splits; with two pairs, the steps of `TRIAL_TOKENS` compile all
+variants.
 """
 TRIAL_TOKENS = (16, 32, 64, 128, 512)
 """Numbers of tokens of trial steps that together use all kernels."""
 
 
 class TritonUpdate:
-    """LoRA update of one product: partial sums of A · (x ∘ norm), and of Σ x² if there is a norm, in float32.
+    """The LoRA update of one product: the constructor computes A · x, and `add_to` or `activated` adds B · (A · x).
 
-    Each token has its own adapter. The partial sums are over columns of x and have the shapes [splits, T, P·r] and
-    [splits, T]; those of tokens without an adapter are undefined.
+    With a norm, the first launch computes partial sums of A · (x ∘ norm.weight) and of Σ x², and the second divides by
+    the root mean square. Each token has its own adapter or none. The partial sums, one for each split of the columns of
+    x, are float32 of shape [splits, T, P·r] and [splits, T], with P and r as in `LoraTables`; those of tokens without
+    an adapter are undefined.
     """
 
     def __init__(self, x: Tensor, norm: Norm | None, numbers: Tensor, tables: LoraTables, *, pdl: bool) -> None:

@@ -157,11 +157,18 @@ def _measure(weights_ptr, length, least, TILE: tl.constexpr, SHIFT: tl.constexpr
 
 @triton.jit
 def _narrow(weights_ptr, length, all_mass, target, BY_COUNT: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr):
-    """Find the weight, in falling order, at which the running count or mass first exceeds `target`.
+    """Find the weight at which the running count or mass, in descending order of weight, first exceeds `target`.
 
-    The search halves an interval of float bits. `target` is int64, and less than the whole count or mass. Returns the
-    count and the mass of the heavier tokens, the mass of each token with bits low ≤ bits < high, low, and high. The
-    tokens in that interval all have the same weight, or there is only one.
+    With BY_COUNT the count is compared, else the mass. The weights are not sorted: the search bisects over the float32
+    bits, which are ordered like the weights. `target` is int64 and less than the total count or mass. Returns
+
+    1. the number of tokens with bits ≥ high, that is, with a larger weight
+    2. their mass
+    3. the mass of one token with low ≤ bits < high
+    4. low
+    5. high
+
+    All tokens with low ≤ bits < high have the same weight, or there is only one such token.
     """
     low, low_count, low_mass = 0, length, all_mass
     high, high_count, high_mass = ONE + 1, 0, all_mass * 0

@@ -30,7 +30,10 @@ ALIGNED = tl.constexpr(16)
 SPLITS = tl.constexpr(16)
 """Number of parts of a row that separate programs weigh and gather."""
 BINS = tl.constexpr(256)
-"""Number of bins of a part's histogram: eight per factor of two below weight 1; bin 0 holds all lighter weights."""
+"""Number of bins of the histogram of weights that is made for each part of a row.
+
+There are eight bins per factor of two, from weight 1 downwards; bin 0 holds all lighter weights.
+"""
 BIN_SHIFT = tl.constexpr(20)
 """Number of bits of a float32 below its sign, its exponent and the first three bits of its mantissa."""
 ONE = tl.constexpr(0x3F800000)
