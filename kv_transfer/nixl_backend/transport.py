@@ -91,7 +91,7 @@ class NixlTransport(Transport):
         self._expected = 0
         self._listening = Listening()
         self._attentive_until = 0.0
-        self._wires = UcxTransports(UCX, agent_name(me), layout, host_id())
+        self._ucx_transports = UcxTransports(UCX, agent_name(me), layout, host_id())
         self._closing = self._left = False
         self._gate = threading.Lock()
         started: Future[PeerDescription] = Future()
@@ -156,11 +156,11 @@ class NixlTransport(Transport):
 
     def transport_name(self) -> str:
         """Return `UCX` and the UCX transports to the peers."""
-        return self._wires.name
+        return self._ucx_transports.name
 
     def transport_kinds(self) -> str:
         """Return `UCX` and the kinds of UCX transports in use, without peers."""
-        return self._wires.kinds
+        return self._ucx_transports.kinds
 
     def facts(self) -> tuple[tuple[str, str], ...]:
         """Return the fact whether KV pages may cross a network, which must be the same on both workers."""
@@ -173,7 +173,7 @@ class NixlTransport(Transport):
 
     def warnings(self) -> tuple[str, ...]:
         """Return warnings about peers that are reached over a slow transport, with advice."""
-        return self._wires.warnings
+        return self._ucx_transports.warnings
 
     def close(self) -> None:
         """Wait for a bounded time for writes in flight, deregister the pool and stop the thread."""
@@ -237,7 +237,7 @@ class NixlTransport(Transport):
         self._links.sweep()
         self._receive()
         while self._writes.reached:
-            self._wires.learn(self._writes.reached.pop(), UCX_LOG.text())
+            self._ucx_transports.learn(self._writes.reached.pop(), UCX_LOG.text())
 
     def _poll_timeout_s(self) -> float:
         if self._writes.notice_due:
@@ -280,7 +280,7 @@ class NixlTransport(Transport):
         if replaced is not None:
             self._writes.abandon(replaced, "the worker was restarted")
             self._links.drop(replaced)
-            self._wires.forget(replaced.description.peer)
+            self._ucx_transports.forget(replaced.description.peer)
         self._links.add(description)
         self._attentive_until = time.monotonic() + CONNECT_ATTENTION_S
 
@@ -289,7 +289,7 @@ class NixlTransport(Transport):
         if link is not None:
             self._writes.abandon(link, "the worker is gone")
             self._links.drop(link)
-            self._wires.forget(link.description.peer)
+            self._ucx_transports.forget(link.description.peer)
 
     def _finish(self) -> None:
         """Wait at most `CLOSE_TIMEOUT_S` for unfinished transfers, and then close the agent."""

@@ -106,7 +106,7 @@ def test_what_is_wrong_with_it_is_among_what_it_announces(model: Path) -> None:
     assert engine is not None
     process._call(refuse(worker.peers))
     assert isinstance(worker.transport, NixlTransport)
-    worker.transport._wires.warnings = ("KV pages go over TCP",)
+    worker.transport._ucx_transports.warnings = ("KV pages go over TCP",)
     worker.admission._budget._lost.not_ready = "too many pages are lost"
     told = process._info(engine, worker, "")
     assert told.not_ready == "too many pages are lost"
