@@ -44,7 +44,7 @@ def exact(outcomes: list[Outcome]) -> list[Any]:
 def test_a_lone_request_takes_the_sum_of_its_parts() -> None:
     """The times are 1 ms to the queue, 1.5 ms for Reserve and Prefill, a step of 4 + 2 ms, and 1 ms to the client.
 
-    Then 1 ms for AllotPages, 0.3 ms for all pages but one, 0.3 ms for the last, and a step of 5 ms for each token.
+    Then 1 ms for AllocatePages, 0.3 ms for all pages but one, 0.3 ms for the last, and a step of 5 ms for each token.
     """
     (outcome,) = cluster(*APART).run([request(10.0, 100, 4)])
     assert moments(outcome) == [9.5, 16.1, 21.1, 26.1]
