@@ -76,7 +76,7 @@ def test_a_graph_computes_whatever_tokens_it_is_given(tokens: int, spec: Mixture
     layer = ExpertsLayer(Norm(norm.to(BF16), EPS), experts, spec)
 
     def step() -> None:
-        OURS.add(hidden, layer, slots)
+        OURS.add(hidden, layer, slots, hidden)
 
     step()
     torch.cuda.synchronize()

@@ -41,7 +41,7 @@ def packed_case(kind: str, tokens: int, group: int) -> tuple[ExpertCase, Experts
 
 def run(case: ExpertCase, experts: Experts) -> Tensor:
     hidden = case.hidden.to(BF16)
-    OURS.add(hidden, ExpertsLayer(Norm(case.norm.to(BF16), EPS), experts, case.spec), case.slots)
+    OURS.add(hidden, ExpertsLayer(Norm(case.norm.to(BF16), EPS), experts, case.spec), case.slots, hidden)
     return hidden[case.valid]
 
 
@@ -63,7 +63,7 @@ def test_a_graph_repeats_its_bits(tokens: int, kind: str) -> None:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        OURS.add(hidden, layer, case.slots)
+        OURS.add(hidden, layer, case.slots, hidden)
     for _ in range(10):
         hidden.copy_(case.hidden)
         graph.replay()
