@@ -53,8 +53,8 @@ def test_a_worker_that_hangs_is_replaced_and_its_streams_continue(cluster: Any, 
         stream.check(tokens)
     after = restarted(cluster, victim)
     assert not psutil.pid_exists(victim.pid)
-    assert after.restarts == victim.restarts + 1
-    assert "no sign of life" in after.error
+    assert after.restarts > victim.restarts
+    assert f"{victim.name} is gone (it gave no sign of life" in cluster.log("controller")
     cluster.assert_idle_and_sound()
 
 
@@ -62,11 +62,12 @@ def test_a_worker_that_hangs_is_replaced_and_its_streams_continue(cluster: Any, 
 def test_a_router_that_hangs_is_replaced(cluster: Any) -> None:
     before = cluster.router()
     os.kill(before.pid, signal.SIGSTOP)
-    deadline_s = time.monotonic() + 90
+    deadline_s = time.monotonic() + RESTART_WITHIN_S
     while (now := cluster.router()).incarnation == before.incarnation or now.phase != "serving":
         assert time.monotonic() < deadline_s, now
         time.sleep(LOOK_S)
-    assert "no sign of life" in now.error
+    # Its replacement may be refused a port that the killed process still holds, and be started once more.
+    assert "router is gone (it gave no sign of life" in cluster.log("controller")
     assert asyncio.run(serves_again(cluster.grpc_address, 60, PROMPTS[0].request())) == PROMPTS[0].tokens
 
 
