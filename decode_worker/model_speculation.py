@@ -24,7 +24,6 @@ from tandem.cost_model.step_work import NOTHING, StepWork, chunk_pairs
 from tandem.engine.grammar_masks import AllowedDrafts
 from tandem.engine.speculation.proposer import DRAFTS_MAX, BatchProposer, Draft, Proposer, WantedDraft
 from tandem.engine.steps.sampling_metadata import SamplingInput
-from tandem.protocol.messages import SamplingParams
 
 MISSING_MAX = DRAFTS_MAX + 1
 """Maximum number of a request's tokens without KV in the proposer when it proposes; each becomes a row of its step.
@@ -279,15 +278,14 @@ class ModelSpeculation(Speculation):
         """
         sampling = request.reservation.sampling
         first = request.first_draw + len(request.token_ids) - 1
-        neutral = SamplingParams(1)
         drawn = replace(
             sampling,
             max_tokens=1,
             min_tokens=0,
             logit_bias=(),
-            frequency_penalty=neutral.frequency_penalty,
-            presence_penalty=neutral.presence_penalty,
-            repetition_penalty=neutral.repetition_penalty,
+            frequency_penalty=0.0,
+            presence_penalty=0.0,
+            repetition_penalty=1.0,
             logprobs=None,
             prompt_logprobs=None,
         )

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.sharding import Rank
-from tandem.engine.follower import Follower
 from tandem.engine.kernels.reference import ReferenceKernels
-from tandem.engine.model_runner import ModelRunner
+from tandem.engine.model_runner import Follower, ModelRunner
 from tandem.engine.parallel.collectives import Collectives
 from tandem.engine.parallel.step_stream import StepSender, received_steps
 
@@ -46,6 +45,9 @@ class ThreadCollectives(Collectives):
     def gather_columns(self, part: Tensor, columns: int) -> Tensor:
         parts = self._all(part)
         return torch.cat(parts, dim=1) if self.rank.leads else part.new_empty(0, columns)
+
+    def close(self) -> None:
+        """The threads end by themselves."""
 
     def _all(self, part: Tensor) -> list[Tensor]:
         self._board.parts[self.rank.number] = part.clone()

@@ -33,15 +33,15 @@ from tandem.engine.kernels.base import Kernels, is_cpu
 from tandem.engine.kernels.lora.adapted_products import AdaptedProducts
 from tandem.engine.memory import GIB, check_host_memory, ran_out_of_memory
 from tandem.engine.model_summary import model_summary
-from tandem.engine.models.allocation import allocate_rank, weight_bytes
+from tandem.engine.models.allocation import weight_bytes
 from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.models.load_spec import bounded, load_spec, quantized_at_load
+from tandem.engine.models.rank_parameters import allocate_rank
 from tandem.engine.parallel.collectives import Collectives
 from tandem.engine.parallel.rank_model import RankModel
 from tandem.engine.sampler import sample
 from tandem.engine.speculation.draft_folder import draft_bytes
 from tandem.engine.speculation.load_draft import (
-    MakeKernels,
     MakeProposer,
     ModelWithDraft,
     draft_model_of,
@@ -117,6 +117,8 @@ class _Setting:
     page_tokens: int
     dtype: torch.dtype
     kv_dtype: torch.dtype
+    given_kernels: Kernels | None
+    """Kernels to use instead of the fastest for the device; steps then run one by one, without CUDA graphs."""
     collectives: Collectives | None
     """Exchanges tensors with the other ranks of the group; None = this process has the whole model."""
 
@@ -131,7 +133,7 @@ class _Setting:
         return rank_spec(self.spec, self.rank.count)
 
     @classmethod
-    def of(cls, config: EngineConfig, collectives: Collectives | None) -> "_Setting":
+    def of(cls, config: EngineConfig, kernels: Kernels | None, collectives: Collectives | None) -> "_Setting":
         """Check that the device can serve the model, and choose dtypes and page size."""
         device = parse_device(config.device)
         page_tokens = parse_page_tokens(config, device)
@@ -139,10 +141,44 @@ class _Setting:
         spec = bounded(quantized_at_load(stored, config.quantization), config.max_model_len)
         dtype, kv_dtype = parse_dtype(config, device, spec), parse_kv_dtype(config, device, spec)
         check_weights(device, spec)
-        setting = cls(spec, device, page_tokens, dtype, kv_dtype, collectives)
+        setting = cls(spec, device, page_tokens, dtype, kv_dtype, kernels, collectives)
         if setting.rank.count > 1:
-            _check_group(config)
+            setting.check_group(config)
         return setting
+
+    @property
+    def on_host(self) -> bool:
+        """True if steps run one by one: on a CPU, or with given kernels."""
+        return is_cpu(self.device) or self.given_kernels is not None
+
+    def check_group(self, config: EngineConfig) -> None:
+        """Raise InvalidArgument for settings that a group of ranks does not support."""
+        for name, value in (
+            ("draft", config.draft),
+            ("adapters", config.has_loras),
+            ("keep_hidden", config.keep_hidden),
+            ("random_weights", config.random_weights),
+        ):
+            if value:
+                raise InvalidArgument(
+                    name, "is not supported by a worker of several ranks; use one rank, or leave it out."
+                )
+        if not self.on_host:
+            raise InvalidArgument("device", f"{self.device} is not supported by a worker of several ranks; use cpu.")
+
+    def kernels(self, config: EngineConfig, spec: ModelSpec) -> Kernels:
+        """Return the kernels for a model on this device, or the given ones."""
+        return self.given_kernels or choose_kernels(
+            config, spec, self.device, self.dtype, self.page_tokens, kv_dtype=self.kv_dtype
+        )
+
+    def prepare_device(self, config: EngineConfig) -> None:
+        """Select the GPU, or check the free host memory and set the number of PyTorch's threads."""
+        if is_cpu(self.device):
+            check_host_memory(self.weight_bytes(config))
+            torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+        else:
+            torch.cuda.set_device(self.device)
 
     def weight_bytes(self, config: EngineConfig) -> int:
         """Return the memory in bytes of the weights, the adapter slots, and the draft weights."""
@@ -167,30 +203,25 @@ def load_parts(
     with the other ranks of the group; None = this process has the whole model. `on_step` is called with each step
     before it runs.
     """
-    setting = _Setting.of(config, collectives)
-    spec, device, page_tokens, kv_dtype = setting.own_spec, setting.device, setting.page_tokens, setting.kv_dtype
-    on_cpu = is_cpu(device)
-    _prepare_device(config, setting)
-
-    def kernels_of(config: EngineConfig, spec: ModelSpec) -> Kernels:
-        return kernels or choose_kernels(config, spec, device, setting.dtype, page_tokens, kv_dtype=kv_dtype)
-
+    setting = _Setting.of(config, kernels, collectives)
+    spec, device, page_tokens = setting.own_spec, setting.device, setting.page_tokens
+    setting.prepare_device(config)
     tokenizer, tokens = config.tokenizer or config.model, (spec.vocab_size, tuple(spec.eos_token_ids))
     grammars = LazyGrammars(lambda: shared_grammars(tokenizer, *tokens))
     # Loaded in parallel with the weights: it holds the GIL for a third of a second or more, which must not delay a
     # request.
     loading = threading.Thread(target=grammars.load, name="tokenizer", daemon=True)
     loading.start()
-    loaded, adapters = _load_model(config, setting, kernels_of, progress)
-    kv = split_kv(config, spec, page_tokens, device, _CPU_CACHE_BYTES if on_cpu else None)
+    loaded, adapters = _load_model(config, setting, progress)
+    kv = split_kv(config, spec, page_tokens, device, _CPU_CACHE_BYTES if is_cpu(device) else None)
     masks = GrammarMasks(grammars, spec.eos_token_ids)
 
     def start(config: EngineConfig, model: DecoderModel) -> tuple[PagedCache, Stepper]:
-        if on_cpu or kernels is not None:
+        if setting.on_host:
             return _start_on_host(config, setting, model, masks, on_step)
         from tandem.engine.cuda.cuda_start import start_on_gpu
 
-        return start_on_gpu(config, model, page_tokens, kv_dtype, device, masks=masks, progress=progress)
+        return start_on_gpu(config, model, page_tokens, setting.kv_dtype, device, masks=masks, progress=progress)
 
     proposer = (
         loaded.proposer
@@ -219,31 +250,17 @@ def load_rank(
     config: EngineConfig, collectives: Collectives, kernels: Kernels | None
 ) -> tuple[DecoderModel, PagedCache]:
     """Load the weights and the KV cache of a follower, a rank other than the first. Raises as `load_parts` does."""
-    setting = _Setting.of(config, collectives)
-    _prepare_device(config, setting)
-
-    def kernels_of(config: EngineConfig, spec: ModelSpec) -> Kernels:
-        return kernels or choose_kernels(
-            config, spec, setting.device, setting.dtype, setting.page_tokens, kv_dtype=setting.kv_dtype
-        )
-
-    loaded, _ = _load_model(config, setting, kernels_of, None)
+    setting = _Setting.of(config, kernels, collectives)
+    setting.prepare_device(config)
+    loaded, _ = _load_model(config, setting, None)
     return loaded.model, _host_cache(config, setting, loaded.model.spec)
 
 
-def _prepare_device(config: EngineConfig, setting: _Setting) -> None:
-    if is_cpu(setting.device):
-        check_host_memory(setting.weight_bytes(config))
-        torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
-    else:
-        torch.cuda.set_device(setting.device)
-
-
 def _load_model(
-    config: EngineConfig, setting: _Setting, kernels_of: MakeKernels, progress: Progress | None
+    config: EngineConfig, setting: _Setting, progress: Progress | None
 ) -> tuple[ModelWithDraft, LoadedAdapters]:
     spec = setting.own_spec
-    kernels = kernels_of(config, spec)
+    kernels = setting.kernels(config, spec)
     try:
         with torch.inference_mode():
             parameters = allocate_rank(setting.spec, setting.rank, setting.dtype, setting.device)
@@ -258,7 +275,7 @@ def _load_model(
             adapted = None
             if adapters.tables:
                 adapted = AdaptedProducts(kernels, choose_updates(setting.device), adapters.tables)
-            return model_with_draft(config, spec, parameters, kernels, kernels_of, adapted=adapted), adapters
+            return model_with_draft(config, spec, parameters, kernels, setting.kernels, adapted=adapted), adapters
     except RuntimeError as error:
         if not ran_out_of_memory(error):
             raise
@@ -268,13 +285,6 @@ def _load_model(
             f"{setting.device} has no memory for the weights, {size / GIB:.2f} GiB; free memory there, or"
             " serve a smaller model.",
         ) from error
-
-
-def _check_group(config: EngineConfig) -> None:
-    """Raise InvalidArgument for settings that a group of ranks does not support."""
-    for name, value in (("draft", config.draft), ("adapters", config.has_loras), ("keep_hidden", config.keep_hidden)):
-        if value:
-            raise InvalidArgument(name, "is not supported by a worker of several ranks; use one rank, or leave it out.")
 
 
 def _start_on_host(

@@ -1,6 +1,6 @@
 """The model runner: runs the steps of one model over one paged KV cache, one step at a time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
@@ -8,12 +8,14 @@ from torch import Tensor
 
 from tandem.engine.cache.page_checksums import page_checksums
 from tandem.engine.cache.page_pool import PagePool
+from tandem.engine.cache.paged_cache import PagedCache
 from tandem.engine.ceilings import measure_ceilings
 from tandem.engine.config import EngineConfig
 from tandem.engine.device import device_name
 from tandem.engine.graph_use import GraphUse
+from tandem.engine.host_stepper import Forward, forward_over
 from tandem.engine.kernels.base import Kernels
-from tandem.engine.load_engine import LoadedParts, load_parts
+from tandem.engine.load_engine import LoadedParts, load_parts, load_rank
 from tandem.engine.memory import naming_the_setting
 from tandem.engine.model_sizes import cost_guess, roofline
 from tandem.engine.parallel.collectives import Collectives
@@ -60,7 +62,7 @@ class ModelRunner:
 
         `name` is the model name that clients use, by default the name of the folder. `kernels` are by default the
         fastest for the device; kernels that are passed in run step by step, without CUDA graphs. The first rank of a
-        group passes its `collectives`, and `on_step`, which sends each step to the other ranks (`follower.py`). Raises
+        group passes its `collectives`, and `on_step`, which sends each step to the other ranks (`Follower`). Raises
         ModelError if the model cannot be served, InvalidArgument if a setting cannot be met.
         """
         loaded = load_parts(
@@ -129,3 +131,27 @@ class ModelRunner:
     def compatibility_facts(self) -> tuple[tuple[str, str], ...]:
         """Return the properties, as (name, value), that two workers must have in common for KV transfers."""
         return (("model", self._revision), ("dtype", self.facts.dtype), *self.cache.facts)
+
+
+class Follower:
+    """The engine of a rank other than the first, which runs its part of the model in each step that the first sends.
+
+    It owns the rank's part of the model and of the KV cache, and has no requests.
+    """
+
+    def __init__(self, cache: PagedCache, forward: Forward) -> None:
+        """Create a follower from loaded parts; callers use `load` instead."""
+        self.cache = cache
+        self._forward = forward
+
+    @classmethod
+    def load(cls, config: EngineConfig, collectives: Collectives, *, kernels: Kernels | None = None) -> "Follower":
+        """Load this rank's part of the model, and allocate its KV cache. Raises as `ModelRunner.load` does."""
+        model, cache = load_rank(config, collectives, kernels=kernels)
+        return cls(cache, forward_over(model, cache))
+
+    def run(self, steps: Iterable[PackedStep]) -> None:
+        """Run `steps` in order, and return after the last one."""
+        with torch.inference_mode():
+            for step in steps:
+                self._forward(step, None)

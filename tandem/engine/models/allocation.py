@@ -18,7 +18,6 @@ from tandem.engine.config.model import (
     ModelSpec,
 )
 from tandem.engine.config.quantization import Codes, Packing, WeightFormat, WeightScheme
-from tandem.engine.config.sharding import Rank, rank_spec
 from tandem.engine.kernels.held_weight import held_bytes
 from tandem.engine.kernels.layers import Experts, Linear
 from tandem.engine.kernels.packed_weight import PackedWeight, Weight
@@ -46,7 +45,7 @@ _CODES = {Codes.INT8: torch.int8, Codes.FLOAT8: torch.float8_e4m3fn, Codes.INT4:
 
 
 class QuantizedWeights(NamedTuple):
-    """Which weights of a model are quantized in the checkpoint, and which of them stay packed in memory."""
+    """The weights of a model that are quantized in the checkpoint, and those of them that stay packed in memory."""
 
     schemes: Mapping[str, WeightScheme]
     """The scheme of each quantized tensor of the checkpoint, by its name in `slots_of`."""
@@ -85,27 +84,16 @@ def allocate_ends(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> 
     """
     shapes = allocate_parameters(spec, dtype, _META)
 
-    embedding = _empty_like(shapes.embedding, device)
-    head = embedding if shapes.lm_head is shapes.embedding else _empty_like(shapes.lm_head, device)
+    def empty(weight: Weight) -> Weight:
+        if isinstance(weight, Tensor):
+            return torch.empty_like(weight, device=device)
+        codes, scales, *offsets = (torch.empty_like(each, device=device) for each in weight.parts())
+        return replace(weight, codes=codes, scales=scales, offsets=offsets[0] if offsets else None)
+
+    embedding = empty(shapes.embedding)
+    head = embedding if shapes.lm_head is shapes.embedding else empty(shapes.lm_head)
     norm = torch.empty_like(shapes.final_norm, device=device)
     return replace(shapes, embedding=embedding, lm_head=head, final_norm=norm)
-
-
-def allocate_rank(spec: ModelSpec, rank: Rank, dtype: torch.dtype, device: torch.device) -> Parameters:
-    """Allocate the part of a model's weights that one rank holds; `spec` describes the whole model.
-
-    Each rank has its own rows of the output layer. Only the first rank has the embedding, because it computes the
-    embeddings for all ranks.
-    """
-    own, rows = rank_spec(spec, rank.count), rank.rows(spec.vocab_size)
-    if rank.count == 1 or (rank.leads and spec.tied_embeddings):
-        whole = allocate_parameters(own, dtype, device)
-        return whole if rank.count == 1 else replace(whole, lm_head=whole.embedding[: len(rows)])
-    found = allocate_parameters(replace(own, vocab_size=len(rows)), dtype, device)
-    if spec.tied_embeddings:
-        return found
-    shape = allocate_parameters(own, dtype, _META).embedding
-    return replace(found, embedding=_empty_like(shape, device) if rank.leads else shape)
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype, *, on_cpu: bool = False) -> int:
@@ -213,13 +201,6 @@ def _scheme(spec: ModelSpec, name: str, slot: ParameterSlot, field: str) -> Weig
     if scheme.format is WeightFormat.ROUND_TO_NEAREST:
         return scheme if field in _PACKED_FIELDS and scheme.packing(slot.tensor.shape[-1]) else None
     return scheme if name.endswith(".weight") and slot.shape is None else None
-
-
-def _empty_like(weight: Weight, device: torch.device) -> Weight:
-    if isinstance(weight, Tensor):
-        return torch.empty_like(weight, device=device)
-    codes, scales, *offsets = (torch.empty_like(each, device=device) for each in weight.parts())
-    return replace(weight, codes=codes, scales=scales, offsets=offsets[0] if offsets else None)
 
 
 def _empty_packed(shape: tuple[int, ...], packing: Packing, device: torch.device) -> PackedWeight:

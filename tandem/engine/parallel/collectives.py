@@ -36,7 +36,8 @@ class Collectives(ABC):
         `part` [D, n] has the columns `Rank.rows(columns)` of this rank.
         """
 
-    def close(self) -> None:  # noqa: B027 - most groups have nothing to close
+    @abstractmethod
+    def close(self) -> None:
         """Leave the group. Called after the last collective operation."""
 
 

@@ -1,14 +1,55 @@
-"""The decoder model of one rank of a group."""
+"""The decoder model of one rank of a group, and its matrix products."""
 
+import torch
 from torch import Tensor
 
 from tandem.engine.config.model import ModelSpec
-from tandem.engine.kernels.base import DeferredTokens, Kernels
+from tandem.engine.kernels.base import DeferredTokens, Kernels, Products
+from tandem.engine.kernels.layers import ExpertsLayer, Linear, Norm
 from tandem.engine.kernels.lora.adapted_products import AdaptedProducts
 from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.models.parameters import Parameters
 from tandem.engine.parallel.collectives import Collectives
-from tandem.engine.parallel.rank_products import RankProducts
+
+
+class RankProducts(Products):
+    """Computes a rank's matrix products with `base`, summed over all ranks where each has only a term.
+
+    `base` is the rank's kernels, with or without adapters. The inputs of `linear` and `linear_add` are divided among
+    the ranks, and so are the inner elements of each expert; each rank's output is therefore one term of a sum.
+    """
+
+    def __init__(self, base: Products, collectives: Collectives) -> None:
+        self._base, self._collectives = base, collectives
+
+    def prepare(self, linear: Linear) -> Linear:
+        """Prepare the weight as `base` does."""
+        return self._base.prepare(linear)
+
+    def norm_linear(self, hidden: Tensor, norm: Norm, linear: Linear) -> Tensor:
+        """Return the outputs of this rank's rows of the weight, without communication."""
+        return self._base.norm_linear(hidden, norm, linear)
+
+    def norm_gate_up(self, hidden: Tensor, norm: Norm, gate_up: Linear, activation: str = "silu") -> Tensor:
+        """Return this rank's inner elements of the feed-forward network, without communication."""
+        return self._base.norm_gate_up(hidden, norm, gate_up, activation)
+
+    def linear(self, x: Tensor, linear: Linear) -> Tensor:
+        """Compute this rank's term, and return the sum of the terms of all ranks."""
+        term = self._base.linear(x, linear)
+        self._collectives.all_reduce(term)
+        return term
+
+    def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
+        """Add the sum of the terms of all ranks to `hidden` in place."""
+        hidden += self.linear(x, linear)
+
+    def experts(self, hidden: Tensor, layer: ExpertsLayer, slots: Tensor, out: Tensor) -> None:
+        """Compute this rank's term of the experts' output, and add the sum over all ranks to `out` in place."""
+        term = torch.zeros_like(out)
+        self._base.experts(hidden, layer, slots, term)
+        self._collectives.all_reduce(term)
+        out += term
 
 
 class RankModel(DecoderModel):
@@ -26,11 +67,10 @@ class RankModel(DecoderModel):
         max_context: int,
         *,
         collectives: Collectives,
-        adapted: AdaptedProducts | None = None,
     ) -> None:
         """Prepare this rank's weights for `kernels`; `spec` is the result of `rank_spec`."""
         self._collectives = collectives
-        super().__init__(spec, parameters, kernels, max_context, adapted=adapted)
+        super().__init__(spec, parameters, kernels, max_context)
 
     def _layer_products(self, kernels: Kernels, adapted: AdaptedProducts | None) -> RankProducts:
         return RankProducts(super()._layer_products(kernels, adapted), self._collectives)

@@ -18,7 +18,7 @@ from tandem.engine.models.allocation import QuantizedWeights, allocate_parameter
 from tandem.engine.models.families import slots_of
 from tandem.engine.models.load_spec import load_spec, read_json, text_part, towers_of
 from tandem.engine.models.parameters import Parameters, ParameterSlot
-from tandem.engine.models.rank_slots import rank_slots
+from tandem.engine.models.rank_parameters import rank_slots
 from tandem.engine.weights.quantized.format import StoredTensor
 from tandem.engine.weights.quantized_loader import load_quantized, stored_tensors
 from tandem.engine.weights.safetensors_file import TensorEntry, read_header

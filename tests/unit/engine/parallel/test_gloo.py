@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tandem.engine.config.sharding import Rank
-from tandem.engine.follower import Follower
-from tandem.engine.model_runner import ModelRunner
+from tandem.engine.model_runner import Follower, ModelRunner
 from tandem.engine.parallel.collectives import GlooCollectives
 from tandem.engine.parallel.step_stream import StepSender, received_steps
 from tandem.protocol.errors import Unavailable

@@ -9,9 +9,8 @@ import torch
 
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.sharding import Rank, rank_spec
-from tandem.engine.follower import Follower
 from tandem.engine.kernels.reference import ReferenceKernels
-from tandem.engine.model_runner import ModelRunner
+from tandem.engine.model_runner import Follower, ModelRunner
 from tandem.engine.models.load_spec import load_spec
 from tandem.engine.steps.batch import StepBatch
 from tandem.engine.steps.prompt_scoring import PromptScores
@@ -134,7 +133,9 @@ def test_prompts_are_scored_on_the_first_rank(tmp_path: Path) -> None:
     assert found.chosen == pytest.approx(wanted.chosen, abs=1e-4)
 
 
-@pytest.mark.parametrize("setting", [{"draft": Path("x")}, {"runtime_loras": True}, {"keep_hidden": True}])
+@pytest.mark.parametrize(
+    "setting", [{"draft": Path("x")}, {"runtime_loras": True}, {"keep_hidden": True}, {"random_weights": True}]
+)
 def test_what_ranks_do_not_support_is_refused(setting: dict[str, Any], tmp_path: Path) -> None:
     config = tiny_engine_config(write_tiny_model(tmp_path), **setting)
     with pytest.raises(InvalidArgument, match="several ranks"):

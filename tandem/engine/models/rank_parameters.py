@@ -1,4 +1,4 @@
-"""Finds the part of each tensor of a checkpoint that one rank of a group reads."""
+"""The part of a model's weights that one rank of a group holds: its allocation, and what it reads of a checkpoint."""
 
 from dataclasses import replace
 
@@ -10,6 +10,27 @@ from tandem.engine.models.allocation import allocate_parameters
 from tandem.engine.models.families import slots_of
 from tandem.engine.models.parameters import Parameters, ParameterSlot, StoredPart
 
+_META = torch.device("meta")
+
+
+def allocate_rank(spec: ModelSpec, rank: Rank, dtype: torch.dtype, device: torch.device) -> Parameters:
+    """Allocate the part of a model's weights that one rank holds; `spec` describes the whole model.
+
+    Each rank has its own rows of the output layer. Only the first rank has the embedding, because it computes the
+    embeddings for all ranks.
+    """
+    own, rows = rank_spec(spec, rank.count), rank.rows(spec.vocab_size)
+    if rank.count == 1:
+        return allocate_parameters(own, dtype, device)
+    if spec.tied_embeddings and rank.leads:
+        whole = allocate_parameters(own, dtype, device)
+        return replace(whole, lm_head=whole.embedding[: len(rows)])
+    found = allocate_parameters(replace(own, vocab_size=len(rows)), dtype, device)
+    if spec.tied_embeddings:
+        return found
+    table = replace(own, layers=(), tied_embeddings=True)
+    return replace(found, embedding=allocate_parameters(table, dtype, device if rank.leads else _META).embedding)
+
 
 def rank_slots(spec: ModelSpec, rank: Rank, parameters: Parameters) -> dict[str, ParameterSlot]:
     """Return the slot of each tensor of a checkpoint by name, with the part of the tensor that `rank` reads.
@@ -19,7 +40,7 @@ def rank_slots(spec: ModelSpec, rank: Rank, parameters: Parameters) -> dict[str,
     """
     if rank.count == 1:
         return slots_of(spec, parameters)
-    whole = slots_of(spec, allocate_parameters(spec, torch.float32, torch.device("meta")))
+    whole = slots_of(spec, allocate_parameters(spec, torch.float32, _META))
     ends = {id(parameters.embedding), id(parameters.lm_head)}
     return {
         name: replace(slot, part=_part(slot, whole[name], rank, by_token=id(slot.tensor) in ends))
