@@ -55,7 +55,7 @@ class _Owners(NamedTuple):
     answer_offset: NDArray[np.int64]
     """[n]: in step k, the row samples the answer token with index `answer_offset` + k."""
     masks: dict[str, bytearray]
-    """By router, [n]: 1 for each row of the router, else 0; empty if all rows belong to one router."""
+    """The rows of each router, [n] bytes: 1 for its rows, 0 for others; empty if all rows belong to one router."""
     router: str
     """The router of the first row."""
 

@@ -261,7 +261,7 @@ class PageBudget:
         self._reservations = PageReservations(cache)
         self._lengths = AnswerLengths()
         self._preempted: dict[tuple[str, str], tuple[int, float]] = {}
-        """By router and request id of each preempted request: the number of pages kept for it, and until when."""
+        """The number of pages kept for each preempted request, and until when, by router and request id."""
         self._closed = ""
 
     @property

@@ -1,4 +1,4 @@
-"""Which bytes each rank of a prefill worker writes to which rank of a decode worker, for any two divisions of a model.
+"""Plans which bytes each prefill rank writes to which decode rank, for any two divisions of a model among ranks.
 
 A page of the whole model has planes, one for each KV head, layer and part (keys, values, or latents). A plane has the
 elements of the page's tokens and then, in an 8-bit cache, their scales. Each rank has a pool of its own, whose pages

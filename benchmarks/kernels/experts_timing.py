@@ -25,7 +25,7 @@ FORMS = {
     "fp8_blocks": (Codes.FLOAT8, 128),
     "int4": (Codes.INT4, 128),
 }
-"""By name: the type of the quantized weights, and the columns per group; 0 = one scale per row."""
+"""The quantized weights that are measured, by name: their type and the columns per group; 0 = one scale per row."""
 
 
 def _packed(weight: Tensor, form: str) -> PackedWeight:

@@ -75,7 +75,7 @@ class Chance:
 
 
 WANTED = {1: 4, 8: 3, 32: 3, 64: 2, 128: 1}
-"""By batch size: the number of draft tokens that the table shows; it is measured in addition to `DRAFTS`."""
+"""The number of draft tokens that the table shows for each batch size, measured in addition to `DRAFTS`."""
 ALPHAS = (0.7, 0.8)
 WARM_UP_STEPS, LEARNING_STEPS = 20, 100
 """Unmeasured first steps: with a fixed number of draft tokens, and with a number that the worker has to learn."""

@@ -26,7 +26,7 @@ Deliver = Callable[[str, TransferNotice], None]
 NOTICE_DUE = b"\0"
 """The payload of the announcement of a notice. No TransferNotice is encoded like this."""
 DUE_S = 5e-3
-"""How long the transport polls frequently after a peer has announced a notice, in seconds.
+"""The time in seconds for which the transport polls frequently after a peer has announced a notice.
 
 The notice follows the last pages of a prompt; for most prompts their transfer takes less time than this.
 """

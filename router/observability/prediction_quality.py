@@ -30,7 +30,7 @@ class PlacementRecord:
 
     @property
     def regret_s(self) -> float:
-        """How much the observed cost exceeds the predicted cost of the second best placement, in seconds.
+        """The excess of the observed cost over the predicted cost of the second best placement, in seconds.
 
         It is `max(0, cost_s + prediction_error_s - runner_up_s)`.
         """

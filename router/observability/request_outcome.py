@@ -19,9 +19,9 @@ from tandem.settings.slo import SloClass
 
 
 class Outcome(StrEnum):
-    """Whether a request met its SLO class, was rejected, or failed; the values are those of the metric label `outcome`.
+    """The outcome of a request: it met its SLO class or not, was rejected, or failed.
 
-    Goodput counts MET.
+    The values are those of the metric label `outcome`. Goodput counts MET.
     """
 
     MET = "met"

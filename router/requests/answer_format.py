@@ -32,7 +32,7 @@ class AnswerFormat:
     """The name of the request field that sets the format, for error messages."""
     kind: GrammarKind
     value: Mapping[str, Any] | bool | str | Sequence[str]
-    """By `kind`: a JSON schema or its text, a pattern, a grammar, choices, or the functions' parameter schemas."""
+    """The content for `kind`: a JSON schema or its text, a pattern, a grammar, choices, or parameter schemas."""
     text_only: bool = False
     """True if the format applies only to the answer's text, so that it does not conflict with a forced tool call."""
 

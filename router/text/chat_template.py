@@ -36,7 +36,7 @@ _RENDERED_CHARS_MAX = 64 << 20
 
 
 class PromptEnd(Enum):
-    """Where the prompt of a conversation ends."""
+    """The place at which the prompt of a conversation ends."""
 
     NEXT_TURN = "add_generation_prompt"
     """After the beginning of a new assistant message, so that the model answers."""

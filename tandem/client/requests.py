@@ -110,11 +110,11 @@ class ChatOptions(Options, total=False):
     tool_choice: str | Tool
     """`auto`, `none`, `required`, or the tool that the model must call."""
     parallel_tool_calls: bool
-    """Whether the answer may contain several tool calls; False = at most one."""
+    """True if the answer may contain several tool calls; False = at most one."""
     chat_template_kwargs: Mapping[str, Any]
     """Additional variables of the chat template."""
     add_generation_prompt: bool
-    """Whether the prompt ends with the start of an assistant's message; False = it ends after the last message."""
+    """True if the prompt ends with the start of an assistant's message; False = it ends after the last message."""
     continue_final_message: bool
     """True if the answer continues the content of the last message."""
 

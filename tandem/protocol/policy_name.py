@@ -17,4 +17,4 @@ class PolicyName(StrEnum):
     CHUNKED = "chunked"
     """Chunks that fill the rest of the step's token budget."""
     DECODE_PRIORITY = "decode-priority"
-    """As `CHUNKED` if a decoding request has no ITL target; otherwise as many tokens as the ITL targets allow."""
+    """Chunks as long as the ITL targets allow; the same as `CHUNKED` if a decoding request has no ITL target."""

@@ -86,7 +86,7 @@ def choose_reasoning(option: str, template: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AnswerSyntax:
-    """How the answers to one request are parsed into reasoning, content and calls. An immutable part of `Admitted`."""
+    """The syntax by which one request's answers are parsed into reasoning, content and calls; part of `Admitted`."""
 
     calls: str = ""
     """The name of the tool call parser; "" = tool calls are not parsed."""

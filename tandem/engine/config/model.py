@@ -70,7 +70,7 @@ class ExpertRouter:
     """The number of groups of adjacent experts; experts are chosen only from the best `top_groups` groups."""
     top_groups: int = 1
     group_score: str = "max"
-    """How a group is scored: `max`, its highest expert score, or `top_2_sum`, the sum of its two highest."""
+    """The score of a group: `max`, its highest expert score, or `top_2_sum`, the sum of its two highest."""
     choice_bias: bool = False
     """True if a learned bias is added to the scores only to choose experts, not to weight them (DeepSeek-V3)."""
     bias: bool = False

@@ -68,7 +68,7 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class WeightScheme:
-    """How the weight of one module is quantized."""
+    """The quantization of one module's weight."""
 
     format: WeightFormat
     codes: Codes

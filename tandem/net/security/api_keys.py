@@ -65,7 +65,7 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class KeySource:
-    """Where a process gets its accepted keys from."""
+    """The sources of the keys that a process accepts."""
 
     given: tuple[str, ...] = field(default=(), repr=False)
     """Keys of tenants without quotas, from the settings."""

@@ -1,4 +1,4 @@
-"""How a generation ended: its finish reason, and the error if it failed."""
+"""The end of a generation: its finish reason, and the error if it failed."""
 
 from dataclasses import dataclass
 from enum import IntEnum

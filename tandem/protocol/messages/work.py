@@ -62,7 +62,7 @@ class Reservation(_Continued):
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a prefill worker sends the KV of a prompt: a decode worker, its gRPC address and its lease."""
+    """The destination of a prompt's KV: a decode worker, its gRPC address and its lease."""
 
     peer: PeerRef
     address: str

@@ -9,12 +9,12 @@ from tandem.engine.kernels.triton_math import gelu_tanh
 STORE = tl.constexpr(0)
 GATE_UP = tl.constexpr(1)
 ADD = tl.constexpr(2)
-"""What a kernel does with a product: store it, store activation(gate) · up, or add it to the output."""
+"""The use of a product in a kernel: it is stored, activation(gate) · up is stored, or it is added to the output."""
 
 NO_NORM = tl.constexpr(0)
 NORM_LAST = tl.constexpr(1)
 NORM_FIRST = tl.constexpr(2)
-"""When a kernel divides by the root mean square of the input: never, after the product, or before it.
+"""The time at which a kernel divides by the input's root mean square: never, after the product, or before it.
 
 float16 cannot represent x ∘ norm for every x, so float16 inputs are divided before the product, which reads x twice.
 """
