@@ -13,7 +13,7 @@ from triton import knobs
 log = logging.getLogger(__name__)
 
 _COMPILERS = 8
-"""The number of compiling threads; threads suffice, as Triton's compiler releases the GIL most of the time."""
+"""The number of threads that compile. Processes are not needed: Triton's compiler mostly runs without the GIL."""
 
 Trial = Callable[[], object]
 """A function that launches kernels on its own tensors, whose contents do not matter.
@@ -25,10 +25,10 @@ If another trial is compiling a kernel, the launch of this kernel is skipped and
 def run_side_by_side(trials: Mapping[str, Trial], device: torch.device) -> None:
     """Run every trial once, concurrently, and wait; the first trial that needs a kernel compiles it.
 
-    Trials share scratch memory, which launches on the main stream use in turns. Launches on a second stream may use it
-    at the same time, so the results and the final contents of the scratch memory are undefined: the caller resets it
-    with `Kernels.end_trials`. The failure of a trial is logged with the trial's name, and occurs again where the kernel
-    is used.
+    All trials share scratch memory, and on different streams they may write to it at the same time. Their results and
+    the final contents of the scratch memory are therefore undefined; the caller resets the scratch memory with
+    `Kernels.end_trials`. If a trial fails, the error is logged with the trial's name and is not raised; it occurs again
+    when a step launches the kernel.
     """
 
     def run(trial: Trial) -> None:
@@ -49,7 +49,7 @@ def run_side_by_side(trials: Mapping[str, Trial], device: torch.device) -> None:
 def _each_kernel_once() -> Iterator[None]:
     """Make Triton compile each kernel only for its first launch in the `with` block.
 
-    Otherwise each thread would compile the kernel.
+    Without this, several threads that launch the same kernel would all compile it.
     """
     begun: set[tuple[str, str, str]] = set()
     lock = threading.Lock()

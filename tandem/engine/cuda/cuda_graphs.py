@@ -31,7 +31,7 @@ class DecodeGraphs:
     def __init__(self, packer: StepPacker, forward: Forward, sampler: DeviceSampler, drawn: Tensor, pool: Pool) -> None:
         """Create an empty set of graphs, which will allocate from the memory `pool`.
 
-        `drawn` [rows] int64 has the sampled tokens of a step for the next step.
+        Each step writes its sampled tokens to `drawn` [rows] int64, from which the next step reads them.
         """
         self._packer = packer
         self._forward = forward
@@ -49,7 +49,7 @@ class DecodeGraphs:
         return {f"the step of {rows} rows": partial(run, rows) for rows in sizes}
 
     def capture(self, sizes: Sequence[int], progress: Progress | None = None) -> None:
-        """Capture decode steps with these numbers of rows, the largest first; the other graphs reuse its memory."""
+        """Capture decode steps with these numbers of rows, the largest first, so that the others reuse its memory."""
         for done, rows in enumerate(sorted(sizes, reverse=True)):
             self._graphs.append(self._capture(rows))
             if progress is not None:
@@ -66,7 +66,7 @@ class DecodeGraphs:
         return next((graph for graph in self._graphs if graph.sizes.rows >= len(batch)), None)
 
     def _step(self, rows: int) -> tuple[Tensor, Callable[[], Tensor], StepSizes]:
-        """Return a padded step: its input words, a function that launches its kernels (→ logits), and its sizes."""
+        """Return a padded step: its input words, a function that launches it and returns logits, and its sizes."""
         limits = self._packer.limits
         sizes = StepSizes(
             tokens=rows, rows=rows, width=limits.pages_of(limits.max_context), drawn=rows, groups=limits.groups

@@ -96,7 +96,7 @@ def start_on_gpu(
 
 @contextlib.contextmanager
 def _refusing_small_gpus(device: torch.device) -> Iterator[None]:
-    """Raise InvalidArgument if the GPU has less shared memory than the kernels need.
+    """Raise InvalidArgument if a kernel in the `with` block needs more shared memory than the GPU has.
 
     The tiles of the kernels are tuned on larger GPUs.
     """
@@ -121,9 +121,9 @@ def _one_row(
 
 
 def _measure_steps(config: EngineConfig, model: DecoderModel, probe: PagedCache) -> int:
-    """Return the memory in bytes of the largest prefill step and the largest graphs.
+    """Return the memory in bytes that the largest prefill step and the largest graphs need together.
 
-    They run on `probe`, a cache of one row. Smaller graphs share the memory of the largest ones.
+    The step and the graphs use `probe`, a cache of one row. Smaller graphs reuse the memory of the largest ones.
     """
     row_tokens, device = min(config.max_step_tokens, model.spec.max_context), probe.device
 

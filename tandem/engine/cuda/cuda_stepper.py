@@ -59,7 +59,7 @@ class CudaStepper:
     ) -> None:
         """Create a stepper that uses these graphs where they fit.
 
-        `drawn` [rows] int64 holds the sampled tokens of each step for the next step; `draws` writes them.
+        `draws` writes the sampled tokens of each step to `drawn` [rows] int64, from which the next step reads them.
         """
         self._packer = packer
         self._forward = forward
@@ -122,9 +122,9 @@ class CudaStepper:
         return logits
 
     def _sources(self, batch: StepBatch) -> list[int | None]:
-        """Return, for each sampling row, which sampling row of the previous step samples the row's token.
+        """Return, for each sampling row, the index in `drawn` from which the row's input token is read.
 
-        The result has indices among the previous step's sampling rows, or None for a token that the host knows.
+        The index counts the sampling rows of the previous step. None for a row whose token ids the host knows.
         """
         rows = [row.source for row in batch.rows if row.draw is not None]
         return [None if row is None else self._draw_of_row[row] if self._draw_of_row else row for row in rows]
@@ -135,8 +135,8 @@ class CudaStepper:
         """Launch the computation of a step's logits; return (logits, greedy_is_drawn, scoring).
 
         The logits are [at least sampled rows, vocab], or None if no row samples a token. `greedy_is_drawn` is True if
-        the step also samples the greedy tokens. `scoring` is the prompt scoring, if any. Graphs compute only the logits
-        of sampling rows, so a step that scores a prompt runs without a graph.
+        the step's graph also samples the most likely tokens. `scoring` is None if the step scores no prompt. Graphs
+        compute only the logits of sampling rows, so a step that scores a prompt runs without a graph.
         """
         decode = self.verify.fitting(batch) or self.graphs.fitting(batch)
         graph = None if batch.scored else decode or self.prompts.fitting(batch, sizes)

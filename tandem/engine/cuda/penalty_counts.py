@@ -46,12 +46,14 @@ class PenaltyCounts:
         each. The call only launches kernels, and never waits.
         """
         # Marked as used first, so that no row of this step is reassigned to another of its requests.
-        for draw in draws:
-            if draw.history is not None and draw.history in self._lent:
-                self._lent.move_to_end(draw.history)
+        for sampling_input in draws:
+            if sampling_input.history is not None and sampling_input.history in self._lent:
+                self._lent.move_to_end(sampling_input.history)
         return [
-            -1 if draw.history is None or not draw.sampling.penalized else self._ready(draw.history, token)
-            for draw, token in zip(draws, late, strict=True)
+            -1
+            if sampling_input.history is None or not sampling_input.sampling.penalized
+            else self._ready(sampling_input.history, token)
+            for sampling_input, token in zip(draws, late, strict=True)
         ]
 
     def _ready(self, history: History, late: Tensor | None) -> int:

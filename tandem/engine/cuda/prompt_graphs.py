@@ -1,7 +1,7 @@
 """CUDA graphs of those prefill and mixed steps that kernel launches by the host would slow down.
 
-These are short steps, and longer steps of models with narrow layers: the host would launch their kernels more slowly
-than the device computes them, or with significant gaps.
+These are short steps, and longer steps of models with narrow layers. Without a graph, the device would wait for the
+host's kernel launches in such a step.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,8 +32,8 @@ _ROWS = 8
 _TABLE_PAGES = 300_000
 """Maximum number of entries in a step's page table: 1.2 MB, which are copied in 25 us.
 
-With pages of 128 tokens, that allows 145,000 tokens in each row of a step with 256 decode rows, and 1.6 million with
-16.
+With pages of 128 tokens, each row may have a context of 145,000 tokens in a step with 256 decode rows, and of
+1.6 million tokens in a step with 16 decode rows.
 """
 _LONGEST_LAYER_S = 1.5e-3
 """Maximum device time of one layer, in seconds, for which a graph is captured.
@@ -91,7 +91,7 @@ class PromptGraphs:
     def fitting(self, batch: StepBatch, sizes: StepSizes) -> StepGraph | None:
         """Return the smallest graph that has enough decode rows and prompt tokens for `batch`.
 
-        Of several graphs, the one with the fewest decode rows is used, then the one with the fewest tokens. `sizes` are
+        The smallest graph is the one with the fewest decode rows and, among these, with the fewest tokens. `sizes` are
         those of the batch. Returns None if the batch has no prompt, or if it or its context is too large.
         """
         answers = len(batch.tokens)

@@ -29,7 +29,8 @@ IN_PROMPT: int = triton_sampling.IN_PROMPT.value
 MASS_BITS = 62
 """The sum of a row's weights in fixed point is at most 2**62, so that it fits into an int64.
 
-A token's weight is at most 1, which is stored as 2**62 divided by the vocabulary size, rounded up to a power of 2.
+A token's weight is at most 1, and a weight of 1 is stored as 2**62 / V, where V is the vocabulary size rounded up to a
+power of 2.
 """
 TILE, TILE_WARPS = 2048, 4
 CHOICE_TILE, CHOICE_WARPS = 4096, 16

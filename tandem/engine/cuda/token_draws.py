@@ -83,16 +83,19 @@ class TokenDraws:
     def late_tokens(self, draws: Sequence[SamplingInput], sources: Sequence[int | None]) -> list[Tensor | None]:
         """Return, for each sampling input with a history, the token [1] that the host does not have yet.
 
-        It is the token that the previous step sampled at index `sources[…]`; the entry is None for an input without a
-        history or a source. The caller must call it before launching anything of this step, which may overwrite these
-        tokens.
+        This is the token that the previous step sampled at the input's index in `sources`. The result is None for an
+        input without a history or without a source. Must be called before anything of this step is launched, because
+        the step may overwrite the tokens of the previous one.
         """
-        if all(draw.history is None or source is None for draw, source in zip(draws, sources, strict=True)):
+        if all(
+            sampling_input.history is None or source is None
+            for sampling_input, source in zip(draws, sources, strict=True)
+        ):
             return [None] * len(draws)
         before = self._drawn.clone()
         return [
-            None if draw.history is None or source is None else before[source : source + 1]
-            for draw, source in zip(draws, sources, strict=True)
+            None if sampling_input.history is None or source is None else before[source : source + 1]
+            for sampling_input, source in zip(draws, sources, strict=True)
         ]
 
     def launch(
@@ -106,9 +109,9 @@ class TokenDraws:
     ) -> Callable[[], Drawn]:
         """Sample a token for each row of logits [at least sampled rows, vocab]; `late` is from `late_tokens`.
 
-        If `greedy_is_drawn`, the most likely tokens are in `drawn` already, so a step of greedy rows alone, without
-        masks or penalties, needs no sampling. Returns a function that reads the result from `memory`, to be called once
-        the device has finished.
+        If `greedy_is_drawn`, the most likely tokens are in `drawn` already, so a step with only greedy rows, without
+        masks or penalties, needs no sampling. Returns a function that reads the result from `memory`; it may be called
+        only once the device has finished the step.
         """
         draws = SamplingMetadata.of(draws)
         if draws.masked or draws.constrained:
@@ -121,7 +124,7 @@ class TokenDraws:
         memory.tokens[:count].copy_(self._drawn[:count], non_blocking=True)
         if not draws.scored:
             return lambda: (memory.tokens[:count].tolist(), [])
-        asking = [row for row, draw in enumerate(draws) if wants_logprobs(draw)]
+        asking = [row for row, sampling_input in enumerate(draws) if wants_logprobs(sampling_input)]
         values, top_ids = self._score(logits, draws, asking, memory)
         return lambda: (memory.tokens[:count].tolist(), scores_of(draws, values.tolist(), top_ids.tolist()))
 
@@ -174,16 +177,16 @@ class TokenDraws:
     ) -> tuple[Tensor, Tensor]:
         """Launch the computation of log probabilities, and return the host memory that will receive them.
 
-        The memory is [n, 1 + top] float32 for the log probabilities and [n, top] int64 for the token ids, where
-        `asking` [n] has the rows that want log probabilities.
+        `asking` has the n rows that want log probabilities. The memory is [n, 1 + top] float32 for the log
+        probabilities and [n, top] int64 for the token ids.
         """
         count = len(asking)
         top = min(max(draws[row].sampling.logprobs or 0 for row in asking), logits.shape[1])
         memory.rows[:count] = torch.tensor(asking)
         rows = memory.rows[:count].to(self._drawn.device, non_blocking=True)
-        found = logprobs(logits, self._drawn, rows, top, pdl=self._pdl)
+        scores = logprobs(logits, self._drawn, rows, top, pdl=self._pdl)
         values = memory.values[: count * (1 + top)].view(count, 1 + top)
         top_ids = memory.top_ids[: count * top].view(count, top)
-        values.copy_(found[0], non_blocking=True)
-        top_ids.copy_(found[1], non_blocking=True)
+        values.copy_(scores[0], non_blocking=True)
+        top_ids.copy_(scores[1], non_blocking=True)
         return values, top_ids

@@ -33,7 +33,7 @@ MOST_ROWS = 256
 
 
 class VerifySize(NamedTuple):
-    """The maximum numbers of rows and of requests of a step, and of rows of a group."""
+    """The maximum numbers of rows and requests in a step, and the maximum number of rows in a draft group."""
 
     rows: int
     requests: int
@@ -138,8 +138,8 @@ def verify_sizes(kernels: Kernels, max_requests: int, max_rows: int) -> list[Ver
 
 
 def most_groups(sizes: Iterable[VerifySize]) -> dict[int, int]:
-    """Return the maximum number of groups in any of these steps, by the maximum number of rows in a group."""
-    found: dict[int, int] = {}
+    """Return a map from `group_rows` to the maximum number of draft groups in any of the `sizes` with it."""
+    maximum: dict[int, int] = {}
     for size in sizes:
-        found[size.group_rows] = max(found.get(size.group_rows, 0), size.groups.groups)
-    return found
+        maximum[size.group_rows] = max(maximum.get(size.group_rows, 0), size.groups.groups)
+    return maximum

@@ -87,7 +87,7 @@ def allocate_ends(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> 
     def empty(weight: Weight) -> Weight:
         if isinstance(weight, Tensor):
             return torch.empty_like(weight, device=device)
-        codes, scales, *offsets = (torch.empty_like(each, device=device) for each in weight.parts())
+        codes, scales, *offsets = (torch.empty_like(part, device=device) for part in weight.parts())
         return replace(weight, codes=codes, scales=scales, offsets=offsets[0] if offsets else None)
 
     embedding = empty(shapes.embedding)
@@ -141,7 +141,7 @@ def saved_bytes(spec: ModelSpec, item_bytes: int, *, on_cpu: bool) -> SavedBytes
 def packed_weights(spec: ModelSpec) -> PackedWeights:
     """Return the number and sizes of packed matrices, by the way in which GPUs multiply them.
 
-    Embeddings and experts do not count.
+    Embeddings and experts are not counted.
     """
     if spec.quantization is None:
         return PackedWeights()
@@ -150,8 +150,10 @@ def packed_weights(spec: ModelSpec) -> PackedWeights:
         for path, weight in named_weights(allocate_parameters(spec, torch.float32, _META))
         if isinstance(weight, PackedWeight) and len(weight.shape) == _MATRIX and path != "embedding"
     ]
-    unpacked = (each.shape.numel() for each in packed if not each.quantized_inputs)
-    float8 = (each.shape.numel() for each in packed if each.quantized_inputs and each.codes.dtype.is_floating_point)
+    unpacked = (matrix.shape.numel() for matrix in packed if not matrix.quantized_inputs)
+    float8 = (
+        matrix.shape.numel() for matrix in packed if matrix.quantized_inputs and matrix.codes.dtype.is_floating_point
+    )
     return PackedWeights(len(packed), sum(unpacked), sum(float8))
 
 
@@ -166,7 +168,7 @@ def quantized_weights(spec: ModelSpec) -> QuantizedWeights:
     shapes = _plain_parameters(spec, torch.float32, _META)
     paths = {id(weight.untyped_storage()): path for path, weight in named_weights(shapes) if isinstance(weight, Tensor)}
     schemes: dict[str, WeightScheme] = {}
-    found: dict[str, set[Packing | None]] = {}
+    formats: dict[str, set[Packing | None]] = {}
     stacked: dict[str, str] = {}
     for name, slot in slots_of(spec, shapes).items():
         assert isinstance(slot.tensor, Tensor)
@@ -174,9 +176,9 @@ def quantized_weights(spec: ModelSpec) -> QuantizedWeights:
         scheme = _scheme(spec, name, slot, path.rpartition(".")[2])
         if scheme is not None:
             schemes[name] = scheme
-        found.setdefault(path, set()).add(None if scheme is None else scheme.packing(slot.tensor.shape[-1]))
+        formats.setdefault(path, set()).add(None if scheme is None else scheme.packing(slot.tensor.shape[-1]))
     packings = {}
-    for path, forms in found.items():
+    for path, forms in formats.items():
         form = next(iter(forms))
         if len(forms) == 1 and form is not None and path.rpartition(".")[2] in _PACKED_FIELDS:
             packings[path] = form
@@ -217,20 +219,20 @@ def _empty_packed(shape: tuple[int, ...], packing: Packing, device: torch.device
     )
 
 
-def _mapped(found: _T, make: Callable[[str, Tensor], Weight], path: str = "") -> _T:
+def _mapped(tree: _T, make: Callable[[str, Tensor], Weight], path: str = "") -> _T:
     """Return a copy of a tree of dataclasses and tuples, with each tensor replaced by the result of `make`.
 
     `path` is the path of the tree's field, as in `named_weights`.
     """
-    result: Any = found
-    if isinstance(found, Tensor):
-        result = make(path, found)
-    elif isinstance(found, tuple):
-        result = tuple(_mapped(each, make, f"{path}.{number}") for number, each in enumerate(found))
-    elif is_dataclass(found):
+    result: Any = tree
+    if isinstance(tree, Tensor):
+        result = make(path, tree)
+    elif isinstance(tree, tuple):
+        result = tuple(_mapped(item, make, f"{path}.{number}") for number, item in enumerate(tree))
+    elif is_dataclass(tree):
         start = f"{path}." if path else ""
-        values = {each.name: _mapped(getattr(found, each.name), make, start + each.name) for each in fields(found)}
-        result = replace(found, **values)  # type: ignore[type-var]  # it is an instance
+        values = {field.name: _mapped(getattr(tree, field.name), make, start + field.name) for field in fields(tree)}
+        result = replace(tree, **values)  # type: ignore[type-var]  # it is an instance
     mapped: _T = result
     return mapped
 

@@ -90,7 +90,7 @@ class DecoderModel:
         scoring    computes log probabilities of prompt tokens; `drawn` then ends with the scored positions, whose
                    logits are not returned
 
-        If D = 0, it returns None and stops after storing the KV of the last layer.
+        If D = 0, returns None as soon as the KV of the last layer is stored.
         """
         for layout in reversed(layouts):
             self.kernels.begin_step(cache, layout)

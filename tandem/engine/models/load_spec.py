@@ -68,12 +68,12 @@ def parse_spec(config: Json, generation: Json | None = None) -> ModelSpec:
     check_limits(config)
     spec = family_of(config).parse(config)
     if quantization := _quantization(config):
-        found = parse_quantization(dict(quantization))
+        parsed = parse_quantization(dict(quantization))
         try:
-            check_patterns(found)
+            check_patterns(parsed)
         except re.error as error:
             raise ModelError(f"quantization_config names modules by {error.pattern!r}: {error}.") from error
-        spec = replace(spec, quantization=found)
+        spec = replace(spec, quantization=parsed)
     # Chat models may end a turn with a different token than a text; generation_config.json names it.
     ends = parse_eos(generation or {})
     return replace(spec, eos_token_ids=ends) if ends else spec

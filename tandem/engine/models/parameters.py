@@ -162,12 +162,12 @@ class StoredPart:
     def of(self, stored: Tensor, group: int = 1) -> Tensor:
         """Return this rank's part of `stored`: a tensor of `shape`, or the scales or offsets of a quantized weight.
 
-        Along the columns, `stored` has one value for each `group` elements of the weight.
+        `group` is the number of the weight's columns that share one value of `stored`, for example one scale.
         """
         if not self.ranges:
             return torch.zeros_like(stored)
         divisor = group if self.dim == 1 else 1
-        parts = [stored.narrow(self.dim, each.start // divisor, len(each) // divisor) for each in self.ranges]
+        parts = [stored.narrow(self.dim, span.start // divisor, len(span) // divisor) for span in self.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
 
@@ -195,48 +195,48 @@ def standard_slots(spec: ModelSpec, parameters: Parameters) -> dict[str, Paramet
 
     Most other models use these names as well.
     """
-    found = {
+    slots = {
         "model.embed_tokens.weight": ParameterSlot(parameters.embedding),
         "model.norm.weight": ParameterSlot(parameters.final_norm),
     }
     if not spec.tied_embeddings:
-        found["lm_head.weight"] = ParameterSlot(parameters.lm_head)
+        slots["lm_head.weight"] = ParameterSlot(parameters.lm_head)
     for number, (layer, weights) in enumerate(zip(spec.layers, parameters.layers, strict=True)):
         prefix = f"model.layers.{number}."
-        found |= {prefix + name: slot for name, slot in layer_slots(layer, weights).items()}
-    return found
+        slots |= {prefix + name: slot for name, slot in layer_slots(layer, weights).items()}
+    return slots
 
 
 def layer_slots(spec: LayerSpec, weights: LayerParameters) -> dict[str, ParameterSlot]:
     """Return the slots of one layer, by tensor name without the prefix `model.layers.N.`."""
-    found = {
+    slots = {
         "input_layernorm.weight": ParameterSlot(weights.input_norm),
         "post_attention_layernorm.weight": ParameterSlot(weights.feed_forward_norm),
     }
     attention, feed_forward = spec.attention, weights.feed_forward
     if isinstance(attention, GroupedQueryAttention) and isinstance(weights.attention, AttentionParameters):
-        found |= _attention_slots(attention, weights.attention)
+        slots |= _attention_slots(attention, weights.attention)
     if isinstance(feed_forward, DenseParameters):
-        return found | dense_slots("mlp.", feed_forward)
-    return found | expert_slots(feed_forward)
+        return slots | dense_slots("mlp.", feed_forward)
+    return slots | expert_slots(feed_forward)
 
 
 def dense_slots(prefix: str, weights: DenseParameters) -> dict[str, ParameterSlot]:
     """Return the slots of a feed-forward network whose gate and up matrices are stored separately."""
     gate, up = weights.gate_up.chunk(2)
-    found = {
+    slots = {
         f"{prefix}gate_proj.weight": ParameterSlot(gate),
         f"{prefix}up_proj.weight": ParameterSlot(up),
         f"{prefix}down_proj.weight": ParameterSlot(weights.down),
     }
     if weights.gate_up_bias is not None and weights.down_bias is not None:
         gate, up = weights.gate_up_bias.chunk(2)
-        found |= {
+        slots |= {
             f"{prefix}gate_proj.bias": ParameterSlot(gate),
             f"{prefix}up_proj.bias": ParameterSlot(up),
             f"{prefix}down_proj.bias": ParameterSlot(weights.down_bias, summed=True),
         }
-    return found
+    return slots
 
 
 def stacked_gate_up(weights: DenseParameters) -> ParameterSlot:
@@ -270,24 +270,24 @@ def renamed(slots: dict[str, ParameterSlot], names: Mapping[str, str]) -> dict[s
 
     In each name, the first key of `names` that it contains is replaced by that key's value.
     """
-    found = {}
+    result = {}
     for name, slot in slots.items():
         for old, new in names.items():
             if old in name:
                 name = name.replace(old, new)  # noqa: PLW2901
                 break
-        found[name] = slot
-    return found
+        result[name] = slot
+    return result
 
 
 def _attention_slots(spec: GroupedQueryAttention, weights: AttentionParameters) -> dict[str, ParameterSlot]:
     rows = spec.shape.qkv_rows
     names = [f"self_attn.{name}_proj" for name in "qkv"]
     stacked: Sequence[Weight] = weights.qkv.split_with_sizes(rows)
-    found = {f"{name}.weight": ParameterSlot(part) for name, part in zip(names, stacked, strict=True)}
+    slots = {f"{name}.weight": ParameterSlot(part) for name, part in zip(names, stacked, strict=True)}
     if weights.qkv_bias is not None:
         parts = weights.qkv_bias.split_with_sizes(rows)
-        found |= {f"{name}.bias": ParameterSlot(part) for name, part in zip(names, parts, strict=True)}
+        slots |= {f"{name}.bias": ParameterSlot(part) for name, part in zip(names, parts, strict=True)}
     single: dict[str, Weight | None] = {
         "o_proj.weight": weights.output,
         "o_proj.bias": weights.output_bias,
@@ -295,20 +295,20 @@ def _attention_slots(spec: GroupedQueryAttention, weights: AttentionParameters) 
         "k_norm.weight": weights.k_norm,
         "sinks": weights.sinks,
     }
-    return found | {
+    return slots | {
         f"self_attn.{name}": ParameterSlot(tensor, summed=name == "o_proj.bias")
         for name, tensor in single.items()
         if tensor is not None
     }
 
 
-def _walk(found: object, path: str) -> Iterator[tuple[str, Weight]]:
+def _walk(tree: object, path: str) -> Iterator[tuple[str, Weight]]:
     start = f"{path}." if path else ""
-    if isinstance(found, Tensor | PackedWeight):
-        yield path, found
-    elif isinstance(found, tuple):
-        for number, each in enumerate(found):
-            yield from _walk(each, f"{start}{number}")
-    elif is_dataclass(found):
-        for field in fields(found):
-            yield from _walk(getattr(found, field.name), start + field.name)
+    if isinstance(tree, Tensor | PackedWeight):
+        yield path, tree
+    elif isinstance(tree, tuple):
+        for number, item in enumerate(tree):
+            yield from _walk(item, f"{start}{number}")
+    elif is_dataclass(tree):
+        for field in fields(tree):
+            yield from _walk(getattr(tree, field.name), start + field.name)

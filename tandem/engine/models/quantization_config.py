@@ -110,14 +110,14 @@ def _fp8(config: Json) -> Quantization:
 
 def _modelopt(config: Json) -> Quantization:
     """Read ModelOpt's settings: those in config.json, or those under `quantization` in hf_quant_config.json."""
-    found = config.get("quantization") or config
-    algorithm = str(found.get("quant_algo") or "").upper()
+    settings = config.get("quantization") or config
+    algorithm = str(settings.get("quant_algo") or "").upper()
     if algorithm not in _MODELOPT_FP8:
         served = " and ".join(_MODELOPT_FP8)
         raise refusal(f"modelopt, {algorithm or 'no quant_algo'}", f"which is not supported; {served} are")
-    excluded = [str(each) for each in found.get("exclude_modules") or found.get("ignore") or ()]
-    skipped = tuple((_wildcards(each), None) for each in excluded if "*" in each)
-    plain = frozenset({_EMBEDDING, _OUTPUT, *(each for each in excluded if "*" not in each)})
+    excluded = [str(module) for module in settings.get("exclude_modules") or settings.get("ignore") or ()]
+    skipped = tuple((_wildcards(module), None) for module in excluded if "*" in module)
+    plain = frozenset({_EMBEDDING, _OUTPUT, *(module for module in excluded if "*" not in module)})
     scheme = WeightScheme(_FLOAT, Codes.FLOAT8, quantized_inputs=True)
     return Quantization("modelopt", (*skipped, (_EVERY, scheme)), plain)
 
@@ -131,7 +131,7 @@ def _fbgemm_fp8(config: Json) -> Quantization:
 def _auto_round(config: Json) -> Quantization:
     """Read AutoRound's settings in GPTQ's packing.
 
-    `extra_config` has different settings of some modules, by name or regular expression.
+    `extra_config` overrides the settings of some modules, which it gives by name or regular expression.
     """
     packing = config.get("packing_format") or config.get("backend")
     if packing not in _AUTO_ROUND_GPTQ or (config.get("data_type") or "int") != "int":
@@ -143,8 +143,8 @@ def _auto_round(config: Json) -> Quantization:
     for module, own in (config.get("extra_config") or {}).items():
         scheme = None if int(own.get("bits") or config["bits"]) >= 16 else _gptq({**base, **own}).rules[-1][1]
         rules.append((re.escape(module) if re.fullmatch(r"[\w.-]+", module) else module, scheme))
-    found = _gptq(base)
-    return Quantization("auto-round", (*rules, *found.rules), found.plain)
+    default = _gptq(base)
+    return Quantization("auto-round", (*rules, *default.rules), default.plain)
 
 
 def _gguf(config: Json) -> Quantization:
@@ -189,8 +189,8 @@ def _scheme_of_group(group: Json, stored: object) -> WeightScheme:
         raise refusal(f"{name}, {kind}{bits}", "which is not supported; int4, int8 and float8 are")
     codes = _BITS[bits] if kind == "int" else Codes.FLOAT8
     formats = {_PACKED: {Codes.INT4, Codes.INT8}, _INT: {Codes.INT8}, _FLOAT: {Codes.FLOAT8}}
-    found = (_FLOAT if kind == "float" else _INT) if stored == "naive-quantized" else stored
-    if found not in formats or codes not in formats[WeightFormat(str(found))]:
+    weight_format = (_FLOAT if kind == "float" else _INT) if stored == "naive-quantized" else stored
+    if weight_format not in formats or codes not in formats[WeightFormat(str(weight_format))]:
         raise refusal(f"{name}, {codes}", f"whose format is not supported; {', '.join(formats)} are")
     if strategy not in {"tensor", "channel", "group", "block"}:
         raise refusal(f"{name}, strategy {strategy}", "which is not supported")
@@ -198,7 +198,7 @@ def _scheme_of_group(group: Json, stored: object) -> WeightScheme:
     if strategy == "block":
         block_rows, columns = _block(name, "block_structure", weights.get("block_structure"))
     return WeightScheme(
-        WeightFormat(str(found)),
+        WeightFormat(str(weight_format)),
         codes,
         _group(name, columns) if strategy in {"group", "block"} else None,
         block_rows,
@@ -213,7 +213,7 @@ def _quantizes_inputs(weights: Json, inputs: Json) -> bool:
 
     Activations with other settings stay in 16 bits, which is more accurate.
     """
-    types = {(each.get("num_bits"), each.get("type") or "int") for each in (weights, inputs)}
+    types = {(settings.get("num_bits"), settings.get("type") or "int") for settings in (weights, inputs)}
     return types in ({(8, "int")}, {(8, "float")})
 
 
@@ -223,9 +223,9 @@ def _block(scheme: str, name: str, size: object) -> tuple[int, int]:
     Raises ModelError if one is below 1.
     """
     parts = size.split("x") if isinstance(size, str) else size
-    if not isinstance(parts, list) or len(parts) != 2 or min(found := [int(part) for part in parts]) < 1:
+    if not isinstance(parts, list) or len(parts) != 2 or min(sizes := [int(part) for part in parts]) < 1:
         raise refusal(f"{scheme}, {name} {size}", "which is not the size of a block, two numbers from 1 on")
-    return found[0], found[1]
+    return sizes[0], sizes[1]
 
 
 def _group(scheme: str, size: object) -> int | None:

@@ -25,11 +25,11 @@ def allocate_rank(spec: ModelSpec, rank: Rank, dtype: torch.dtype, device: torch
     if spec.tied_embeddings and rank.leads:
         whole = allocate_parameters(own, dtype, device)
         return replace(whole, lm_head=whole.embedding[: len(rows)])
-    found = allocate_parameters(replace(own, vocab_size=len(rows)), dtype, device)
+    parameters = allocate_parameters(replace(own, vocab_size=len(rows)), dtype, device)
     if spec.tied_embeddings:
-        return found
+        return parameters
     table = replace(own, layers=(), tied_embeddings=True)
-    return replace(found, embedding=allocate_parameters(table, dtype, device if rank.leads else _META).embedding)
+    return replace(parameters, embedding=allocate_parameters(table, dtype, device if rank.leads else _META).embedding)
 
 
 def rank_slots(spec: ModelSpec, rank: Rank, parameters: Parameters) -> dict[str, ParameterSlot]:

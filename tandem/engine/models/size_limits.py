@@ -1,6 +1,6 @@
 """Limits for the sizes in config.json.
 
-All published models are within them; just checking a model beyond them would take minutes.
+All published models are within these limits. For a larger model, the checks alone would take minutes.
 """
 
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ MAX_CONTEXT = 1 << 30
 Messages between processes store it in 32 bits.
 """
 _LAYERS, _EXPERTS = 1 << 10, 1 << 12
-"""The limits of layers and of experts per layer: eight times the largest published numbers."""
+"""Maximum numbers of layers, and of experts in a layer: eight times the largest published numbers."""
 _EXPERTS_OF_ALL_LAYERS = 1 << 15
-"""The limit of experts in all layers together; the largest published number is 23,040.
+"""Maximum number of experts in all layers together; the largest published number is 23,040.
 
 Each expert has three tensors, and reading a hundred thousand names takes a second.
 """

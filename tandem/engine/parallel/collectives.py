@@ -81,5 +81,5 @@ class GlooCollectives(Collectives):
         return part.new_empty(0, columns) if parts is None else torch.cat(parts, dim=1)[:, :columns]
 
     def close(self) -> None:
-        """Close the connections; otherwise this process would be aborted when another rank closes its connections."""
+        """Close the connections; without this, the process would be aborted when another rank closes its own."""
         dist.destroy_process_group()

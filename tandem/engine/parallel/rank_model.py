@@ -13,10 +13,10 @@ from tandem.engine.parallel.collectives import Collectives
 
 
 class RankProducts(Products):
-    """Computes a rank's matrix products with `base`, summed over all ranks where each has only a term.
+    """The matrix products of one rank, computed by `base`: the rank's kernels, with or without adapters.
 
-    `base` is the rank's kernels, with or without adapters. The inputs of `linear` and `linear_add` are divided among
-    the ranks, and so are the inner elements of each expert; each rank's output is therefore one term of a sum.
+    The inputs of `linear` and `linear_add` are divided among the ranks, and so are the inner elements of each expert.
+    The output of `base` is then only one term of a sum, and this class adds the terms of all ranks.
     """
 
     def __init__(self, base: Products, collectives: Collectives) -> None:

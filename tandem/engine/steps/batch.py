@@ -1,8 +1,9 @@
 """The batch of one step: rows of tokens; each row has consecutive tokens of one request.
 
 A decode row has one token; a prefill row is a chunk of a prompt. The engine tells them apart only by their length. Rows
-of one token are stored as columns that can be read like objects: a decode step of hundreds of rows is built, packed and
-sampled in a few array operations, while an object for each row would take longer than a small model's step.
+of one token are stored as columns, that is, one array for each field of a row, and can also be read as objects. So a
+decode step of hundreds of rows is built, packed and sampled in a few array operations; creating an object for each row
+would take longer than a small model's step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -77,8 +78,8 @@ class RowColumns(NamedTuple):
 class TokenRows(Sequence[StepRow]):
     """A sequence of rows of one token each.
 
-    The columns are built at the first access, before the next step is planned. A simulation never accesses them, so it
-    builds none.
+    The columns are built at the first access, which must happen before the next step is planned. The simulation never
+    accesses them, so they are not built there.
     """
 
     __slots__ = ("_columns", "_make", "_rows", "context_tokens")
@@ -197,7 +198,7 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """The token id that each row of a step has sampled; None for rows that sample no token.
+    """The result of a step: the sampled token id of each row, None for rows that sample no token.
 
     `logprobs` has one entry for each row, None for a row without log probabilities; it is empty if no row has log
     probabilities.
@@ -224,9 +225,10 @@ PendingStep = Callable[[], ModelRunnerOutput]
 
 
 def rows_of(drawn: Sequence[int], batch: StepBatch, logprobs: Sequence[TokenLogprobs | None] = ()) -> ModelRunnerOutput:
-    """Return the output of a step, in which the sampled tokens and log probabilities are assigned to their rows.
+    """Return the output of a step, with one entry for each row of `batch`.
 
-    `drawn` has one token for each row that samples a token, in row order; `logprobs` likewise, or it is empty.
+    `drawn` has the sampled tokens of only the rows that sample one, in row order. `logprobs` has one entry for each of
+    these tokens, or is empty if no row has log probabilities.
     """
     if not batch.chunks:
         return ModelRunnerOutput(drawn, logprobs)
@@ -238,5 +240,5 @@ def rows_of(drawn: Sequence[int], batch: StepBatch, logprobs: Sequence[TokenLogp
 
 
 def _at_their_rows(drawn: Sequence[_Drawn], chunks: Sequence[StepRow]) -> list[_Drawn | None]:
-    each = iter(drawn)
-    return [None if row.draw is None else next(each) for row in chunks]
+    remaining = iter(drawn)
+    return [None if row.draw is None else next(remaining) for row in chunks]

@@ -66,8 +66,8 @@ def check_chunks(rows: Sequence[StepRow], limits: StepLimits) -> int:
 def fill_chunks(into: Sections, batch: StepBatch, first: int, drawn_before: Sequence[int], limits: StepLimits) -> None:
     """Write the chunks of `batch` into the buffer, and padding after them.
 
-    They start at row and token number `first`. `drawn_before` is that of `StepPacker.pack`. Raises Internal if a token
-    id or page id is out of range.
+    The chunks start at row and token number `first`. `drawn_before` is that of `StepPacker.pack`. Raises Internal if a
+    token id or page id is out of range.
     """
     tokens, drawn = _fill_rows(into, batch, first, drawn_before, limits)
     _fill_empty_rows(into, first + len(batch.chunks), tokens, drawn)

@@ -50,7 +50,8 @@ def fill_draft_groups(batch: TokenRows, sizes: DraftGroupSizes, words: Words) ->
 def _fill_groups(slots, requests, rows, table):  # type: ignore[no-untyped-def]
     """Write groups of up to `rows` rows into table [groups + 1, FIELDS] int32.
 
-    `slots` [n] int64 are the slots of all rows; the first `requests` rows hold the requests' newest tokens.
+    `slots` [n] int64 are the slots of all rows. The first `requests` rows have the requests' newest tokens, the others
+    have draft tokens.
     """
     group, follow = 0, requests
     for request in range(requests):

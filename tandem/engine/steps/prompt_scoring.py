@@ -78,8 +78,8 @@ class StepPieces:
     def logits(self, hidden: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor | None:
         """Compute all logits, and return the logits of the rows that sample a token; None if no row samples one.
 
-        The logits of scored positions are computed piece by piece and dropped: the rank only contributes its part to
-        the first rank's logits. The arguments are those of `StepScoring.logits`.
+        The logits of scored positions are computed piece by piece and dropped, because this rank only has to take part
+        in the communication from which the first rank gets them. The arguments are those of `StepScoring.logits`.
         """
         scored = hidden[self.drawn :]
         for piece in self.pieces():
@@ -117,8 +117,8 @@ class StepScoring(StepPieces):
         hidden states. The call only launches kernels and never waits for the device.
         """
         scored, targets = hidden[self.drawn :], self._targets
-        found = [self._logprobs(project(scored[piece]), targets[piece], self._top) for piece in self.pieces()]
-        self._read = [(_to_host(values), _to_host(ids)) for values, ids in found]
+        scores = [self._logprobs(project(scored[piece]), targets[piece], self._top) for piece in self.pieces()]
+        self._read = [(_to_host(values), _to_host(ids)) for values, ids in scores]
         return project(hidden[: self.drawn]) if self.drawn else None
 
     def deliver(self) -> None:

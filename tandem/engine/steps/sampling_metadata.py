@@ -86,25 +86,25 @@ class SamplingMetadata(Sequence[SamplingInput]):
         """Return these sampling inputs as columns; if they are columns already, return them unchanged."""
         if isinstance(draws, SamplingMetadata):
             return draws
-        samplings = [draw.sampling for draw in draws]
-        histories = [draw.history for draw in draws]
-        settings = np.array([settings_of(each) for each in samplings], dtype=np.float64).reshape(-1, SETTINGS)
+        samplings = [sampling_input.sampling for sampling_input in draws]
+        histories = [sampling_input.history for sampling_input in draws]
+        settings = np.array([settings_of(sampling) for sampling in samplings], dtype=np.float64).reshape(-1, SETTINGS)
         return cls(
             samplings,
             histories,
             settings,
-            np.array([start_of(each.seed) for each in samplings], dtype=np.uint64),
-            np.array([draw.index for draw in draws], dtype=np.int64),
+            np.array([start_of(sampling.seed) for sampling in samplings], dtype=np.uint64),
+            np.array([sampling_input.index for sampling_input in draws], dtype=np.int64),
             all_greedy(settings),
             any(history is not None for history in histories),
-            any(each.logprobs is not None for each in samplings),
-            any(draw.index < draw.sampling.masked_tokens for draw in draws),
+            any(sampling.logprobs is not None for sampling in samplings),
+            any(sampling_input.index < sampling_input.sampling.masked_tokens for sampling_input in draws),
         )
 
     @property
     def constrained(self) -> bool:
         """True if the output of any row follows a grammar."""
-        return self.looks_back and any(each.grammar for each in self.samplings)
+        return self.looks_back and any(sampling.grammar for sampling in self.samplings)
 
     def numbers(self) -> NDArray[np.float64]:
         """Return the random number of each row: [n] in [0, 1), 0 for greedy rows."""

@@ -10,7 +10,7 @@ from tandem.engine.steps.step_packer import PackedStep
 
 
 def with_scoring(step: PackedStep, batch: StepBatch, logprobs: Logprobs) -> PackedStep:
-    """Add the prompt scoring of a `scored` batch to its packed step; `drawn` then includes the scored positions."""
+    """Return `step` with the prompt scoring of its `batch`, and with the scored positions appended to `drawn`."""
     rows: list[tuple[PromptScores, list[int]]] = []
     positions: list[int] = []
     first = len(batch.tokens)

@@ -1,8 +1,8 @@
 """The buffer of a step: the layout of its sections, and the compiled loop that fills them for rows of one token.
 
-The loop is compiled because the same work took about thirty NumPy calls per step. If the last step was ten milliseconds
-ago, the CPU spent nearly all of the time of these calls on fetching their code. The loop keeps the GIL, because another
-thread that took the GIL would delay the step for much longer than the loop runs.
+The loop is compiled because NumPy needs about thirty calls per step for the same work. In a step that starts ten
+milliseconds after the last one, the CPU spends nearly all of the time of these calls on fetching their code. The loop
+keeps the GIL, because another thread that took the GIL would delay the step for much longer than the loop runs.
 """
 
 from dataclasses import dataclass
@@ -168,9 +168,9 @@ SHORT_OF_PAGES, WRONG_TOKEN, WRONG_PAGE = range(3)
 _FAULTS = 3
 
 
-def decode_error(found: int) -> tuple[int, int]:
+def decode_error(code: int) -> tuple[int, int]:
     """Return the error and the row number that a result of `fill_rows` encodes; the result must not be OK."""
-    return found % _FAULTS, found // _FAULTS
+    return code % _FAULTS, code // _FAULTS
 
 
 def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a compiled function has no others
@@ -214,7 +214,7 @@ def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a compiled fu
     ids, slots, drawn = words[at[0] :], words[at[1] :], words[at[2] :]
     positions, from_rows, row_starts = int32_sections[at[4] :], int32_sections[at[5] :], int32_sections[at[6] :]
     contexts, into, adapted = int32_sections[at[7] :], int32_sections[at[8] :], int32_sections[at[9] :]
-    found = OK
+    code = OK
     for row in range(len(position_offset)):
         slot = slot_indices[row]
         position, has = position_offset[row] + step, page_counts[slot] // groups
@@ -222,7 +222,7 @@ def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a compiled fu
         if position < 0 or page >= has:
             return row * _FAULTS + SHORT_OF_PAGES
         if token_ids[row] < 0 or token_ids[row] >= vocab_size:
-            found = row * _FAULTS + WRONG_TOKEN
+            code = row * _FAULTS + WRONG_TOKEN
         source = sources[row]
         ids[row] = token_ids[row]
         drawn[row] = row
@@ -246,7 +246,7 @@ def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a compiled fu
                 into[first + index] = held_page
             into[first + used : first + width] = 0
         if wrong:
-            found = row * _FAULTS + WRONG_PAGE
+            code = row * _FAULTS + WRONG_PAGE
     for row in range(len(position_offset), end):
         ids[row] = positions[row] = contexts[row] = adapted[row] = 0
         from_rows[row] = -1
@@ -255,7 +255,7 @@ def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a compiled fu
         slots[group * group_slots + len(position_offset) : group * group_slots + end] = -1
         into[group * group_table + len(position_offset) * width : group * group_table + end * width] = 0
     row_starts[end] = end
-    return found
+    return code
 
 
 fill_rows: Any = cached_entry(_fill_rows, nogil=False)

@@ -118,7 +118,7 @@ class StepPacker:
         self, words: Words, sizes: StepSizes, rows: RowColumns, drawn_before: Sequence[int], end: int
     ) -> None:
         """Write the rows of one token, which come first in every section, and padding rows up to `end`."""
-        found = fill_rows(
+        code = fill_rows(
             words,
             sizes.starts,
             rows.position_offset,
@@ -134,8 +134,8 @@ class StepPacker:
             sizes.width,
             self._row_limits,
         )
-        if found != OK:
-            self._refuse(rows, *decode_error(found))
+        if code != OK:
+            self._refuse(rows, *decode_error(code))
 
     def _refuse(self, rows: RowColumns, fault: int, row: int) -> NoReturn:
         if fault == WRONG_TOKEN:

@@ -26,9 +26,9 @@ def family_of(config: Json) -> Family:
 
     Raises ModelError, which names the architecture and lists the supported ones.
     """
-    found = next((family for family in families() if _matches(family, config)), None)
-    if found is not None:
-        return found
+    match = next((family for family in families() if _matches(family, config)), None)
+    if match is not None:
+        return match
     named, kind = list(config.get("architectures") or ()), config.get("model_type")
     supported = sorted(name for family in families() for name in family.architectures)
     raise ModelError(

@@ -26,9 +26,9 @@ from tandem.engine.models.parameters import LatentParameters, Parameters, Parame
 from tandem.protocol.errors import ModelError
 
 _QUERY_RANK = 1536
-"""The query rank if config.json does not have the field, as in transformers.
+"""The query rank if config.json does not have `q_lora_rank`, as in transformers.
 
-If the field is null, queries have no low-rank projection.
+If `q_lora_rank` is null, queries have no low-rank projection.
 """
 _NORM_EPS = 1e-6
 """The epsilon of the norms of latents; config.json has only that of the other norms."""
@@ -104,8 +104,8 @@ def _attention(config: Json) -> LatentAttention:
 
 
 def _temperature(config: Json, rope: RopeConfig) -> float:
-    found = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    return yarn_temperature(rope.factor, float(found.get("mscale_all_dim") or 0.0))
+    scaling = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    return yarn_temperature(rope.factor, float(scaling.get("mscale_all_dim") or 0.0))
 
 
 def latent_slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
@@ -113,14 +113,14 @@ def latent_slots(spec: ModelSpec, parameters: Parameters) -> dict[str, Parameter
 
     Its checkpoints store the two rows of each rotated pair next to each other, so they are reordered.
     """
-    found = standard_slots(spec, parameters)
+    all_slots = standard_slots(spec, parameters)
     for number, (layer, weights) in enumerate(zip(spec.layers, parameters.layers, strict=True)):
         assert isinstance(layer.attention, LatentAttention)
         assert isinstance(weights.attention, LatentParameters)
         prefix = f"model.layers.{number}.self_attn."
         slots = _layer_slots(layer.attention, weights.attention)
-        found |= {prefix + name: slot for name, slot in slots.items()}
-    return found
+        all_slots |= {prefix + name: slot for name, slot in slots.items()}
+    return all_slots
 
 
 def _layer_slots(spec: LatentAttention, weights: LatentParameters) -> dict[str, ParameterSlot]:
@@ -129,7 +129,7 @@ def _layer_slots(spec: LatentAttention, weights: LatentParameters) -> dict[str, 
     first = weights.down.shape[0] - shape.cached
     queries = weights.down[:first] if weights.query_up is None else weights.query_up
     name = "q_proj" if weights.query_up is None else "q_b_proj"
-    found = {
+    slots = {
         f"{name}.weight": permute_rope_rows(
             ParameterSlot(queries), shape.heads, shape.query, slice(shape.nope, shape.query)
         ),
@@ -141,18 +141,18 @@ def _layer_slots(spec: LatentAttention, weights: LatentParameters) -> dict[str, 
         "o_proj.weight": ParameterSlot(weights.output),
     }
     if weights.query_norm is not None:
-        found |= {
+        slots |= {
             "q_a_proj.weight": ParameterSlot(weights.down[:first]),
             "q_a_layernorm.weight": ParameterSlot(weights.query_norm),
         }
     if weights.down_bias is not None and weights.output_bias is not None:
-        found["kv_a_proj_with_mqa.bias"] = permute_rope_rows(
+        slots["kv_a_proj_with_mqa.bias"] = permute_rope_rows(
             ParameterSlot(weights.down_bias[first:]), 1, shape.cached, rotated_key
         )
-        found["o_proj.bias"] = ParameterSlot(weights.output_bias, summed=True)
+        slots["o_proj.bias"] = ParameterSlot(weights.output_bias, summed=True)
         if weights.query_norm is not None:
-            found["q_a_proj.bias"] = ParameterSlot(weights.down_bias[:first])
-    return found
+            slots["q_a_proj.bias"] = ParameterSlot(weights.down_bias[:first])
+    return slots
 
 
 FAMILY = Family(("DeepseekV2ForCausalLM",), ("deepseek_v2",), _parse, latent_slots)

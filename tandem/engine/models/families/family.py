@@ -56,7 +56,7 @@ def parse_dense(config: Json, *, bias: bool = False, activation: str = "silu") -
 
 
 def with_dense(config: Json, layers: Sequence[LayerSpec], numbers: Container[int]) -> list[LayerSpec]:
-    """Return the layers of a mixture-of-experts model, in which the layers in `numbers` become dense."""
+    """Return `layers` with the experts replaced by a dense network in the layers whose numbers are in `numbers`."""
     dense = [number for number in range(len(layers)) if number in numbers]
     if not dense:
         return list(layers)
@@ -89,9 +89,12 @@ def parse_expert_count(config: Json) -> int:
 
 
 def parse_shape(config: Json, *, head_dim: int | None = None, scale: float | None = None) -> AttentionShape:
-    """Return the heads, dimensions and scale of attention, without a window; `head_dim` is the family's default.
+    """Return the shape of attention without a window; `head_dim` is the family's default.
 
-    Raises ModelError if the numbers do not fit together.
+    The scale is `scale`; None = 1 / √(head dimension).
+
+    Raises ModelError if the number of KV heads does not divide the number of heads, or if the number of rotated
+    dimensions is odd, below 1, or above the head dimension.
     """
     heads = int(config["num_attention_heads"])
     kv_heads = int(config.get("num_key_value_heads") or heads)
@@ -136,7 +139,7 @@ def parse_softcap(config: Json, name: str, default: float | None = None) -> floa
 def windows_by_type(config: Json, window: int | None, default: Callable[[int], str]) -> tuple[int | None, ...]:
     """Return each layer's sliding window, None for full attention.
 
-    The attention type of each layer is in `layer_types` or, if that is missing, `default` of the layer's number.
+    A layer's attention type is taken from `layer_types`; if that is missing, it is `default(number of the layer)`.
     """
     layers = int(config["num_hidden_layers"])
     kinds: Sequence[str] = config.get("layer_types") or [default(number) for number in range(layers)]
@@ -152,10 +155,10 @@ def windows_by_type(config: Json, window: int | None, default: Callable[[int], s
 
 def parse_eos(config: Json) -> tuple[int, ...]:
     """Return the ids of the end-of-sequence tokens."""
-    found = config.get("eos_token_id")
-    if found is None:
+    token_ids = config.get("eos_token_id")
+    if token_ids is None:
         return ()
-    return tuple(int(each) for each in found) if isinstance(found, list) else (int(found),)
+    return tuple(int(token_id) for token_id in token_ids) if isinstance(token_ids, list) else (int(token_ids),)
 
 
 def make_model(
@@ -230,7 +233,7 @@ def grouped_layers(
 
 
 def _max_context(config: Json, ropes: Sequence[RopeConfig]) -> int:
-    """Return the maximum context length; with YaRN, config.json may have the length before scaling."""
+    """Return the maximum context length: the stated one or, if longer, the one to which YaRN extends it."""
     stated = int(config["max_position_embeddings"])
     stretched = (int(rope.original_context * rope.factor) for rope in ropes if rope.kind == "yarn")
     longest = max([stated, *stretched])

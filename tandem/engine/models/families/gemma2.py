@@ -35,8 +35,8 @@ def gemma_model(config: Json, architecture: str, layers: Sequence[LayerSpec]) ->
 
 def gemma_slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
     """Return the slots of a model with output norms; its checkpoints store norm weights minus 1."""
-    found = standard_slots(spec, parameters)
-    named = renamed(found, {"post_attention_layernorm": "pre_feedforward_layernorm"})
+    slots = standard_slots(spec, parameters)
+    named = renamed(slots, {"post_attention_layernorm": "pre_feedforward_layernorm"})
     for number, weights in enumerate(parameters.layers):
         prefix = f"model.layers.{number}."
         assert weights.attention_output_norm is not None

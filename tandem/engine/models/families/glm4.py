@@ -28,7 +28,7 @@ def _parse(config: Json) -> ModelSpec:
 
 def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
     every = standard_slots(spec, parameters).items()
-    found = {name: slot for name, slot in every if "gate_proj" not in name and "up_proj" not in name}
+    slots = {name: slot for name, slot in every if "gate_proj" not in name and "up_proj" not in name}
     for number, (layer, weights) in enumerate(zip(spec.layers, parameters.layers, strict=True)):
         assert isinstance(layer.attention, GroupedQueryAttention)
         assert isinstance(weights.feed_forward, DenseParameters)
@@ -38,14 +38,14 @@ def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
         for name, heads in (("q_proj", shape.heads), ("k_proj", shape.kv_heads)):
             for kind in ("weight", "bias"):
                 key = f"{prefix}self_attn.{name}.{kind}"
-                if key in found:
-                    found[key] = permute_rope_rows(found[key], heads, shape.head_dim, slice(0, shape.rotated))
-        found |= {
+                if key in slots:
+                    slots[key] = permute_rope_rows(slots[key], heads, shape.head_dim, slice(0, shape.rotated))
+        slots |= {
             f"{prefix}mlp.gate_up_proj.weight": stacked_gate_up(weights.feed_forward),
             f"{prefix}post_self_attn_layernorm.weight": ParameterSlot(weights.attention_output_norm),
             f"{prefix}post_mlp_layernorm.weight": ParameterSlot(weights.feed_forward_output_norm),
         }
-    return found
+    return slots
 
 
 FAMILY = Family(("Glm4ForCausalLM",), ("glm4",), _parse, _slots)

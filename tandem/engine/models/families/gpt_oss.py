@@ -73,7 +73,7 @@ def _with_sinks(layer: LayerSpec) -> LayerSpec:
 
 
 def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
-    found = {name: slot for name, slot in standard_slots(spec, parameters).items() if ".mlp." not in name}
+    slots = {name: slot for name, slot in standard_slots(spec, parameters).items() if ".mlp." not in name}
     for number, weights in enumerate(parameters.layers):
         experts = weights.feed_forward
         assert isinstance(experts, Experts)
@@ -82,7 +82,7 @@ def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
         assert experts.down_bias is not None
         count, inner, hidden = experts.gate_up.shape
         prefix = f"model.layers.{number}.mlp."
-        found |= {
+        slots |= {
             f"{prefix}router.weight": ParameterSlot(experts.router),
             f"{prefix}router.bias": ParameterSlot(experts.router_bias),
             f"{prefix}experts.gate_up_proj": ParameterSlot(experts.gate_up, _split_columns, (count, hidden, inner)),
@@ -90,7 +90,7 @@ def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
             f"{prefix}experts.down_proj": ParameterSlot(experts.down, _transposed, (count, inner // 2, hidden)),
             f"{prefix}experts.down_proj_bias": ParameterSlot(experts.down_bias, summed=True),
         }
-    return found
+    return slots
 
 
 def _split(stored: Tensor) -> Tensor:

@@ -31,17 +31,17 @@ def _parse(config: Json) -> ModelSpec:
 
 def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
     every = standard_slots(spec, parameters).items()
-    found = {name: slot for name, slot in every if not any(part in name for part in _APART)}
+    slots = {name: slot for name, slot in every if not any(part in name for part in _APART)}
     for number, (layer, weights) in enumerate(zip(spec.layers, parameters.layers, strict=True)):
         assert isinstance(layer.attention, GroupedQueryAttention)
         assert isinstance(weights.attention, AttentionParameters)
         assert isinstance(weights.feed_forward, DenseParameters)
         prefix = f"model.layers.{number}."
-        found[f"{prefix}self_attn.qkv_proj.weight"] = ParameterSlot(
+        slots[f"{prefix}self_attn.qkv_proj.weight"] = ParameterSlot(
             weights.attention.qkv, stacked=layer.attention.shape.qkv_rows
         )
-        found[f"{prefix}mlp.gate_up_proj.weight"] = stacked_gate_up(weights.feed_forward)
-    return found
+        slots[f"{prefix}mlp.gate_up_proj.weight"] = stacked_gate_up(weights.feed_forward)
+    return slots
 
 
 FAMILY = Family(("Phi3ForCausalLM",), ("phi3",), _parse, _slots)
