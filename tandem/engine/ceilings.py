@@ -110,7 +110,7 @@ def _of_cpu(dtype: torch.dtype, threads: int | None) -> tuple[float, float]:
     try:
         with ThreadPoolExecutor(count, "ceilings") as pool:
             read_s = _rounds(pool, _readers(pool, count))
-            product_s = min(_rounds(pool, [_product(each)] * count) for each in {dtype, torch.float32})
+            product_s = min(_rounds(pool, [_product(candidate)] * count) for candidate in {dtype, torch.float32})
     finally:
         torch.set_num_threads(before)
     return count * 2 * _CPU_MATRIX**3 / product_s, _CPU_READ_BYTES // count * count / read_s

@@ -72,7 +72,9 @@ class GrammarMasks:
         self._compute({history: draws.samplings[row].grammar for history, row in first.items()})
         drafts = (draws.indices[rows] - draws.indices[newest]).tolist()
         words = -(-vocab_size // 32)
-        bits = [self._bits(_history(draws, row), each, words) for row, each in zip(rows, drafts, strict=True)]
+        bits = [
+            self._bits(_history(draws, row), row_drafts, words) for row, row_drafts in zip(rows, drafts, strict=True)
+        ]
         sent = _sent(torch.from_numpy(np.stack(bits)), device)
         shifts = torch.arange(32, dtype=torch.int32, device=device)
         forbidden = ((sent.unsqueeze(-1) >> shifts) & 1 == 0).flatten(1)[:, :vocab_size]

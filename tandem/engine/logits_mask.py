@@ -20,13 +20,13 @@ def additions(draws: Sequence[SamplingInput], eos_token_ids: Sequence[int]) -> t
 
     Each pair of row and token occurs once. The addend of a token that would end an output too early is -inf.
     """
-    found: dict[tuple[int, int], float] = {}
-    for row, draw in enumerate(draws):
-        found.update({(row, token_id): bias for token_id, bias in draw.sampling.logit_bias})
-        if draw.index < draw.sampling.min_tokens:
-            ends = (*draw.sampling.stop_token_ids, *eos_token_ids)
-            found.update({(row, token_id): -math.inf for token_id in ends})
-    return [row for row, _ in found], [token_id for _, token_id in found], list(found.values())
+    addends: dict[tuple[int, int], float] = {}
+    for row, sampling_input in enumerate(draws):
+        addends.update({(row, token_id): bias for token_id, bias in sampling_input.sampling.logit_bias})
+        if sampling_input.index < sampling_input.sampling.min_tokens:
+            ends = (*sampling_input.sampling.stop_token_ids, *eos_token_ids)
+            addends.update({(row, token_id): -math.inf for token_id in ends})
+    return [row for row, _ in addends], [token_id for _, token_id in addends], list(addends.values())
 
 
 def masked(logits: Tensor, draws: Sequence[SamplingInput], eos_token_ids: Sequence[int]) -> Tensor:

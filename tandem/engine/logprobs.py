@@ -16,7 +16,7 @@ def score(logits: Tensor, draws: Sequence[SamplingInput], tokens: Tensor) -> lis
 
     `logits` [rows, vocab] are the unchanged logits of the model.
     """
-    asking = [row for row, draw in enumerate(draws) if wants_logprobs(draw)]
+    asking = [row for row, sampling_input in enumerate(draws) if wants_logprobs(sampling_input)]
     if not asking:
         return []
     most = max(draws[row].sampling.logprobs or 0 for row in asking)
@@ -53,12 +53,15 @@ def scores_of(
     the most likely tokens. All entries have the maximum number of most likely tokens that any row wants.
     """
     scores = iter(zip(values, top_ids, strict=True))
-    return [_score(each.sampling.logprobs, *next(scores)) if wants_logprobs(each) else None for each in draws]
+    return [
+        _score(sampling_input.sampling.logprobs, *next(scores)) if wants_logprobs(sampling_input) else None
+        for sampling_input in draws
+    ]
 
 
-def wants_logprobs(draw: SamplingInput) -> bool:
+def wants_logprobs(sampling_input: SamplingInput) -> bool:
     """Return True if the request of this sampling input wants log probabilities."""
-    return draw.sampling.logprobs is not None
+    return sampling_input.sampling.logprobs is not None
 
 
 def _score(top: int | None, values: Sequence[float], top_ids: Sequence[int]) -> TokenLogprobs:

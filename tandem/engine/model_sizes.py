@@ -70,8 +70,10 @@ def active_weights(spec: ModelSpec) -> int:
 def total_weights(spec: ModelSpec) -> int:
     """Return the number of elements of all matrices, including the embedding; tied embeddings count once."""
     matrices = spec.vocab_size * spec.hidden_size * (1 if spec.tied_embeddings else 2)
-    each = (_dense_weights(layer, spec.hidden_size) + expert_weights(layer, spec.hidden_size) for layer in spec.layers)
-    return matrices + sum(each)
+    counts = (
+        _dense_weights(layer, spec.hidden_size) + expert_weights(layer, spec.hidden_size) for layer in spec.layers
+    )
+    return matrices + sum(counts)
 
 
 def matrix_bytes(spec: ModelSpec, item_bytes: int, *, on_cpu: bool = False) -> int:

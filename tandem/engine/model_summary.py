@@ -39,7 +39,7 @@ def _attention(spec: ModelSpec) -> Iterator[str]:
     The first parts are the number of layers with each sliding window, and without one; then come sinks and latents.
     """
     windows = Counter(map(window_of, spec.layers))
-    for number, (window, layers) in enumerate(sorted(windows.items(), key=lambda each: each[0] or spec.max_context)):
+    for number, (window, layers) in enumerate(sorted(windows.items(), key=lambda item: item[0] or spec.max_context)):
         seen = "all" if window is None else f"{window:,}"
         yield f"{layers} {seen}" if number else f"{layers} layers see {seen} tokens"
     if any(isinstance(layer.attention, GroupedQueryAttention) and layer.attention.sinks for layer in spec.layers):

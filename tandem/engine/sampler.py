@@ -41,7 +41,11 @@ def sample(
     if draws.greedy:
         return tokens
     drawn = zip(tokens.tolist(), draws, strict=True)
-    random = [row for row, (token, draw) in enumerate(drawn) if draw.sampling.temperature > 0 and token != NO_TOKEN]
+    random = [
+        row
+        for row, (token, sampling_input) in enumerate(drawn)
+        if sampling_input.sampling.temperature > 0 and token != NO_TOKEN
+    ]
     plain = [row for row in random if not has_filters(draws[row].sampling)]
     filtered = [row for row in random if has_filters(draws[row].sampling)]
     if plain:
@@ -60,9 +64,13 @@ def _soften(logits: Tensor, peaks: Tensor, draws: Sequence[SamplingInput]) -> tu
     """
     wide = logits.float()
     # The maximum is subtracted first, and the temperature is kept above zero, so that nothing overflows.
-    temperature = column([draw.sampling.temperature for draw in draws], wide).float().clamp(min=1e-30)
+    temperature = (
+        column([sampling_input.sampling.temperature for sampling_input in draws], wide).float().clamp(min=1e-30)
+    )
     probabilities = torch.softmax((wide - peaks) / temperature, dim=-1)
-    return probabilities, column([uniform(draw.sampling.seed, draw.index) for draw in draws], wide)
+    return probabilities, column(
+        [uniform(sampling_input.sampling.seed, sampling_input.index) for sampling_input in draws], wide
+    )
 
 
 def _argmax(logits: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def draw_filtered(
     rows, vocab = probabilities.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=probabilities.device)
     open_rows = list(range(rows))
-    for count in [*(each for each in candidates if each < vocab), vocab]:
+    for count in [*(size for size in candidates if size < vocab), vocab]:
         weights, ids, settled = keep_best(probabilities[open_rows], [params[row] for row in open_rows], count)
         places = invert(weights, numbers[open_rows]).unsqueeze(-1)
         tokens[open_rows] = ids.gather(-1, places).squeeze(-1)
@@ -53,9 +53,9 @@ def keep_best(probabilities: Tensor, params: Sequence[SamplingParams], count: in
     """
     vocab = probabilities.shape[-1]
     best, ids = _rank(probabilities, count)
-    top_k = column([min(each.top_k or vocab, vocab) for each in params], best).long()
-    top_p = column([each.top_p for each in params], best)
-    min_p = column([each.min_p for each in params], best)
+    top_k = column([min(sampling.top_k or vocab, vocab) for sampling in params], best).long()
+    top_p = column([sampling.top_p for sampling in params], best)
+    min_p = column([sampling.min_p for sampling in params], best)
     cumulative = best.cumsum(dim=-1, dtype=torch.float64)
     of_top_k = cumulative.gather(-1, top_k.clamp(max=count) - 1)
     total = torch.where(top_k < vocab, of_top_k, torch.ones_like(of_top_k))
@@ -108,9 +108,9 @@ def penalize(logits: Tensor, draws: Sequence[SamplingInput]) -> Tensor:
     if not SamplingMetadata.of(draws).looks_back:
         return logits
     penalized = logits.to(torch.float32, copy=True)
-    for row, draw in zip(penalized, draws, strict=True):
-        if draw.history is not None and draw.sampling.penalized:
-            _penalize_row(row, draw.sampling, draw.history)
+    for row, sampling_input in zip(penalized, draws, strict=True):
+        if sampling_input.history is not None and sampling_input.sampling.penalized:
+            _penalize_row(row, sampling_input.sampling, sampling_input.history)
     return penalized
 
 

@@ -82,7 +82,7 @@ def read_updates(path: Path) -> Mapping[str, LowRank]:
         if not (path / name).is_file():
             raise ModelError(f"{path} is no adapter: it has no {name}; save it with peft in the safetensors format.")
     config = _read_config(path / CONFIG)
-    found: dict[str, dict[str, TensorEntry]] = {}
+    modules: dict[str, dict[str, TensorEntry]] = {}
     for name, entry in read_header(path / WEIGHTS, _HEADER_BYTES).items():
         match = _TENSOR.fullmatch(name)
         if match is None:
@@ -91,11 +91,11 @@ def read_updates(path: Path) -> Mapping[str, LowRank]:
             )
         if entry.dtype not in _FLOATS:
             raise ModelError(f"{path / WEIGHTS}: {name} is stored as {entry.dtype}, not in 16, 32 or 64 bits.")
-        found.setdefault(match["module"], {})[match["matrix"]] = entry
-    if not found:
+        modules.setdefault(match["module"], {})[match["matrix"]] = entry
+    if not modules:
         raise ModelError(f"{path / WEIGHTS} has no tensors.")
     scales = _Scales(config)
-    return {module: _update(path, module, pair, scales) for module, pair in found.items()}
+    return {module: _update(path, module, pair, scales) for module, pair in modules.items()}
 
 
 def _read_config(file: Path) -> dict[str, Any]:
@@ -173,13 +173,13 @@ def _is_finite(number: object) -> bool:
 
 
 def _compiled(patterns: Mapping[str, object]) -> _Patterns:
-    found = []
+    compiled = []
     for pattern, value in patterns.items():
         try:
-            found.append((re.compile(rf"(?:.*\.)?(?:{pattern})"), value))
+            compiled.append((re.compile(rf"(?:.*\.)?(?:{pattern})"), value))
         except re.error as error:
             raise ModelError(f"{CONFIG}: the pattern {shown(pattern)} is no regular expression ({error}).") from error
-    return found
+    return compiled
 
 
 def _first(module: str, patterns: _Patterns, default: object) -> Any:

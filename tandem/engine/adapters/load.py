@@ -51,8 +51,8 @@ class AdapterTables:
         Any thread may call it. No step may use the slot during the call.
         """
         by_product: dict[int, list[PlacedUpdate]] = defaultdict(list)
-        for each in updates:
-            by_product[each.slot.product].append(each)
+        for update in updates:
+            by_product[update.slot.product].append(update)
         with torch.inference_mode(), self._beside_steps():
             for number, tables in self._tables.items():
                 a, b = _matrices(tables, by_product[number])
@@ -88,17 +88,17 @@ def _matrices(tables: LoraTables, updates: Sequence[PlacedUpdate]) -> tuple[Tens
     If a module's rows overlap several parts of the stacked weight, the module's A is repeated for each of these parts.
     """
     rank = tables.rank
-    into_a, into_b = (torch.zeros(each.shape[1:], dtype=each.dtype) for each in (tables.a, tables.b))
-    for each in updates:
-        update, slot = each.update, each.slot
+    into_a, into_b = (torch.zeros(table.shape[1:], dtype=table.dtype) for table in (tables.a, tables.b))
+    for placed in updates:
+        update, slot = placed.update, placed.slot
         a, b = (torch.empty(entry.shape, dtype=torch.float32) for entry in (update.a, update.b))
         read_tensors({"a": update.a, "b": update.b}, {"a": a, "b": b})
         if slot.transform is not None:
             b = slot.transform(b)
         b.mul_(update.scale)
         for matrix, entry in ((a, update.a), (b, update.b)):
-            check_range(matrix, tables.b.dtype, f"{entry.file}: the update of {each.module}")
-        _check_size(each, a, b, tables.b.dtype)
+            check_range(matrix, tables.b.dtype, f"{entry.file}: the update of {placed.module}")
+        _check_size(placed, a, b, tables.b.dtype)
         end = slot.first + len(b)
         into_b[slot.first : end, : update.rank] = b.to(into_b)
         for part, rows in enumerate(tables.part_rows):
@@ -155,7 +155,7 @@ def load_adapters(config: EngineConfig, spec: ModelSpec, parameters: Parameters)
     changed: Sequence[int] = range(len(modules.products))
     count, rank = config.max_loras, config.max_lora_rank
     if not config.runtime_loras:
-        changed = sorted({update.slot.product for each in placed for update in each})
+        changed = sorted({update.slot.product for updates in placed for update in updates})
         count, rank = len(folders), max(folder.rank for folder in folders)
     device = parameters.final_norm.device
     tables = AdapterTables(
@@ -182,7 +182,7 @@ def slot_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> int
     if not config.runtime_loras:
         return 0
     products = adapted_modules(spec, allocate_parameters(spec, torch.float32, torch.device("meta"))).products
-    elements = sum(len(each.part_ends) * each.shape[1] + each.shape[0] for each in products)
+    elements = sum(len(product.part_ends) * product.shape[1] + product.shape[0] for product in products)
     return config.max_loras * _padded(config.max_lora_rank) * elements * dtype.itemsize
 
 

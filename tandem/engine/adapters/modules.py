@@ -96,12 +96,12 @@ def adapted_modules(spec: ModelSpec, parameters: Parameters) -> AdaptedModules:
         by_storage[_storage(codes)].append((len(products), codes))
         n, k = weight.shape
         products.append(Product(id(weight), (n, k), part_ends))
-    found = {
+    modules = {
         name.removesuffix(_SUFFIX): _module_slot(slot, by_storage.get(_storage(_codes(slot.tensor)), ()))
         for name, slot in slots_of(spec, parameters).items()
         if name.endswith(_SUFFIX)
     }
-    return AdaptedModules(tuple(products), found)
+    return AdaptedModules(tuple(products), modules)
 
 
 def _module_slot(slot: ParameterSlot, stacked: list[tuple[int, Tensor]] | tuple[()]) -> ModuleSlot | None:

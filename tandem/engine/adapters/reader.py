@@ -74,7 +74,7 @@ def _read_apart(path: Path) -> Mapping[str, LowRank]:
 
 
 def _update(file: Path, a: Mapping[str, Any], b: Mapping[str, Any], scale: float) -> LowRank:
-    first, second = (TensorEntry(file, each["dtype"], tuple(each["shape"]), each["start"]) for each in (a, b))
+    first, second = (TensorEntry(file, entry["dtype"], tuple(entry["shape"]), entry["start"]) for entry in (a, b))
     return LowRank(first, second, scale)
 
 
@@ -98,7 +98,9 @@ def _reply(path: Path) -> Mapping[str, object]:
     # A malformed file may cause any exception.
     except Exception as error:
         return {"error": f"{path} cannot be read as an adapter ({type(error).__name__}: {error}); save it again."}
-    described = {module: [_described(each.a), _described(each.b), each.scale] for module, each in updates.items()}
+    described = {
+        module: [_described(update.a), _described(update.b), update.scale] for module, update in updates.items()
+    }
     return {"updates": described}
 
 

@@ -88,7 +88,7 @@ class AdapterSlots:
             for number, adapter in adapters.items():
                 if adapter is not None and adapter.identity == identity:
                     return number
-            for number, adapter in sorted(adapters.items(), key=lambda each: each[1] is not None):
+            for number, adapter in sorted(adapters.items(), key=lambda entry: entry[1] is not None):
                 if adapter is None or adapter.identity not in used:
                     self._slots[number] = _Slot(taken=True)
                     return number
@@ -114,10 +114,10 @@ class AdapterSlots:
     def unload(self, name: str) -> bool:
         """Remove an adapter from the list; return True if it was listed."""
         with self._lock:
-            found = [slot for slot in self._slots if slot.listed and slot.adapter and slot.adapter.name == name]
-            for slot in found:
+            listed = [slot for slot in self._slots if slot.listed and slot.adapter and slot.adapter.name == name]
+            for slot in listed:
                 slot.listed = False
-            return bool(found)
+            return bool(listed)
 
     @property
     def _loader(self) -> AdapterFiles:
@@ -128,7 +128,7 @@ class AdapterSlots:
         return self._files
 
     def _find(self, identity: str) -> int:
-        for number, slot in sorted(enumerate(self._slots), key=lambda each: not each[1].listed):
+        for number, slot in sorted(enumerate(self._slots), key=lambda entry: not entry[1].listed):
             if slot.adapter is not None and slot.adapter.identity == identity:
                 return number
         raise NotFound(f"no adapter with the hash {identity[:64]} is loaded here; it was unloaded")

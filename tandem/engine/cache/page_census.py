@@ -63,13 +63,13 @@ class PageCensus:
         places: dict[int, list[str]] = {page: [] for page in range(self.total)}
         for place, page in self._places():
             places.setdefault(page, []).append(place)
-        for page, found in places.items():
+        for page, states in places.items():
             if not 0 <= page < self.total:
-                yield f"page {page} ({found[0]}) is not one of {self.total}"
-            elif not found:
+                yield f"page {page} ({states[0]}) is not one of {self.total}"
+            elif not states:
                 yield f"page {page} is lost: in no state"
-            elif len(found) > 1:
-                yield f"page {page} is in {len(found)} states: {', '.join(found)}"
+            elif len(states) > 1:
+                yield f"page {page} is in {len(states)} states: {', '.join(states)}"
         there = len(self.free) + len(self.cached)
         if not 0 <= self.reserved <= there:
             yield f"{self.reserved} pages are reserved and {there} are free"

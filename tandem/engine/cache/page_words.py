@@ -36,7 +36,7 @@ def as_words(cache: KvCache) -> PageWords:
     codes = codes_of(cache)
     pages, layers, parts, kv_heads, page_tokens, head_dim = codes.shape
     # The stride of a dimension of size 1 carries no information, so such dimensions are sorted apart from the others.
-    outer = sorted((1, 2, 3), key=lambda each: (codes.shape[each] == 1, codes.stride(each)), reverse=True)
+    outer = sorted((1, 2, 3), key=lambda dim: (codes.shape[dim] == 1, codes.stride(dim)), reverse=True)
     bytes_of_token = head_dim * codes.element_size()
     if bytes_of_token % WORD_BYTES:
         raise ValueError(f"heads of {head_dim} elements of {codes.dtype} are not whole words of {WORD_BYTES} bytes")

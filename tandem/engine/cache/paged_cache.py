@@ -51,7 +51,7 @@ class PagedCache:
         group = self.groups[0]
         self.layers, self.parts, self.kv_heads, self.head_dim = group.depth, group.parts, group.heads, group.dim
         self.page_tokens = page_tokens
-        self.kv_pages = KvPages(page_tokens, tuple(each.window for each in self.groups), step_tokens)
+        self.kv_pages = KvPages(page_tokens, tuple(kv_group.window for kv_group in self.groups), step_tokens)
         self.item_bytes = dtype.itemsize
         self.scale_bytes = SCALE_BYTES if is_quantized(dtype) else 0
         self.pages = capacity_bytes // page_bytes(spec, page_tokens, dtype) - _SCRATCH_PAGES

@@ -448,8 +448,8 @@ class PrefixCache:
         if group in self._full or not others:
             del self._nodes[digest]
             self._log.removed(digest)
-            for other in others:
-                del self._digests[other]
+            for other_page in others:
+                del self._digests[other_page]
             self.pool.drop_cached(others)
 
     def _faults(self) -> Iterator[str]:

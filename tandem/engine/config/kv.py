@@ -74,10 +74,10 @@ def window_of(layer: LayerSpec) -> int | None:
 
 def _classes(layers: Sequence[LayerSpec]) -> Mapping[int | None, list[int]]:
     """Return the numbers of the layers with each window; layers without a window (None) come first."""
-    found: dict[int | None, list[int]] = defaultdict(list)
+    numbers: dict[int | None, list[int]] = defaultdict(list)
     for number, layer in enumerate(layers):
-        found[window_of(layer)].append(number)
-    return {window: found[window] for window in sorted(found, key=lambda window: window or 0)}
+        numbers[window_of(layer)].append(number)
+    return {window: numbers[window] for window in sorted(numbers, key=lambda window: window or 0)}
 
 
 def _depth(sizes: Mapping[int | None, int], max_context: int) -> int:

@@ -146,26 +146,34 @@ class ModelSpec:
     @property
     def attention_shapes(self) -> tuple[AttentionShape, ...]:
         """The distinct shapes of the layers with grouped-query attention, in the order of the layers."""
-        found = (layer.attention for layer in self.layers)
-        return tuple(dict.fromkeys(each.shape for each in found if isinstance(each, GroupedQueryAttention)))
+        attentions = (layer.attention for layer in self.layers)
+        return tuple(
+            dict.fromkeys(attention.shape for attention in attentions if isinstance(attention, GroupedQueryAttention))
+        )
 
     @property
     def latent_shapes(self) -> tuple[LatentShape, ...]:
         """The distinct shapes of the layers with latent attention, in the order of the layers."""
-        found = (layer.attention for layer in self.layers)
-        return tuple(dict.fromkeys(each.shape for each in found if isinstance(each, LatentAttention)))
+        attentions = (layer.attention for layer in self.layers)
+        return tuple(
+            dict.fromkeys(attention.shape for attention in attentions if isinstance(attention, LatentAttention))
+        )
 
     @property
     def dense_widths(self) -> set[int]:
         """The inner sizes of the dense feed-forward networks."""
-        found = (layer.feed_forward for layer in self.layers)
-        return {each.width for each in found if isinstance(each, DenseFeedForward)}
+        networks = (layer.feed_forward for layer in self.layers)
+        return {network.width for network in networks if isinstance(network, DenseFeedForward)}
 
     @property
     def shared_widths(self) -> set[int]:
         """The inner sizes of the shared experts, which are dense networks."""
-        found = (layer.feed_forward for layer in self.layers)
-        return {each.shared_width for each in found if isinstance(each, MixtureOfExperts) and each.shared_width}
+        networks = (layer.feed_forward for layer in self.layers)
+        return {
+            network.shared_width
+            for network in networks
+            if isinstance(network, MixtureOfExperts) and network.shared_width
+        }
 
     @property
     def heads(self) -> int:

@@ -128,12 +128,12 @@ class Quantization:
     @property
     def at_load(self) -> bool:
         """True if 16-bit weights are quantized while they are loaded."""
-        return any(each and each.format is WeightFormat.ROUND_TO_NEAREST for _, each in self.rules)
+        return any(scheme and scheme.format is WeightFormat.ROUND_TO_NEAREST for _, scheme in self.rules)
 
     @property
     def has_float8(self) -> bool:
         """True if any weights have FP8 codes."""
-        return any(each and each.codes is Codes.FLOAT8 for _, each in self.rules)
+        return any(scheme and scheme.codes is Codes.FLOAT8 for _, scheme in self.rules)
 
     def scheme_of(self, module: str) -> WeightScheme | None:
         """Return the scheme of a module, for example `model.layers.0.mlp.down_proj`; None if it is not quantized."""

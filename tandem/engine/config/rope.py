@@ -38,41 +38,41 @@ def parse_rope(config: Json, scaling: Json | None = None) -> RopeConfig:
     (transformers 4). For a model with several RoPE tables, `scaling` has the settings of one table and is used instead.
     Raises ModelError if the scaling is not supported or theta is not above 0.
     """
-    found = scaling
-    if found is None:
-        found = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    kind = found.get("rope_type") or found.get("type") or "default"
+    settings = scaling
+    if settings is None:
+        settings = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind not in _SUPPORTED:
         raise ModelError(f"RoPE scaling {kind!r} is not supported; supported are {', '.join(_SUPPORTED)}.")
-    theta = float(found.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    theta = float(settings.get("rope_theta") or config.get("rope_theta") or 10000.0)
     if not 0 < theta < math.inf:
         raise ModelError(f"rope_theta {theta:g} is not supported; it must be above 0.")
     if kind == "default":
         return RopeConfig(theta=theta)
     # Phi-style files have the original context at the top level, where it takes precedence in transformers.
-    original = config.get("original_max_position_embeddings") or found.get("original_max_position_embeddings")
+    original = config.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings")
     original_context = int(original or config["max_position_embeddings"])
     stretched = int(config["max_position_embeddings"]) / original_context
-    factor = float(found["factor"] if found.get("factor") is not None or kind != "yarn" else stretched)
+    factor = float(settings["factor"] if settings.get("factor") is not None or kind != "yarn" else stretched)
     defaults = RopeConfig()
     return RopeConfig(
         theta=theta,
         kind=kind,
         factor=factor,
         original_context=original_context,
-        low_freq_factor=float(found.get("low_freq_factor") or defaults.low_freq_factor),
-        high_freq_factor=float(found.get("high_freq_factor") or defaults.high_freq_factor),
-        beta_fast=float(found.get("beta_fast") or defaults.beta_fast),
-        beta_slow=float(found.get("beta_slow") or defaults.beta_slow),
-        attention_factor=_attention_factor(found, factor) if kind == "yarn" else 1.0,
-        truncate=bool(found.get("truncate", True)),
+        low_freq_factor=float(settings.get("low_freq_factor") or defaults.low_freq_factor),
+        high_freq_factor=float(settings.get("high_freq_factor") or defaults.high_freq_factor),
+        beta_fast=float(settings.get("beta_fast") or defaults.beta_fast),
+        beta_slow=float(settings.get("beta_slow") or defaults.beta_slow),
+        attention_factor=_attention_factor(settings, factor) if kind == "yarn" else 1.0,
+        truncate=bool(settings.get("truncate", True)),
     )
 
 
 def rotary_fraction(config: Json) -> float:
     """Return the fraction of each head's dimensions that is rotated; 1 if config.json does not have it."""
-    found = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    return float(found.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
+    settings = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    return float(settings.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
 
 
 def yarn_temperature(factor: float, scale: float) -> float:
@@ -80,12 +80,12 @@ def yarn_temperature(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
-def _attention_factor(found: Json, factor: float) -> float:
+def _attention_factor(settings: Json, factor: float) -> float:
     """Return YaRN's attention temperature, by which cos and sin are multiplied."""
-    if found.get("attention_factor") is not None:
-        return float(found["attention_factor"])
-    if found.get("mscale") and found.get("mscale_all_dim"):
-        return yarn_temperature(factor, float(found["mscale"])) / yarn_temperature(
-            factor, float(found["mscale_all_dim"])
+    if settings.get("attention_factor") is not None:
+        return float(settings["attention_factor"])
+    if settings.get("mscale") and settings.get("mscale_all_dim"):
+        return yarn_temperature(factor, float(settings["mscale"])) / yarn_temperature(
+            factor, float(settings["mscale_all_dim"])
         )
     return yarn_temperature(factor, 1.0)

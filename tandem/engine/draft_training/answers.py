@@ -63,20 +63,20 @@ class AnswerGenerator:
                 piece._replace(draw=SamplingInput(samplings[number], len(tokens[number])))
                 for number, piece in zip(numbers, pieces, strict=True)
             ]
-            found = [token for token in self._runner.run(StepBatch(drawn)).token_ids if token is not None]
+            token_ids = [token for token in self._runner.run(StepBatch(drawn)).token_ids if token is not None]
             states = self._hidden[: len(numbers)].cpu().clone()
-            for number, token, state in zip(numbers, found, states, strict=True):
+            for number, token, state in zip(numbers, token_ids, states, strict=True):
                 tokens[number].append(token)
                 hidden[number].append(state)
             if self._drew is not None:
-                self._drew(numbers, found)
+                self._drew(numbers, token_ids)
 
         for number, prompt in enumerate(prompts):
             run([number], [rows.row(number, prompt, 0)])
         ends = self._runner.facts.eos_token_ids
-        while running := [n for n, each in enumerate(tokens) if len(each) < most and each[-1] not in ends]:
+        while running := [n for n, sampled in enumerate(tokens) if len(sampled) < most and sampled[-1] not in ends]:
             run(running, [rows.row(n, tokens[n][-1:], len(prompts[n]) + len(tokens[n]) - 1) for n in running])
-        return [Answer(each, torch.stack(states)) for each, states in zip(tokens, hidden, strict=True)]
+        return [Answer(sampled, torch.stack(states)) for sampled, states in zip(tokens, hidden, strict=True)]
 
 
 def tokens_a_step(guesses: Sequence[Sequence[Sequence[int]]], answers: Sequence[Sequence[int]], drafts: int) -> float:

@@ -41,9 +41,11 @@ class EagleSizes:
                 "eagle trains a layer like the model's last one, which must have grouped-query attention with rotary"
                 " embedding, and a dense feed-forward network; train medusa heads.",
             )
-        found = attention.shape
+        model_shape = attention.shape
         # Outputs are short, so the RoPE scaling for long contexts is not needed.
-        shape = AttentionShape(found.heads, found.kv_heads, found.head_dim, found.head_dim**-0.5)
+        shape = AttentionShape(
+            model_shape.heads, model_shape.kv_heads, model_shape.head_dim, model_shape.head_dim**-0.5
+        )
         return cls(shape, RopeConfig(theta=attention.rope.theta), max(spec.dense_widths))
 
 
@@ -98,7 +100,7 @@ class EagleLayer(nn.Module):
         step reads the result of the previous step. A position attends to the model's states up to its own, and to its
         own previous steps.
         """
-        found: list[Tensor] = []
+        predicted: list[Tensor] = []
         pairs: list[tuple[Tensor, Tensor]] = []
         for step in range(steps):
             x = self.fc(torch.cat((embedding(tokens(step, states), self.base.embedding).float(), states), dim=-1))
@@ -107,8 +109,8 @@ class EagleLayer(nn.Module):
             x = x + self.output(self._attend(q, pairs))
             gate, up = self.gate_up(rms_norm(x, x.shape[-1:], self.norm, self.base.eps)).chunk(2, dim=-1)
             states = x + self.down(silu(gate) * up)
-            found.append(states)
-        return found
+            predicted.append(states)
+        return predicted
 
     def _attend(self, q: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Return the output of the heads [B, T, heads·dim] over the keys and values of all steps.
@@ -131,8 +133,12 @@ class EagleLayer(nn.Module):
         parts = [shape.heads, shape.kv_heads, shape.kv_heads]
         q, k, v = self.qkv(x).unflatten(-1, (-1, shape.head_dim)).transpose(1, 2).split(parts, dim=1)
         cos, sin = self._rope[step : step + x.shape[1]].chunk(2, dim=-1)
-        each = shape.heads // shape.kv_heads
-        return _rotated(q, cos, sin), _rotated(k, cos, sin).repeat_interleave(each, 1), v.repeat_interleave(each, 1)
+        repeats = shape.heads // shape.kv_heads
+        return (
+            _rotated(q, cos, sin),
+            _rotated(k, cos, sin).repeat_interleave(repeats, 1),
+            v.repeat_interleave(repeats, 1),
+        )
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

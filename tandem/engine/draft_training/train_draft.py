@@ -98,7 +98,7 @@ def train_draft(
         EagleSizes.of(spec)
     torch.manual_seed(recipe.seed)
     taught, held_out = make_answers(config, spec, prompts, recipe, progress)
-    if not any(len(each.token_ids) > 1 for each in taught):
+    if not any(len(answer.token_ids) > 1 for answer in taught):
         raise InvalidArgument("tokens", "the answers are too short to learn from; ask for more tokens.")
     learned = learn(base_weights(config, spec), spec, taught, recipe, progress)
     result = Trained(_count(taught), _count(held_out), learned.losses, learned.gains(held_out, recipe.heads))
@@ -122,7 +122,7 @@ class EvalResult:
 
     def gains(self, answers: Sequence[Answer], drafts: int) -> list[float]:
         """Return the mean tokens per decode step on these outputs, with at most 1, 2, … draft tokens."""
-        guesses, known = [self.guess(each) for each in answers], [each.token_ids for each in answers]
+        guesses, known = [self.guess(answer) for answer in answers], [answer.token_ids for answer in answers]
         return [tokens_a_step(guesses, known, most) for most in range(1, drafts + 1)]
 
 
@@ -141,11 +141,11 @@ def learn(
         layer = EagleLayer(base, EagleSizes.of(spec), token_map, ANSWER_TOKENS + recipe.heads)
         losses = train_eagle(layer, answers, epochs=recipe.epochs, seed=recipe.seed, progress=progress)
         return EvalResult(
-            losses, lambda each: eagle_guesses(layer, each, recipe.heads), partial(write_eagle, layer, spec)
+            losses, lambda answer: eagle_guesses(layer, answer, recipe.heads), partial(write_eagle, layer, spec)
         )
     heads = TrainedHeads(base, HeadSizes(recipe.heads, recipe.layers, recipe.vocabulary), token_map)
     losses = train_heads(heads, answers, epochs=recipe.epochs, seed=recipe.seed, progress=progress)
-    return EvalResult(losses, lambda each: heads.guess(each.hidden), partial(write_heads, heads, spec))
+    return EvalResult(losses, lambda answer: heads.guess(answer.hidden), partial(write_heads, heads, spec))
 
 
 def make_answers(
@@ -155,8 +155,8 @@ def make_answers(
     answers = _answer(config, spec, prompts, recipe, progress)
     # All outputs for a prompt are similar, so a prompt is held out with all of them, unless it is the only prompt.
     different = len(prompts) if len(prompts) > 1 else len(answers)
-    taught = [each for number, each in enumerate(answers) if number % different % _HELD_OUT]
-    return taught, [each for number, each in enumerate(answers) if number % different % _HELD_OUT == 0]
+    taught = [answer for number, answer in enumerate(answers) if number % different % _HELD_OUT]
+    return taught, [answer for number, answer in enumerate(answers) if number % different % _HELD_OUT == 0]
 
 
 def _answer(
@@ -179,15 +179,15 @@ def _answer(
     )
     rounds = -(-recipe.tokens // (_ANSWER_MIN * len(prompts))) if recipe.temperature else 1
     answering = AnswerGenerator(ModelRunner.load(sized, progress), recipe.temperature, recipe.seed)
-    found: list[Answer] = []
+    answers: list[Answer] = []
     done = 0
     for some in answering.answers(list(prompts) * rounds, ANSWER_TOKENS):
-        found += some
+        answers += some
         done += _count(some)
         progress("answering prompts", min(1.0, done / recipe.tokens))
         if done >= recipe.tokens:
             break
-    return found
+    return answers
 
 
 def base_weights(config: EngineConfig, spec: ModelSpec) -> BaseWeights:
@@ -204,4 +204,4 @@ def base_weights(config: EngineConfig, spec: ModelSpec) -> BaseWeights:
 
 
 def _count(answers: Sequence[Answer]) -> int:
-    return sum(len(each.token_ids) for each in answers)
+    return sum(len(answer.token_ids) for answer in answers)

@@ -49,7 +49,7 @@ def train_eagle(
 ) -> list[float]:
     """Train the head on outputs, and return the mean loss of each epoch."""
     dice = torch.Generator().manual_seed(seed)
-    learned = [each for each in answers if len(each.token_ids) > 1]
+    learned = [answer for answer in answers if len(answer.token_ids) > 1]
 
     def losses() -> Iterator[tuple[Tensor, int]]:
         for batch in _batches(layer, learned, dice):
@@ -74,8 +74,8 @@ def eagle_guesses(layer: EagleLayer, answer: Answer, steps: int) -> list[list[in
         return guessed[-1]
 
     guessed.append(layer.guesses(layer.chain(batch.states, tokens, steps)[-1]))
-    found: list[list[int]] = torch.stack([each[0] for each in guessed], dim=-1).tolist()
-    return found
+    draft_tokens: list[list[int]] = torch.stack([guess[0] for guess in guessed], dim=-1).tolist()
+    return draft_tokens
 
 
 def write_eagle(layer: EagleLayer, spec: ModelSpec, folder: Path, facts: dict[str, object]) -> None:
@@ -98,7 +98,7 @@ def write_eagle(layer: EagleLayer, spec: ModelSpec, folder: Path, facts: dict[st
         "layers.0.mlp.up_proj.weight": up,
         "layers.0.mlp.down_proj.weight": layer.down.weight,
     }
-    stored = {name: each.detach().to(torch.bfloat16) for name, each in tensors.items()}
+    stored = {name: tensor.detach().to(torch.bfloat16) for name, tensor in tensors.items()}
     config: dict[str, object] = {
         "architectures": ["LlamaForCausalLMEagle"],
         "model_type": "llama",
@@ -131,7 +131,7 @@ def _batches(layer: EagleLayer, answers: Sequence[Answer], dice: torch.Generator
 
 
 def _batch(layer: EagleLayer, answers: Sequence[Answer]) -> _Batch:
-    length, base = max(len(each.token_ids) for each in answers), layer.base
+    length, base = max(len(output.token_ids) for output in answers), layer.base
     states = torch.zeros(len(answers), length, base.projection.shape[1])
     tokens = torch.zeros(len(answers), length, dtype=torch.int64)
     known = torch.zeros(len(answers), length, dtype=torch.bool)
@@ -150,9 +150,9 @@ def _loss(layer: EagleLayer, batch: _Batch) -> Tensor:
     The loss is the smooth L1 loss of the predicted hidden state plus `_CROSS_ENTROPY` times the cross-entropy of the
     logits.
     """
-    found = layer.chain(batch.states, lambda *_: batch.tokens, 1)[0]
+    predicted = layer.chain(batch.states, lambda *_: batch.tokens, 1)[0]
     taught = batch.known[:, 1:]
-    guessed, wanted = found[:, :-1][taught], batch.states[:, 1:][taught]
+    guessed, wanted = predicted[:, :-1][taught], batch.states[:, 1:][taught]
     logits = linear(guessed, layer.projection).log_softmax(-1)
     entropy = -(linear(wanted, layer.projection).softmax(-1) * logits).sum(-1).mean()
     return smooth_l1_loss(guessed, wanted) + _CROSS_ENTROPY * entropy

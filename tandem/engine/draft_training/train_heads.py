@@ -75,24 +75,24 @@ class TrainedHeads(nn.Module):
 
     def forward(self, hidden: Tensor) -> list[Tensor]:
         """Return the logits [tokens, V'] of each head from hidden states [tokens, H] before the final norm."""
-        normed, found = rms_norm(hidden.float(), self.base.norm.float(), self.base.eps), []
+        normed, logits = rms_norm(hidden.float(), self.base.norm.float(), self.base.eps), []
         for layers, projection in zip(self.layers, self.projections, strict=True):
             x = normed
             assert isinstance(layers, nn.ModuleList)
             for layer in layers:
                 x = x + silu(layer(x))
-            found.append(projection(x))
-        return found
+            logits.append(projection(x))
+        return logits
 
     @torch.inference_mode()
     def guess(self, hidden: Tensor) -> list[list[int]]:
         """Return the predicted tokens [tokens][heads] for hidden states [tokens, H]."""
-        device, found = self.base.projection.device, []
+        device, guessed = self.base.projection.device, []
         for first in range(0, len(hidden), TOKENS_A_BATCH):
             piece = hidden[first : first + TOKENS_A_BATCH].to(device)
-            guesses = torch.stack([each.argmax(-1) for each in self(piece)], dim=1)
-            found += (guesses if self.token_map is None else self.token_map[guesses]).tolist()
-        return found
+            guesses = torch.stack([logits.argmax(-1) for logits in self(piece)], dim=1)
+            guessed += (guesses if self.token_map is None else self.token_map[guesses]).tolist()
+        return guessed
 
 
 def frequent_tokens(answers: Sequence[Answer], vocabulary: int, model_vocabulary: int) -> Tensor | None:
@@ -122,8 +122,10 @@ def train_heads(
     def losses() -> Iterator[tuple[Tensor, int]]:
         for chosen in _shuffled(len(hidden), dice):
             wanted = targets[chosen].to(device)
-            found = [_loss(logits, wanted[:, head]) for head, logits in enumerate(heads(hidden[chosen].to(device)))]
-            yield torch.stack(found).sum(), len(chosen)
+            head_losses = [
+                _loss(logits, wanted[:, head]) for head, logits in enumerate(heads(hidden[chosen].to(device)))
+            ]
+            yield torch.stack(head_losses).sum(), len(chosen)
 
     return minimize(heads, losses, epochs=epochs, batches=-(-len(hidden) // TOKENS_A_BATCH), progress=progress)
 

@@ -86,7 +86,9 @@ def compare(
     sums = {"prefill": DivergenceSum(), "decode": DivergenceSum()}
     done = 0
     for phase, tokens, following in _steps(samples):
-        batches = [StepBatch([each.row(number, ids, start) for number, start, ids in tokens]) for each in rows]
+        batches = [
+            StepBatch([step_rows.row(number, ids, start) for number, start, ids in tokens]) for step_rows in rows
+        ]
         first, second = (
             runner.logits(batch, every_token=phase == "prefill") for runner, batch in zip(runners, batches, strict=True)
         )
@@ -107,10 +109,10 @@ def _steps(samples: Sequence[Sample]) -> Iterator[tuple[str, list[Piece], list[i
     half = len(samples[0]) // 2
     for first in range(0, len(samples), COMPANY):
         group = samples[first : first + COMPANY]
-        yield from chain.from_iterable(_prompt_steps(number, each[: half + 1]) for number, each in enumerate(group))
+        yield from chain.from_iterable(_prompt_steps(number, sample[: half + 1]) for number, sample in enumerate(group))
         for position in range(half, len(group[0]) - 1):
-            pieces = [(number, position, each[position : position + 1]) for number, each in enumerate(group)]
-            yield "decode", pieces, [each[position + 1] for each in group]
+            pieces = [(number, position, sample[position : position + 1]) for number, sample in enumerate(group)]
+            yield "decode", pieces, [sample[position + 1] for sample in group]
 
 
 def _prompt_steps(number: int, prompt: Sample) -> Iterator[tuple[str, list[Piece], list[int]]]:

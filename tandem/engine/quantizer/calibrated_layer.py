@@ -64,13 +64,13 @@ class CalibratedLayer:
     def statistics(self, hidden: Sequence[Tensor]) -> dict[int, InputStatistics]:
         """Return the input statistics of each linear layer, by the address of its weight; `hidden` is not changed."""
         self._kernels.statistics = {
-            each.weight.data_ptr(): InputStatistics.zero(each.weight.shape[1], each.weight.device)
-            for each in self.products()
+            product.weight.data_ptr(): InputStatistics.zero(product.weight.shape[1], product.weight.device)
+            for product in self.products()
         }
         for sample in hidden:
             self.run([sample.clone()])
-        found, self._kernels.statistics = self._kernels.statistics, {}
-        return found
+        collected, self._kernels.statistics = self._kernels.statistics, {}
+        return collected
 
     def products(self) -> Iterator[Product]:
         """Yield the weights of the linear layers in the order in which they are computed."""
@@ -92,10 +92,10 @@ class CalibratedLayer:
         return {name: _plain(slot.tensor) for name, slot in self._slots.items() if name not in quantized}
 
 
-def store(product: Product, found: QuantizedWeight) -> dict[str, QuantizedWeight]:
+def store(product: Product, quantized: QuantizedWeight) -> dict[str, QuantizedWeight]:
     """Set a linear layer's weight to its quantized values, and return the codes by the checkpoint's tensor names."""
-    product.weight.copy_(found.values())
-    return {name: found.rows(rows.start, rows.stop - rows.start) for name, rows in product.parts.items()}
+    product.weight.copy_(quantized.values())
+    return {name: quantized.rows(rows.start, rows.stop - rows.start) for name, rows in product.parts.items()}
 
 
 def check_calibrated(spec: ModelSpec, source: Source) -> None:

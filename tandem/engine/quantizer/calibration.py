@@ -70,7 +70,7 @@ class CalibrationKernels(ReferenceKernels):
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         """Compute a linear layer, and add its inputs to the statistics of its weight."""
         assert isinstance(linear.weight, Tensor)
-        found = self.statistics.get(linear.weight.data_ptr())
-        if found is not None:
-            found.add(x)
+        statistics = self.statistics.get(linear.weight.data_ptr())
+        if statistics is not None:
+            statistics.add(x)
         return super().linear(x, linear)

@@ -33,18 +33,18 @@ def stored_tensors(name: str, weight: QuantizedWeight, scale_dtype: torch.dtype)
     points, `weight_zero_point` int32 [N / 8, groups]. int-quantized and float-quantized: `weight` and `weight_scale`.
     """
     grid, (rows, columns) = weight.grid, weight.codes.shape
-    found = {f"{name}_scale": grid.scales.to(scale_dtype)}
+    tensors = {f"{name}_scale": grid.scales.to(scale_dtype)}
     if not grid.scheme.packed:
         codes = weight.codes.to(torch.float8_e4m3fn if grid.scheme.kind == "float" else torch.int8)
-        return found | {name: codes}
+        return tensors | {name: codes}
     bits = grid.scheme.bits
-    found |= {
+    tensors |= {
         f"{name}_packed": pack_words(weight.codes, bits),
         f"{name}_shape": torch.tensor([rows, columns], dtype=torch.int64),
     }
     if grid.zeros is not None:
-        found[f"{name}_zero_point"] = pack_words(grid.zeros.T, bits).T
-    return found
+        tensors[f"{name}_zero_point"] = pack_words(grid.zeros.T, bits).T
+    return tensors
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
@@ -53,9 +53,9 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
     The lowest number is -2^(bits - 1); each number is stored as its distance from the lowest one. The first number of a
     word has the lowest bits; unused bits of a row's last word are zero.
     """
-    each = 32 // bits
+    per_word = 32 // bits
     raised = codes.to(torch.int64) + 2 ** (bits - 1)
-    raised = torch.nn.functional.pad(raised, (0, -codes.shape[1] % each)).view(len(codes), -1, each)
+    raised = torch.nn.functional.pad(raised, (0, -codes.shape[1] % per_word)).view(len(codes), -1, per_word)
     words = (raised << torch.arange(0, 32, bits, device=codes.device)).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
@@ -141,12 +141,12 @@ def _rounded(
     products, names = set(source.products), source.names
     for number, name in enumerate(names, 1):
         tensor = source.read(name)
-        found: Tensors = {name: tensor}
+        tensors: Tensors = {name: tensor}
         if name in products:
             dtype = scale_dtype(recipe.scheme, tensor.dtype)
             rounded = round_to_nearest(tensor.to(device).float(), recipe.scheme, group, dtype)
-            found = stored_tensors(name, rounded, dtype)
-        yield number / len(names), found
+            tensors = stored_tensors(name, rounded, dtype)
+        yield number / len(names), tensors
 
 
 def _calibrated(

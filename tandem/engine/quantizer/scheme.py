@@ -77,8 +77,8 @@ class OutputScheme:
 
 
 SCHEMES = {
-    each.name: each
-    for each in (
+    scheme.name: scheme
+    for scheme in (
         OutputScheme("w4a16", 4, "pack-quantized", grouped=True),
         OutputScheme("w4a16-asym", 4, "pack-quantized", symmetric=False, grouped=True),
         OutputScheme("w8a16", 8, "pack-quantized"),

@@ -78,8 +78,8 @@ class Source:
 
     def read(self, name: str) -> Tensor:
         """Return a tensor in host memory, in its stored dtype."""
-        found: Tensor = self._file_of[name].get_tensor(name)
-        return found
+        tensor: Tensor = self._file_of[name].get_tensor(name)
+        return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of one tensor."""
@@ -99,5 +99,5 @@ class Source:
 
 def layer_of(name: str) -> int | None:
     """Return the number of a tensor's layer; None if it belongs to no layer."""
-    found = _LAYER.match(name)
-    return None if found is None else int(found[1])
+    match = _LAYER.match(name)
+    return None if match is None else int(match[1])

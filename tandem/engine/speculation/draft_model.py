@@ -161,27 +161,27 @@ class DraftModel(BatchProposer):
         One step of the draft model samples the first token of all drafts, the next step the second, and so on. Each
         token is a separate row, as in steps that verify draft tokens.
         """
-        draws = {each.key: self._own_draws(each.draws) for each in wanted}
-        found: dict[Hashable, list[int]] = {key: [] for key in draws}
+        draws = {draft.key: self._own_draws(draft.draws) for draft in wanted}
+        drafts: dict[Hashable, list[int]] = {key: [] for key in draws}
         fed = {}
         for key in draws:
             tokens = self._requests[key].tokens
             start = len(tokens) - self.missing(key)
             fed[key] = list(enumerate(tokens[start:], start))
         while fed:
-            for key, token in self._draw(fed, {key: draws[key][len(found[key])] for key in fed}).items():
-                found[key].append(token)
+            for key, token in self._draw(fed, {key: draws[key][len(drafts[key])] for key in fed}).items():
+                drafts[key].append(token)
                 if (history := draws[key][0].history) is not None:
                     cast("list[int]", history.answer).append(token)
             fed = {
-                key: [(len(self._requests[key].tokens) + len(found[key]) - 1, found[key][-1])]
+                key: [(len(self._requests[key].tokens) + len(drafts[key]) - 1, drafts[key][-1])]
                 for key in fed
-                if len(found[key]) < len(draws[key])
+                if len(drafts[key]) < len(draws[key])
             }
-        for key, tokens in found.items():
+        for key, tokens in drafts.items():
             request = self._requests[key]
             request.stored, request.drafted = len(request.tokens) + len(tokens) - 1, tokens
-        return list(found.values())
+        return list(drafts.values())
 
     def _own_draws(self, draws: Sequence[SamplingInput]) -> Sequence[SamplingInput]:
         """Return a request's sampling inputs with a copy of their history, if any, which draft tokens will extend."""
@@ -190,7 +190,7 @@ class DraftModel(BatchProposer):
             return draws
         # `may_wait` lets the mask be late: a draft token may be any token, because it is verified.
         own = History(history.prompt, [*history.answer], may_wait=True)
-        return [replace(each, history=own) for each in draws]
+        return [replace(sampling_input, history=own) for sampling_input in draws]
 
     def _draw(
         self, fed: Mapping[Hashable, Sequence[tuple[int, int]]], draws: Mapping[Hashable, SamplingInput]

@@ -119,9 +119,9 @@ def model_with_draft(
         heads = load_medusa_heads(config.draft, spec, parameters, kernels)
         memory_bytes = draft_bytes(config, spec, parameters.dtype, parameters.final_norm.device)
         return replace(loaded, proposer=partial(HeadsProposer, heads, model.drawn_hidden, memory_bytes))
-    mine = draft_config(config)
-    own = kernels_of(mine, read_eagle(config.draft, spec).spec)
-    eagle = load_eagle(config.draft, spec, parameters, own, hidden_rows(mine))
+    head_config = draft_config(config)
+    own = kernels_of(head_config, read_eagle(config.draft, spec).spec)
+    eagle = load_eagle(config.draft, spec, parameters, own, hidden_rows(head_config))
     states = TargetStates(model.drawn_hidden, parameters.final_norm, spec.norm_eps)
     return replace(loaded, eagle=eagle, states=states)
 

@@ -66,8 +66,8 @@ def check_draft_model(folder: Path, spec: ModelSpec, tokenizer: Path) -> None:
             " a draft model must have the same tokens."
         )
     if has_tokenizer(folder) and has_tokenizer(tokenizer):
-        mine, its = (load_tokenizer(each).inner.get_vocab() for each in (folder, tokenizer))
-        if mine != its:
+        draft_vocabulary, target_vocabulary = (load_tokenizer(path).inner.get_vocab() for path in (folder, tokenizer))
+        if draft_vocabulary != target_vocabulary:
             raise ModelError(f"{folder} has another tokenizer than {tokenizer}; a draft model must have the same.")
     if matrix_bytes(draft, _ITEM_BYTES) >= matrix_bytes(spec, _ITEM_BYTES):
         log.warning("The draft model %s has as many bytes as the model itself: its drafts hardly pay.", folder)
@@ -94,15 +94,15 @@ def draft_config(config: EngineConfig) -> EngineConfig:
 
 def draft_model_bytes(config: EngineConfig, device: torch.device) -> int:
     """Return the size of the draft model's weights in bytes."""
-    mine = draft_config(config)
-    draft = load_spec(mine.model)
-    return weight_bytes(draft, parse_dtype(mine, device, draft), on_cpu=is_cpu(device))
+    settings = draft_config(config)
+    draft = load_spec(settings.model)
+    return weight_bytes(draft, parse_dtype(settings, device, draft), on_cpu=is_cpu(device))
 
 
 def kv_share(config: EngineConfig, spec: ModelSpec, page_tokens: int, device: torch.device) -> float:
     """Return the share of the KV memory for the draft model with which both models hold the same number of tokens."""
-    mine = draft_config(config)
-    dtypes = parse_kv_dtype(config, device, spec), parse_kv_dtype(mine, device, draft := load_spec(mine.model))
+    settings = draft_config(config)
+    dtypes = parse_kv_dtype(config, device, spec), parse_kv_dtype(settings, device, draft := load_spec(settings.model))
     return share_of((spec, dtypes[0]), (draft, dtypes[1]), page_tokens)
 
 
@@ -111,8 +111,10 @@ def share_of(target: tuple[ModelSpec, torch.dtype], draft: tuple[ModelSpec, torc
 
     A model is given as its spec and the dtype of its KV.
     """
-    mine, its = (page_bytes(each, page_tokens, dtype) * len(kv_groups(each)) for each, dtype in (target, draft))
-    return its / (mine + its)
+    target_bytes, draft_bytes = (
+        page_bytes(spec, page_tokens, dtype) * len(kv_groups(spec)) for spec, dtype in (target, draft)
+    )
+    return draft_bytes / (target_bytes + draft_bytes)
 
 
 def memory_of(runner: LoadedDraft) -> dict[str, int]:

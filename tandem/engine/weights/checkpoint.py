@@ -53,11 +53,11 @@ class TensorNames:
         text = text_part(config)
         return cls(spec, text is not config, int(text.get("num_nextn_predict_layers") or 0))
 
-    def text_model(self, found: Mapping[str, _T]) -> dict[str, _T]:
+    def text_model(self, entries: Mapping[str, _T]) -> dict[str, _T]:
         """Return the entries of the text model's tensors, by their names in a text-only checkpoint."""
         if not self.multimodal:
-            return dict(found)
-        return {text: each for name, each in found.items() if (text := _text_name(name)) is not None}
+            return dict(entries)
+        return {text: entry for name, entry in entries.items() if (text := _text_name(name)) is not None}
 
     def is_harmless(self, name: str) -> bool:
         """Return True if a tensor that the model does not use may be ignored.
@@ -194,10 +194,10 @@ def weight_files(folder: Path) -> list[Path]:
             raise ModelError(f"{folder} has neither {_SINGLE} nor {_INDEX}; only safetensors weights are read.")
         return [folder / _SINGLE]
     try:
-        found = set(read_json(index)["weight_map"].values())
-        if len(found) > _MOST_FILES:
-            raise ModelError(f"{index} names {len(found)} files, more than {_MOST_FILES}; it is no file of a model.")
-        names = sorted(map(str, found))
+        listed = set(read_json(index)["weight_map"].values())
+        if len(listed) > _MOST_FILES:
+            raise ModelError(f"{index} names {len(listed)} files, more than {_MOST_FILES}; it is no file of a model.")
+        names = sorted(map(str, listed))
     except (KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} is corrupt ({error}); download it again.") from error
     for name in names:
@@ -211,13 +211,13 @@ def read_entries(folder: Path) -> dict[str, TensorEntry]:
 
     Raises ModelError for files that cannot be read.
     """
-    found: dict[str, TensorEntry] = {}
+    entries: dict[str, TensorEntry] = {}
     for file in weight_files(folder):
         for name, entry in read_header(file).items():
-            if name in found:
-                raise ModelError(f"tensor {name} is in both {found[name].file} and {file}; keep one.")
-            found[name] = entry
-    return found
+            if name in entries:
+                raise ModelError(f"tensor {name} is in both {entries[name].file} and {file}; keep one.")
+            entries[name] = entry
+    return entries
 
 
 def _as_stored(
@@ -227,13 +227,13 @@ def _as_stored(
     entries: Mapping[str, TensorEntry],
 ) -> Quantization:
     """Return the quantization; modules that the checkpoint stores in 16 bits or more count as not quantized."""
-    found = set()
+    plain = set()
     for name, scheme in quantized.schemes.items():
         codes = next(iter(stored_tensors(name, slots[name], scheme)))
         stored_plainly = name in entries and entries[name].dtype in FLOATS
         if stored_plainly and not quantization.at_load and (codes == name or codes not in entries):
-            found.add(name.removesuffix(".weight"))
-    return replace(quantization, plain=quantization.plain | found) if found else quantization
+            plain.add(name.removesuffix(".weight"))
+    return replace(quantization, plain=quantization.plain | plain) if plain else quantization
 
 
 def _match(
@@ -241,7 +241,7 @@ def _match(
     slots: Mapping[str, ParameterSlot],
     spec: ModelSpec,
     names: TensorNames,
-    found: Mapping[str, TensorEntry],
+    entries: Mapping[str, TensorEntry],
 ) -> dict[str, TensorEntry]:
     """Return the entries to load, after checking that none is missing, unknown, or of the wrong shape or dtype."""
     schemes = quantized_weights(spec).schemes
@@ -250,17 +250,19 @@ def _match(
     for name, slot in slots.items():
         stored = stored_tensors(name, slot, schemes.get(name))
         # A bias that the model has takes precedence over a bias tensor that the weight's format allows.
-        wanted |= {each: tensor for each, tensor in stored.items() if tensor.read or each not in slots}
+        wanted |= {
+            stored_name: tensor for stored_name, tensor in stored.items() if tensor.read or stored_name not in slots
+        }
         of |= dict.fromkeys(stored, schemes.get(name))
-    missing = [name for name, tensor in wanted.items() if tensor.required and name not in found]
+    missing = [name for name, tensor in wanted.items() if tensor.required and name not in entries]
     if missing:
         raise ModelError(f"{folder} lacks {_some(missing)}, which its config.json calls for{_named(of[missing[0]])}.")
-    extra = [name for name in found if name not in wanted and not names.is_harmless(name)]
+    extra = [name for name in entries if name not in wanted and not names.is_harmless(name)]
     if extra:
         raise ModelError(f"{folder} has {_some(extra)}, which a model of its config.json lacks.")
-    read = {name: tensor for name, tensor in wanted.items() if tensor.read and name in found}
+    read = {name: tensor for name, tensor in wanted.items() if tensor.read and name in entries}
     for name, tensor in read.items():
-        entry = found[name]
+        entry = entries[name]
         if entry.shape not in tensor.shapes:
             shape = list(tensor.shapes[-1])
             raise ModelError(
@@ -271,7 +273,7 @@ def _match(
                 f"{entry.file}: {name} is stored as {entry.dtype}; only {', '.join(sorted(tensor.dtypes))} can be"
                 f" loaded{_named(of[name])}."
             )
-    return {name: found[name] for name in read}
+    return {name: entries[name] for name in read}
 
 
 def _named(scheme: WeightScheme | None) -> str:

@@ -167,10 +167,10 @@ def _write_folder(path: Path, folder: Path, progress: Progress | None, *, codes:
 
 def _modules_by_type(tensors: Iterable[ReaderTensor]) -> dict[str, list[str]]:
     """Return the names of the tensors' modules for each block type."""
-    found: dict[str, list[str]] = {}
+    by_type: dict[str, list[str]] = {}
     for tensor in tensors:
-        found.setdefault(tensor.tensor_type.name, []).append(huggingface_name(tensor.name).removesuffix(".weight"))
-    return {kind: sorted(modules) for kind, modules in sorted(found.items())}
+        by_type.setdefault(tensor.tensor_type.name, []).append(huggingface_name(tensor.name).removesuffix(".weight"))
+    return {kind: sorted(modules) for kind, modules in sorted(by_type.items())}
 
 
 def _has_codes(tensor: ReaderTensor) -> bool:
@@ -196,8 +196,8 @@ class _Reader(GGUFReader):  # type: ignore[misc]  # its package has no types
             raise ModelError(
                 f"the file is truncated: it has {self.data.size} bytes, its header speaks of more; download it again."
             )
-        found: npt.NDArray[Any] = super()._get(offset, dtype, count, **more)
-        return found
+        values: npt.NDArray[Any] = super()._get(offset, dtype, count, **more)
+        return values
 
     def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
         needed = max((start_offs + _end(field) for field in fields), default=start_offs)

@@ -40,10 +40,10 @@ def huggingface_name(name: str) -> str:
     """Return the checkpoint's name for a GGUF tensor. Raises ModelError if no supported model has the tensor."""
     if name in _TOP_LEVEL:
         return _TOP_LEVEL[name]
-    found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    if found is None or found[2] not in _IN_LAYER:
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+    if match is None or match[2] not in _IN_LAYER:
         raise ModelError(f"tensor {name} is not one of a {', '.join(_ARCHITECTURES)} model.")
-    return f"model.layers.{found[1]}.{_IN_LAYER[found[2]]}.{found[3]}"
+    return f"model.layers.{match[1]}.{_IN_LAYER[match[2]]}.{match[3]}"
 
 
 def huggingface_config(
@@ -106,9 +106,9 @@ def _rope_scaling(read: Read, kind: str, factors: npt.NDArray[np.float32] | None
     scaling = read(f"{kind}.rope.scaling.type")
     if scaling in {None, "none"}:
         return None
-    found: dict[str, Any] = {"rope_type": scaling, "factor": read(f"{kind}.rope.scaling.factor")}
+    settings: dict[str, Any] = {"rope_type": scaling, "factor": read(f"{kind}.rope.scaling.factor")}
     original = read(f"{kind}.rope.scaling.original_context_length")
-    return found | ({"original_max_position_embeddings": original} if original else {})
+    return settings | ({"original_max_position_embeddings": original} if original else {})
 
 
 def _llama3_scaling(factors: npt.NDArray[np.float32], theta: float) -> dict[str, Any]:

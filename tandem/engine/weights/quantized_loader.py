@@ -27,7 +27,7 @@ def stored_tensors(name: str, slot: ParameterSlot, scheme: WeightScheme | None) 
         return {name: StoredTensor(name, (slot.stored_shape,), frozenset(FLOATS))}
     module = name.removesuffix("weight")
     rows, columns = slot.stored_shape
-    return {module + each.name: each for each in FORMATS[scheme.format].tensors(scheme, rows, columns)}
+    return {module + tensor.name: tensor for tensor in FORMATS[scheme.format].tensors(scheme, rows, columns)}
 
 
 def load_quantized(
@@ -49,7 +49,9 @@ def load_quantized(
         read_tensors(wanted, read, on_read)
         for name, names in batch.items():
             try:
-                _fill_slot(slots[name], schemes[name], {each: read.pop(each) for each in names}, name)
+                _fill_slot(
+                    slots[name], schemes[name], {stored_name: read.pop(stored_name) for stored_name in names}, name
+                )
             except ModelError as error:
                 raise ModelError(f"{wanted[names[0]].file}: {name} {error.message}; it cannot be loaded.") from error
 
@@ -65,7 +67,7 @@ def _batches(
     batch: dict[str, list[str]] = {}
     size = 0
     for name in sorted(stored, key=lambda name: (entries[stored[name][0]].file, entries[stored[name][0]].start)):
-        own = sum(_bytes(entries[each]) for each in stored[name])
+        own = sum(_bytes(entries[stored_name]) for stored_name in stored[name])
         if batch and size + own > _BATCH_BYTES:
             yield batch
             batch, size = {}, 0
@@ -82,9 +84,13 @@ def _to_read(
 
     Biases of the model are left out, because they have slots of their own.
     """
-    found = stored_tensors(name, slots[name], scheme)
-    own = {each for each in found if each == name or each not in slots}
-    return [each for each, stored in found.items() if stored.read and each in own and each in entries]
+    tensors = stored_tensors(name, slots[name], scheme)
+    own = {stored_name for stored_name in tensors if stored_name == name or stored_name not in slots}
+    return [
+        stored_name
+        for stored_name, stored in tensors.items()
+        if stored.read and stored_name in own and stored_name in entries
+    ]
 
 
 def _bytes(entry: TensorEntry) -> int:
@@ -104,19 +110,19 @@ def _fill_slot(slot: ParameterSlot, scheme: WeightScheme, stored: Mapping[str, T
             _copy(rounded(weight[index], packing_of(target)), target, index)
         return
     module = name.removesuffix("weight")
-    tensors = {each.removeprefix(module): tensor for each, tensor in stored.items()}
+    tensors = {stored_name.removeprefix(module): tensor for stored_name, tensor in stored.items()}
     if "bias" in tensors and bool(tensors["bias"].any()):
         raise ModelError("has a bias that is not zero, and the model has none there")
     rows, columns = slot.stored_shape
-    found = FORMATS[scheme.format].read(scheme, tensors, (rows, columns))
+    codes = FORMATS[scheme.format].read(scheme, tensors, (rows, columns))
     if isinstance(target, PackedWeight):
-        _copy(found.packed(packing_of(target), slot.transform, slot.part), target)
+        _copy(codes.packed(packing_of(target), slot.transform, slot.part), target)
     else:
-        matrix = found.matrix()
+        matrix = codes.matrix()
         check_range(matrix, target.dtype, f"{name}, dequantized,")
         target.copy_(slot.values(matrix))
 
 
 def _copy(source: PackedWeight, target: PackedWeight, index: int | EllipsisType = ...) -> None:
-    for mine, theirs in zip(target.parts(), source.parts(), strict=True):
-        mine[index].copy_(theirs)
+    for target_part, source_part in zip(target.parts(), source.parts(), strict=True):
+        target_part[index].copy_(source_part)

@@ -71,7 +71,7 @@ def check_range(values: Tensor, dtype: torch.dtype, subject: str) -> None:
     """
     if dtype != torch.float16 or values.dtype not in _WIDER or not len(values):
         return
-    low, high = (float(each) for each in torch.aminmax(values))
+    low, high = (float(bound) for bound in torch.aminmax(values))
     if (most := max(-low, high)) > _LARGEST_FLOAT16:
         raise ModelError(
             f"{subject} has a number of size {most:g}, and float16 holds none beyond 65504; use --dtype bfloat16 or"

@@ -50,9 +50,9 @@ class EagleFolder:
 
         Each element has `item_bytes`.
         """
-        found = sum(prod(entry.shape) * item_bytes for name, entry in self.entries.items() if name != TOKEN_OFFSETS)
+        own_bytes = sum(prod(entry.shape) * item_bytes for name, entry in self.entries.items() if name != TOKEN_OFFSETS)
         rows = self.vocabulary or 0
-        return found + rows * (self.spec.hidden_size * item_bytes + torch.int64.itemsize)
+        return own_bytes + rows * (self.spec.hidden_size * item_bytes + torch.int64.itemsize)
 
 
 def is_eagle(folder: Path, config: Mapping[str, Any]) -> bool:
@@ -92,10 +92,10 @@ def read_eagle(folder: Path, target: ModelSpec) -> EagleFolder:
     extra = entries.keys() - shapes.keys() - {_EMBEDDING, TOKEN_OFFSETS}
     if extra:
         raise ModelError(f"{folder} has tensor {min(extra)}, which a head of EAGLE-1 with its {CONFIG} lacks.")
-    found = {name: _fitting(folder, name, shape, entries) for name, shape in shapes.items()}
+    tensors = {name: _fitting(folder, name, shape, entries) for name, shape in shapes.items()}
     if vocabulary is not None:
-        found[TOKEN_OFFSETS] = entries[TOKEN_OFFSETS]
-    return EagleFolder(spec, found, vocabulary)
+        tensors[TOKEN_OFFSETS] = entries[TOKEN_OFFSETS]
+    return EagleFolder(spec, tensors, vocabulary)
 
 
 def empty_layer(spec: ModelSpec, dtype: torch.dtype = torch.float32, device: torch.device | str = "meta") -> Parameters:
@@ -111,7 +111,7 @@ def layer_slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterS
 
 def _layer_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of a model whose layers have the shape of the head's layer."""
-    named = [str(each).replace("Eagle", "") for each in config.get("architectures") or ()]
+    named = [str(name).replace("Eagle", "") for name in config.get("architectures") or ()]
     return {**config, "architectures": named, "tie_word_embeddings": False}
 
 

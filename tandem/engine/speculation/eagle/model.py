@@ -38,9 +38,9 @@ class _AttentionWithoutNorm(AttentionBlock):
     @classmethod
     def of(cls, block: AttentionBlock) -> "_AttentionWithoutNorm":
         """Return an attention block with the weights of `block` and no input norm."""
-        found = object.__new__(cls)
-        found.__dict__.update(block.__dict__)
-        return found
+        copied = object.__new__(cls)
+        copied.__dict__.update(block.__dict__)
+        return copied
 
     def store(self, hidden: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
         """Store the KV of an input without normalizing the input, else as `AttentionBlock.store` does."""
@@ -103,19 +103,19 @@ def load_eagle(folder: Path, target: ModelSpec, parameters: Parameters, kernels:
     Raises ModelError, which says what does not fit. `parameters` are the target model's, `kernels` the head's own, and
     `rows` is the maximum number of tokens in a step of the head.
     """
-    found = read_eagle(folder, target)
+    description = read_eagle(folder, target)
     device, hidden = parameters.embedding.device, target.hidden_size
-    layer = empty_layer(found.spec, parameters.dtype, device)
+    layer = empty_layer(description.spec, parameters.dtype, device)
     product = Linear(
         torch.empty(hidden, 2 * hidden, dtype=parameters.dtype, device=device),
-        torch.empty(hidden, dtype=parameters.dtype, device=device) if BIAS in found.entries else None,
+        torch.empty(hidden, dtype=parameters.dtype, device=device) if BIAS in description.entries else None,
     )
-    tensors = {name: slot.tensor for name, slot in layer_slots(found.spec, layer).items()}
+    tensors = {name: slot.tensor for name, slot in layer_slots(description.spec, layer).items()}
     tensors |= {PRODUCT: product.weight} | ({} if product.bias is None else {BIAS: product.bias})
     token_map = None
-    if found.vocabulary is not None:
-        token_map = tensors[TOKEN_OFFSETS] = torch.empty(found.vocabulary, dtype=torch.int64, device=device)
-    read_tensors(found.entries, {name: each for name, each in tensors.items() if isinstance(each, Tensor)})
+    if description.vocabulary is not None:
+        token_map = tensors[TOKEN_OFFSETS] = torch.empty(description.vocabulary, dtype=torch.int64, device=device)
+    read_tensors(description.entries, {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)})
     if token_map is not None:
         token_map += torch.arange(len(token_map), device=device)
         if not 0 <= int(token_map.min()) <= int(token_map.max()) < target.vocab_size:
@@ -124,4 +124,4 @@ def load_eagle(folder: Path, target: ModelSpec, parameters: Parameters, kernels:
             )
     projection = parameters.lm_head if token_map is None else projection_rows(parameters, token_map)
     whole = replace(layer, embedding=parameters.embedding, lm_head=projection)
-    return EagleModel(found.spec, whole, kernels, product=product, token_map=token_map, rows=rows)
+    return EagleModel(description.spec, whole, kernels, product=product, token_map=token_map, rows=rows)

@@ -83,26 +83,26 @@ class EagleProposer(DraftModel):
 
     def compute(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
         """Return the draft tokens of each request; none if the hidden state of its newest token is missing."""
-        known = [each for each in wanted if each.rows and max(each.rows) < len(self._target.drawn)]
+        known = [draft for draft in wanted if draft.rows and max(draft.rows) < len(self._target.drawn)]
         if not known:
             return [()] * len(wanted)
         rows: list[int] = []
-        for each in known:
-            request = self._requests[each.key]
+        for draft in known:
+            request = self._requests[draft.key]
             # Tokens of steps between the last draft and this one have no hidden states: the context continues without
             # them.
-            del request.tokens[request.stored : -len(each.rows)]
+            del request.tokens[request.stored : -len(draft.rows)]
             first = len(rows)
-            rows += each.rows[-self.missing(each.key) :]
-            self._rows[each.key] = range(first, len(rows))
+            rows += draft.rows[-self.missing(draft.key) :]
+            self._rows[draft.key] = range(first, len(rows))
         with torch.inference_mode():
             drawn = self._target.drawn[torch.tensor(rows, device=self._target.drawn.device)]
             self._states = rms_norm(drawn, self._target.norm, self._target.eps)
-        found = dict(zip((each.key for each in known), super().compute(known), strict=True))
-        for key in found:
+        drafts = dict(zip((draft.key for draft in known), super().compute(known), strict=True))
+        for key in drafts:
             request = self._requests[key]
             request.stored, request.drafted = len(request.tokens), ()
-        return [found.get(each.key, ()) for each in wanted]
+        return [drafts.get(draft.key, ()) for draft in wanted]
 
     def _own_draws(self, draws: Sequence[SamplingInput]) -> Sequence[SamplingInput]:
         """Return the sampling inputs without grammar and token history.
@@ -110,7 +110,7 @@ class EagleProposer(DraftModel):
         The EAGLE head samples its draft tokens without grammar masks and without penalties.
         """
         sampling = replace(draws[0].sampling, grammar="")
-        return [SamplingInput(sampling, each.index) for each in draws]
+        return [SamplingInput(sampling, sampling_input.index) for sampling_input in draws]
 
     def _draw(
         self, fed: Mapping[Hashable, Sequence[tuple[int, int]]], draws: Mapping[Hashable, SamplingInput]

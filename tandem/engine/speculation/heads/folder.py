@@ -78,10 +78,10 @@ def read_heads(folder: Path, spec: ModelSpec) -> HeadsFolder:
             wanted |= {layer_name(head, layer, "weight"): (h, h), layer_name(head, layer, "bias"): (h,)}
         if own:
             wanted[projection_name(head, layers)] = (vocabulary or spec.vocab_size, h)
-    found = {name: _fitting(folder, name, shape, entries, spec) for name, shape in wanted.items()}
+    tensors = {name: _fitting(folder, name, shape, entries, spec) for name, shape in wanted.items()}
     if vocabulary is not None:
-        found[TOKEN_MAP] = entries[TOKEN_MAP]
-    return HeadsFolder(found, heads, layers, vocabulary, own)
+        tensors[TOKEN_MAP] = entries[TOKEN_MAP]
+    return HeadsFolder(tensors, heads, layers, vocabulary, own)
 
 
 def _weights_file(folder: Path) -> Path:
@@ -97,10 +97,10 @@ def _weights_file(folder: Path) -> Path:
 
 
 def _count(folder: Path, config: Mapping[str, Any], field: str, absent: int | None) -> int:
-    found = config.get(field, absent)
-    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise ModelError(f"{folder / CONFIG}: {field} is {found!r}, not a number of at least 1.")
-    return found
+    count = config.get(field, absent)
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ModelError(f"{folder / CONFIG}: {field} is {count!r}, not a number of at least 1.")
+    return count
 
 
 def _vocabulary(

@@ -54,13 +54,13 @@ class MedusaHeads:
 
     def guess(self, hidden: Tensor, drafts: int) -> Tensor:
         """Return the draft tokens [rows, drafts] int64 of the first heads, for unnormalized hidden states [rows, H]."""
-        normed, found = rms_norm(hidden, self._norm, self._eps), []
+        normed, tokens = rms_norm(hidden, self._norm, self._eps), []
         for head in self._heads[:drafts]:
             x = normed
             for layer in head.layers:
                 x = x + silu(self._kernels.linear(x, layer))
-            found.append(self._kernels.linear(x, head.projection).argmax(-1))
-        guesses = torch.stack(found, dim=1)
+            tokens.append(self._kernels.linear(x, head.projection).argmax(-1))
+        guesses = torch.stack(tokens, dim=1)
         return guesses if self._token_map is None else self._token_map[guesses]
 
 
@@ -69,28 +69,28 @@ def load_medusa_heads(folder: Path, spec: ModelSpec, parameters: Parameters, ker
 
     Raises ModelError, which says what does not fit.
     """
-    found = read_heads(folder, spec)
-    tensors = _read(found, parameters)
+    description = read_heads(folder, spec)
+    tensors = _read(description, parameters)
     token_map = tensors.get(TOKEN_MAP)
     if token_map is not None and not 0 <= int(token_map.min()) <= int(token_map.max()) < spec.vocab_size:
         raise ModelError(f"{folder}: {TOKEN_MAP} names tokens outside of the vocabulary of {spec.vocab_size}.")
-    shared = None if found.own_projection else kernels.prepare(Linear(_projection(folder, parameters, token_map)))
+    shared = None if description.own_projection else kernels.prepare(Linear(_projection(folder, parameters, token_map)))
     heads = []
-    for head in range(found.heads):
-        names = [[layer_name(head, layer, part) for part in ("weight", "bias")] for layer in range(found.layers)]
+    for head in range(description.heads):
+        names = [[layer_name(head, layer, part) for part in ("weight", "bias")] for layer in range(description.layers)]
         layers = [kernels.prepare(Linear(tensors[weight], tensors[bias])) for weight, bias in names]
-        projection = shared or kernels.prepare(Linear(tensors[projection_name(head, found.layers)]))
+        projection = shared or kernels.prepare(Linear(tensors[projection_name(head, description.layers)]))
         heads.append(MedusaHead(layers, projection))
     return MedusaHeads(heads, token_map, parameters.final_norm, spec.norm_eps, kernels)
 
 
-def _read(found: HeadsFolder, parameters: Parameters) -> dict[str, Tensor]:
+def _read(description: HeadsFolder, parameters: Parameters) -> dict[str, Tensor]:
     device = parameters.embedding.device
-    dtypes = {name: torch.int64 if name == TOKEN_MAP else parameters.dtype for name in found.entries}
+    dtypes = {name: torch.int64 if name == TOKEN_MAP else parameters.dtype for name in description.entries}
     tensors = {
-        name: torch.empty(entry.shape, dtype=dtypes[name], device=device) for name, entry in found.entries.items()
+        name: torch.empty(entry.shape, dtype=dtypes[name], device=device) for name, entry in description.entries.items()
     }
-    read_tensors(found.entries, tensors)
+    read_tensors(description.entries, tensors)
     return tensors
 
 

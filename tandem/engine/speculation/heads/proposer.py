@@ -55,16 +55,16 @@ class HeadsProposer(BatchProposer):
 
     def compute(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
         """Return the draft tokens of each request; none if the hidden state of its newest token is missing."""
-        rows = [each.rows[-1] for each in wanted if self._has_hidden(each)]
+        rows = [draft.rows[-1] for draft in wanted if self._has_hidden(draft)]
         if not rows:
             return [()] * len(wanted)
-        began, longest = time.perf_counter(), max(len(each.draws) for each in wanted)
+        began, longest = time.perf_counter(), max(len(draft.draws) for draft in wanted)
         with torch.inference_mode():
             hidden = self._drawn_hidden[torch.tensor(rows, device=self._drawn_hidden.device)]
             guesses = iter(self._heads.guess(hidden, longest).tolist())
         token_s = (time.perf_counter() - began) / longest
         self._token_s += (_NEWEST_WEIGHT if self._token_s else 1.0) * (token_s - self._token_s)
-        return [next(guesses)[: len(each.draws)] if self._has_hidden(each) else () for each in wanted]
+        return [next(guesses)[: len(draft.draws)] if self._has_hidden(draft) else () for draft in wanted]
 
     def _has_hidden(self, wanted: WantedDraft) -> bool:
         return bool(wanted.rows) and wanted.rows[-1] < len(self._drawn_hidden)

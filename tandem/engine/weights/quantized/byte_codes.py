@@ -35,10 +35,10 @@ def _tensors(scheme: WeightScheme, rows: int, columns: int) -> tuple[StoredTenso
     if scheme.group is None:
         shapes = ((), (1,), (1, 1), (rows,), (rows, 1))
     codes = StoredTensor("weight", ((rows, columns),), frozenset({"F8_E4M3" if scheme.codes is Codes.FLOAT8 else "I8"}))
-    found: tuple[StoredTensor, ...] = (codes, StoredTensor(_scale_name(scheme), shapes, FLOATS))
+    tensors: tuple[StoredTensor, ...] = (codes, StoredTensor(_scale_name(scheme), shapes, FLOATS))
     if not scheme.symmetric:
-        found += (StoredTensor("weight_zero_point", shapes, frozenset({"I8"})),)
-    return (*found, *(each for each in _UNREAD if each.name not in {stored.name for stored in found}))
+        tensors += (StoredTensor("weight_zero_point", shapes, frozenset({"I8"})),)
+    return (*tensors, *(tensor for tensor in _UNREAD if tensor.name not in {stored.name for stored in tensors}))
 
 
 def _read(scheme: WeightScheme, tensors: Mapping[str, Tensor], shape: Shape) -> GroupedCodes:

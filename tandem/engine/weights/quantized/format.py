@@ -160,11 +160,11 @@ def checked_groups(scheme: WeightScheme, index: Tensor | None, columns: int) -> 
     """
     if index is None:
         return None
-    found, count = index.long(), group_count(scheme, columns)
-    if bool(((found < 0) | (found >= count)).any()):
+    groups, count = index.long(), group_count(scheme, columns)
+    if bool(((groups < 0) | (groups >= count)).any()):
         raise ModelError(f"has a g_idx outside of its {count} groups")
     if scheme.scattered:
-        return found
-    if not torch.equal(found, torch.arange(columns, device=found.device) // (scheme.group or columns)):
+        return groups
+    if not torch.equal(groups, torch.arange(columns, device=groups.device) // (scheme.group or columns)):
         raise ModelError("has a g_idx in another order than that of the columns, though none is configured")
     return None

@@ -30,16 +30,16 @@ from tandem.engine.weights.quantized.format import (
 def _tensors(scheme: WeightScheme, rows: int, columns: int) -> tuple[StoredTensor, ...]:
     word, groups = in_word(scheme.codes), group_count(scheme, columns)
     shapes: tuple[Shape, ...] = ((rows, groups),)
-    found: tuple[StoredTensor, ...] = (
+    tensors: tuple[StoredTensor, ...] = (
         StoredTensor("weight_packed", ((rows, -(-columns // word)),), WORDS),
         StoredTensor("weight_scale", ((), (1,), (rows,), *shapes) if scheme.group is None else shapes, FLOATS),
     )
     if not scheme.symmetric:
-        found += (StoredTensor("weight_zero_point", ((-(-rows // word), groups),), WORDS),)
-    found += (StoredTensor("weight_g_idx", ((columns,),), WORDS, required=scheme.scattered),)
-    names = {each.name for each in found}
+        tensors += (StoredTensor("weight_zero_point", ((-(-rows // word), groups),), WORDS),)
+    tensors += (StoredTensor("weight_g_idx", ((columns,),), WORDS, required=scheme.scattered),)
+    names = {tensor.name for tensor in tensors}
     more = unread("weight_shape", "weight_zero_point", "input_scale", "input_zero_point")
-    return (*found, *(each for each in more if each.name not in names))
+    return (*tensors, *(tensor for tensor in more if tensor.name not in names))
 
 
 def _read(scheme: WeightScheme, tensors: Mapping[str, Tensor], shape: Shape) -> GroupedCodes:

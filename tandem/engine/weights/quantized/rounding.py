@@ -19,8 +19,10 @@ def rounded(weight: Tensor, packing: Packing) -> PackedWeight:
     Float32 copies exist of only one matrix at a time.
     """
     if weight.dim() > 2:
-        each = [rounded(matrix, packing) for matrix in weight]
-        codes, scales = (torch.stack(parts) for parts in zip(*((one.codes, one.scales) for one in each), strict=True))
+        matrices = [rounded(matrix, packing) for matrix in weight]
+        codes, scales = (
+            torch.stack(parts) for parts in zip(*((one.codes, one.scales) for one in matrices), strict=True)
+        )
         return PackedWeight(codes, scales, None, packing.group)
     rows, columns = weight.shape
     grouped = weight.to(torch.float32).reshape(rows, columns // packing.group, packing.group)
