@@ -31,7 +31,7 @@ An idle chip is at first faster than it can stay, so only the second half counts
 """
 _PRODUCTS_LEAST, _PRODUCTS_MOST = 4, 400
 _FAST_PART = 4
-"""The returned time is that of the round after the fastest 1 / `_FAST_PART` of all rounds."""
+"""`_fast` skips the fastest 1 / `_FAST_PART` of all rounds, and returns the time of the next fastest round."""
 _CPU_READ_BYTES = 128 << 20
 _CPU_MATRIX = 512
 _CPU_ROUNDS_S = 0.1
@@ -60,7 +60,7 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype, threads: int | No
 
 
 def _of_gpu(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Measure on the current stream, and free the memory afterwards."""
+    """Return the FLOP/s and bytes per second of a GPU, measured on the current stream; free the memory afterwards."""
     with torch.cuda.device(device), torch.inference_mode():
         try:
             bandwidth, flops = _copy_bandwidth(device), _product_rate(device, dtype)
@@ -100,9 +100,10 @@ def event_seconds(run: Callable[[], object], rounds: int) -> list[float]:
 
 
 def _of_cpu(dtype: torch.dtype, threads: int | None) -> tuple[float, float]:
-    """Measure with one thread per core, because PyTorch's own threads would spin between the engine's kernels.
+    """Return the FLOP/s and the bytes per second of a CPU, measured with one thread per core.
 
-    The engine can compute in float32 if the hardware does not support `dtype`, so the higher of the two rates counts.
+    PyTorch's own threads are not used, because they would later spin between the engine's kernels. The engine can
+    compute in float32 if the hardware does not support `dtype`, so the FLOP/s are the higher of the two rates.
     """
     count = threads or len(os.sched_getaffinity(0))
     before = torch.get_num_threads()
@@ -117,9 +118,9 @@ def _of_cpu(dtype: torch.dtype, threads: int | None) -> tuple[float, float]:
 
 
 def _readers(pool: ThreadPoolExecutor, count: int) -> list[Callable[[], object]]:
-    """Return one function for each thread that reads memory.
+    """Return `count` functions, one for each thread; each function reads a separate part of the memory.
 
-    Each reads its own part of the memory, which a thread of the pool wrote first.
+    The threads of the pool have written to all parts before.
     """
     part = _CPU_READ_BYTES // count // torch.float32.itemsize
     return [values.sum for values in pool.map(torch.ones, [part] * count)]
@@ -136,7 +137,10 @@ def _rounds(
     seconds: float = _CPU_ROUNDS_S,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Return the duration in seconds of the fastest round, of at least two; a round runs all jobs concurrently."""
+    """Run rounds for `seconds` seconds, at least two, and return the time of the fastest in seconds.
+
+    A round runs all jobs concurrently.
+    """
     times: list[float] = []
     ends = clock() + seconds
     while len(times) < 2 or clock() < ends:

@@ -9,7 +9,7 @@ SPIN_S = 300e-6
 A thread that blocks on the device wakes up tens of microseconds after the event.
 """
 LOOK_S = 10e-6
-"""The pause between polls in seconds, in which other threads can run; Linux's default timer slack would extend it."""
+"""The pause between polls in seconds, in which other threads can run. Linux's default timer slack would lengthen it."""
 
 
 class DeviceEvent(Protocol):

@@ -63,7 +63,7 @@ class GrammarMasks:
     def forbidden(self, draws: SamplingMetadata, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the rows [n] int64 that have a grammar, and the tokens [n, vocab] bool that their grammars forbid.
 
-        Both are on the device; no launch waits for the device.
+        Both are on the device, and the call does not wait for the device.
         """
         rows = [row for row, sampling in enumerate(draws.samplings) if sampling.grammar]
         first: dict[History, int] = {}
@@ -177,7 +177,7 @@ class _Answer:
         """The number of leading tokens of the latest draft that the grammar allows."""
 
     def known(self, tokens: Sequence[int]) -> bool:
-        """Return True if `allowed` needs no computation."""
+        """Return True if the mask after `tokens` has been computed, or an error is stored for `allowed` to raise."""
         return self._error is not None or (self._state is not None and self._state.known(tokens))
 
     def allowed(self, tokens: Sequence[int], drafts: int = 0) -> NDArray[np.int32]:

@@ -25,7 +25,7 @@ _WORDS_AT_FIRST = 4096
 def forward_over(
     model: DecoderModel, cache: PagedCache, on_step: Callable[[PackedStep], None] | None = None
 ) -> Forward:
-    """Return the function that runs the model's steps over one KV cache; `on_step` is called before each."""
+    """Return the function that runs the model's steps over one KV cache; `on_step` is called before each step."""
 
     def forward(step: PackedStep, feed: DeferredTokens | None) -> Tensor | None:
         if on_step is not None:

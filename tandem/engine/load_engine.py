@@ -167,7 +167,7 @@ class _Setting:
             raise InvalidArgument("device", f"{self.device} is not supported by a worker of several ranks; use cpu.")
 
     def kernels(self, config: EngineConfig, spec: ModelSpec) -> Kernels:
-        """Return the kernels for a model on this device, or the given ones."""
+        """Return `given_kernels` or, if that is None, the fastest kernels for a model on this device."""
         return self.given_kernels or choose_kernels(
             config, spec, self.device, self.dtype, self.page_tokens, kv_dtype=self.kv_dtype
         )

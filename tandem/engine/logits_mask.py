@@ -50,7 +50,7 @@ def within_grammars(logits: Tensor, draws: SamplingMetadata, masks: GrammarMasks
 class MaskedLogits:
     """The logits of a step on the device, changed in place while its tokens are sampled.
 
-    `restore` undoes the change, so that log probabilities are those of the model. No launch waits for the device.
+    `restore` undoes the change, so that log probabilities are those of the model. No method waits for the device.
     """
 
     def __init__(

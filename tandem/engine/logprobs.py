@@ -50,7 +50,7 @@ def scores_of(
 
     `values` and `top_ids` have one entry for each row that wants log probabilities, in order. An entry of `values` has
     the log probability of the sampled token, then those of the most likely tokens; an entry of `top_ids` has the ids of
-    the most likely tokens. All entries have the maximum number of most likely tokens that any row wants.
+    the most likely tokens. All entries have as many of these as the row that wants the most.
     """
     scores = iter(zip(values, top_ids, strict=True))
     return [

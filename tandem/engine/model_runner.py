@@ -134,7 +134,7 @@ class ModelRunner:
 
 
 class Follower:
-    """The engine of a rank other than the first, which runs its part of the model in each step that the first sends.
+    """The engine of a rank other than the first: it runs its part of the model in each step that the first rank sends.
 
     It owns the rank's part of the model and of the KV cache, and has no requests.
     """

@@ -18,7 +18,7 @@ from tandem.engine.kernels.base import is_cpu
 from tandem.engine.models.allocation import packed_weights, saved_bytes
 
 _ATTENTION_FLOP = 2
-"""The operations per query, key and dimension of keys or values: a multiplication and an addition."""
+"""The operations per pair of query and key, and per dimension of keys and of values: one product, one addition."""
 
 
 def model_sizes(

@@ -28,7 +28,7 @@ _UNSUPPORTED: dict[str, tuple[str, tuple[object, ...]]] = {
     "layer_replication": ("replicated layers", (None, [])),
     "alora_invocation_tokens": ("tokens that switch it on (aLoRA)", (None, [])),
 }
-"""Config fields of which few values are supported: for each, what its other values mean, and the supported ones."""
+"""Config fields with unsupported values: for each, the feature that these values enable, and the supported values."""
 _CHANGE_BASE = ("pissa", "olora", "corda", "loftq")
 """Prefixes of the values of `init_lora_weights` with which the base model's weights change, too.
 

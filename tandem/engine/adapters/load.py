@@ -26,7 +26,7 @@ from tandem.protocol.messages import AdapterFacts
 class AdapterTables:
     """The LoRA matrices of all adapter slots, for the stacked weights that adapters change.
 
-    They are zero at first; ranks are padded to `rank`.
+    The matrices are zero at first. The ranks of all adapters are padded to `rank`.
     """
 
     def __init__(

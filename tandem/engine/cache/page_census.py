@@ -57,8 +57,8 @@ class PageCensus:
     def faults(self) -> Iterator[str]:
         """Yield a sentence for each inconsistency.
 
-        An inconsistency is a page in no state or in several states, or more reserved pages than free and cached pages
-        together.
+        An inconsistency is a page in no state or in several states, a shared page without readers, or more reserved
+        pages than free and cached pages together.
         """
         places: dict[int, list[str]] = {page: [] for page in range(self.total)}
         for place, page in self._places():

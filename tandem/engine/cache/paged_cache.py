@@ -13,7 +13,7 @@ from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.kv_pages import KvPages
 
 _SCRATCH_PAGES = 1
-"""The number of pages that are never given to a request: the scratch page, to which other workers write test data."""
+"""The number of pages that no request gets: only the scratch page, to which other workers write test data."""
 
 
 class PagedCache:
@@ -23,7 +23,7 @@ class PagedCache:
 
     `tensor` [pages + 1, layers, parts, kv_heads, page_tokens, head_dim] is the view for kernels. `layers` are the
     layers of the group that owns the page. Index 0 of the dimension `parts` is keys and 1 is values; latent attention
-    has one part. Its strides may have any order (`kernel_view`). With an 8-bit dtype `tensor` is a `QuantizedKv`.
+    has one part. The strides of `tensor` may have any order (`kernel_view`). With an 8-bit dtype it is a `QuantizedKv`.
     `storage` [pages + 1, elements] is the memory of all pages.
 
     The last page, number `pages`, is a scratch page that belongs to no request: other workers write to it to test a
@@ -138,7 +138,7 @@ def kernel_view(memory: Tensor, group: KvGroup, page_tokens: int) -> KvCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeroed memory. Raises InvalidArgument if the device has not enough."""
+    """Return zeroed memory. Raises InvalidArgument if the device has too little free memory."""
     size = torch.Size(shape).numel() * dtype.itemsize
     try:
         if device.type != "cpu":

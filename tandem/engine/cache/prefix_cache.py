@@ -150,12 +150,12 @@ class PrefixCache:
             return pages - prefix.held
 
     def allocate(self, owner: RequestRef, prefix: Prefix, numbers: int, prompt_tokens: int) -> tuple[list[int], int]:
-        """Return the entries (`KvPages`) of the first `numbers` pages, and the number of pages reserved for windows.
+        """Return `numbers` page table entries per group (`KvPages`), and the number of pages reserved for windows.
 
-        Indexed pages are shared and read-only; the other pages of groups without a window are newly allocated. In
-        groups with a window, the entries of pages that are not indexed are FREED. These pages are only reserved, as
-        many as the request needs at the same time; the caller allocates them later. Raises ResourceExhausted, without
-        any change, if too few pages are free.
+        Indexed pages are shared and read-only. Groups without a window get newly allocated pages for the other entries.
+        In groups with a window, the other entries are FREED, and as many pages are reserved as the request needs at the
+        same time; the caller allocates them later. Raises ResourceExhausted, without any change, if too few pages are
+        free.
         """
         with self.pool.lock:
             self._read(prefix, None)
@@ -284,7 +284,7 @@ class PrefixCache:
     def known(self) -> PrefixList:
         """Return the whole index.
 
-        It takes about a microsecond per page, during which the pool's lock is held.
+        The call holds the pool's lock for about a microsecond per page.
         """
         with self.pool.lock:
             pages = [(digest, node.parent) for digest, node in self._nodes.items()]
@@ -345,7 +345,7 @@ class PrefixCache:
     def _retain(self, prefix: Prefix, end: int, position: int | None) -> None:
         """Retain the pages from digest `prefix.known` to `end` that are in the windows of tokens from `position` on.
 
-        If too few unreserved pages are left, it retains only the first pages, or none in a model with windows.
+        If the pool has too few unreserved pages, only the first pages are retained; in a model with windows, none are.
         """
         kv, first = self.kv, prefix.known
         nodes = [self._nodes.get(digest) for digest in prefix.digests[first:end]]
@@ -368,8 +368,9 @@ class PrefixCache:
     def _retain_path(self, prefix: Prefix, end: int) -> int:
         """Retain the pages that other requests have indexed from digest `prefix.known` to `end`; return the new end.
 
-        Only groups without a window are concerned, and the entries of `prefix` do not change. The returned end is lower
-        if too few unreserved pages are left: the caller publishes only pages before it.
+        Only pages of groups without a window are retained, and the entries of `prefix` do not change. If the pool has
+        too few unreserved pages, the new end is the first digest whose pages could not be retained; else it is `end`.
+        The caller publishes only pages before the new end.
         """
         first, full = prefix.known, self._full
         known = self._path(prefix.digests[first:end]) if full else 0
@@ -387,8 +388,8 @@ class PrefixCache:
         """Index the request's own pages in groups with windows, for the first `prefix.known` digests.
 
         If a group has no indexed page for a digest, for example because it was evicted, the request's page becomes the
-        indexed one and is shared. If another request's page is indexed, the request's page stays its own. `_give` says
-        when a digest that is not indexed at all is added.
+        indexed one and is shared. If another request's page is indexed, the request's page stays its own. A digest that
+        is not indexed at all is added only if all groups have windows.
         """
         for number in range(prefix.known):
             for group, _ in self._windowed:

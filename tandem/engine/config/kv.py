@@ -81,9 +81,10 @@ def _classes(layers: Sequence[LayerSpec]) -> Mapping[int | None, list[int]]:
 
 
 def _depth(sizes: Mapping[int | None, int], max_context: int) -> int:
-    """Return the number of layers in a page that needs the fewest groups, without more padding than `_WASTE` allows.
+    """Return the number of layers per page with which the model has the fewest groups.
 
-    Padding is measured by its memory in a request of `max_context` tokens, so padding of layers with a window is cheap.
+    `_WASTE` limits the padding. It is measured by its memory in a request of `max_context` tokens, so padding of layers
+    with a window is cheap.
     """
 
     def layer_tokens(depth: int) -> int:

@@ -12,7 +12,7 @@ from functools import cache
 
 
 class WeightFormat(StrEnum):
-    """The format of a quantized weight in a checkpoint; `tandem/engine/weights/quantized/` has a reader for each."""
+    """The format of a quantized weight; `tandem/engine/weights/quantized/` reads all except `ROUND_TO_NEAREST`."""
 
     AWQ = "awq"
     GPTQ = "gptq"
@@ -28,7 +28,7 @@ class WeightFormat(StrEnum):
     FP8_BLOCKS = "fp8"
     """The format of DeepSeek and Qwen3: one float8_e4m3fn byte per weight, with one scale per block."""
     Q8_0 = "Q8_0"
-    """A block type of GGUF, like the following members."""
+    """A block type of GGUF, as are Q4_0, Q4_1, Q4_K and Q6_K."""
     Q4_0 = "Q4_0"
     Q4_1 = "Q4_1"
     Q4_K = "Q4_K"
@@ -145,9 +145,10 @@ class Quantization:
 
 
 def at_load(name: str) -> Quantization:
-    """Return the quantization of the weights of all linear layers in the decoder layers at load.
+    """Return the quantization of a model whose 16-bit weights are quantized while they are loaded.
 
-    `name` is `int8`, `fp8` or `int4`. With fp8, the inputs of the linear layers are quantized as well.
+    All linear layers of the decoder layers are quantized. `name` is `int8`, `fp8` or `int4`. With fp8, the inputs of
+    the linear layers are quantized as well.
     """
     codes = Codes(name)
     scheme = WeightScheme(WeightFormat.ROUND_TO_NEAREST, codes, quantized_inputs=codes is Codes.FLOAT8)

@@ -35,8 +35,8 @@ def parse_rope(config: Json, scaling: Json | None = None) -> RopeConfig:
     """Parse the RoPE settings of a config.
 
     They are in `rope_parameters`, which include theta (transformers 5), or in `rope_theta` and `rope_scaling`
-    (transformers 4). For a model with several RoPE tables, `scaling` has the settings of one table and is used instead.
-    Raises ModelError if the scaling is not supported or theta is not above 0.
+    (transformers 4). For a model with several RoPE tables, `scaling` has the settings of one table, which are used
+    instead. Raises ModelError if the scaling is not supported or theta is not above 0.
     """
     settings = scaling
     if settings is None:
@@ -76,7 +76,10 @@ def rotary_fraction(config: Json) -> float:
 
 
 def yarn_temperature(factor: float, scale: float) -> float:
-    """Return YaRN's temperature for a context length extended by `factor` (Peng et al. 2023, section 3.4)."""
+    """Return YaRN's temperature for a context length extended by `factor` (Peng et al. 2023, section 3.4).
+
+    `scale` is `mscale` or `mscale_all_dim` of config.json, by default 1.
+    """
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 

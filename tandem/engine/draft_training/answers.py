@@ -47,7 +47,7 @@ class AnswerGenerator:
         """Decode all prompts, and yield the outputs of `BATCH` prompts at a time.
 
         An output has at most `most` tokens, and its last token may be an end-of-sequence token. The seed of a prompt is
-        `seed` plus the number of the prompt.
+        the generator's seed plus the prompt's index in `prompts`.
         """
         for start in range(0, len(prompts), BATCH):
             yield self._answer(start, prompts[start : start + BATCH], most)

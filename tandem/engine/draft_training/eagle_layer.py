@@ -19,7 +19,8 @@ from tandem.protocol.errors import InvalidArgument
 class EagleSizes:
     """The sizes of the EAGLE head's layer.
 
-    Heads and RoPE base are those of the model's last layer, the width that of its widest dense feed-forward network.
+    Heads and RoPE base are those of the model's last layer. The width is that of the model's widest dense feed-forward
+    network.
     """
 
     shape: AttentionShape

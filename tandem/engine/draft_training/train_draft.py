@@ -42,9 +42,10 @@ ANSWER_TOKENS = 128
 _HELD_OUT = 10
 """One in `_HELD_OUT` prompts is held out for evaluation, with all its outputs."""
 _ANSWER_MIN = 8
-"""The assumed minimum number of tokens of an output, which bounds how often prompts are decoded.
+"""The assumed minimum number of tokens of an output.
 
-Prompts are decoded again, with other seeds, until there are enough tokens.
+Prompts are decoded again, with other seeds, until there are enough tokens. The number of repetitions is limited to that
+which suffices if outputs have `_ANSWER_MIN` tokens.
 """
 _SPARE_PAGES = 4
 

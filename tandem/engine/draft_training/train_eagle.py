@@ -63,7 +63,7 @@ def train_eagle(
 def eagle_guesses(layer: EagleLayer, answer: Answer, steps: int) -> list[list[int]]:
     """Return the `steps` draft tokens after each token of an output, as a worker would propose them.
 
-    Their context starts with the output.
+    The head's context has only the output's tokens, not those of the prompt.
     """
     batch, guessed = _batch(layer, [answer]), list[Tensor]()
 

@@ -22,9 +22,9 @@ class Fold:
     weight: Tensor
     """The weight of the linear layer, [N, K]; modified in place."""
     divided: tuple[Tensor, ...]
-    """The tensors that are divided in place, [S] or [S, …], with one scale per row.
+    """The tensors that are divided in place, [S] or [S, …]: row s is divided by scale s.
 
-    S is K, except for the output projection of attention, whose query heads share scales (`shared_by`).
+    S is K, except for attention's output projection: query heads with the same KV head share scales (`shared_by`).
     """
     dtype: torch.dtype
     """The dtype in which `divided` is stored if it is not quantized."""
@@ -43,7 +43,8 @@ class Fold:
     def apply(self, scales: Tensor) -> None:
         """Divide the tensors by the scales [S], and multiply the weight's columns to compensate.
 
-        A norm is rounded to `dtype` after the division; the columns are multiplied by the quotient before / after.
+        A norm is rounded to `dtype` after the division, so the columns are multiplied by the ratio of the norm's values
+        before the division and after the rounding.
         """
         vector = self.divided[0]
         if vector.dim() == 1:

@@ -1,4 +1,4 @@
-"""The folder of `--draft`, with weights that propose draft tokens; its config.json tells which kind of weights."""
+"""The folder that `--draft` names: weights that propose draft tokens. Its config.json says of which kind they are."""
 
 from enum import Enum
 from pathlib import Path
@@ -78,10 +78,11 @@ def drafting_model(folder: Path, spec: ModelSpec) -> ModelSpec | None:
 
 
 def draft_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the memory in bytes that `config.draft` needs in addition to a model of `dtype`, without KV.
+    """Return the memory in bytes that `config.draft` needs in addition to the target model, not counting KV.
 
-    It is 0 without a draft. A draft model needs its weights; Medusa heads need their weights and the hidden states that
-    they read; an EAGLE head needs its weights and the hidden states of the head and of the target model.
+    `spec` and `dtype` are those of the target model. Returns 0 without a draft. A draft model needs its weights; Medusa
+    heads need their weights and the hidden states that they read; an EAGLE head needs its weights and the hidden states
+    of the head and of the target model.
     """
     if config.draft is None:
         return 0

@@ -59,7 +59,7 @@ class _Request:
     pages: list[int] = field(default_factory=list)
     """The pages of all positions in the order of `KvPages`; pages outside the sliding window are kept, too."""
     stored: int = 0
-    """The number of positions with stored KV; the tokens at these positions are `tokens`, then those of `drafted`."""
+    """The number of leading tokens whose KV is stored, counted over `tokens` followed by `drafted`."""
     drafted: Sequence[int] = ()
     """The newest draft, until its tokens have been verified."""
 

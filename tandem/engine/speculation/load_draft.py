@@ -58,7 +58,7 @@ def split_kv(
 ) -> KvMemory:
     """Split the KV memory between the target and a draft that has KV.
 
-    The memory is `kv_cache_bytes` of `config`, by default `default`.
+    The memory to split is `kv_cache_bytes` of `config` or, if that is None, `default`.
     """
     both = default if config.kv_cache_bytes is None else config.kv_cache_bytes
     if both is None:
@@ -67,9 +67,9 @@ def split_kv(
 
 
 def _kv_share(config: EngineConfig, spec: ModelSpec, page_tokens: int, device: torch.device) -> float:
-    """Return the draft's share of the KV memory, with which it has KV for as many tokens as the target.
+    """Return the share of the KV memory that the draft needs to have KV for as many tokens as the target.
 
-    It is 0 if the draft has no KV. The KV of an EAGLE head has the dtype of the target's KV.
+    The share is 0 if the draft has no KV. The KV of an EAGLE head has the dtype of the target's KV.
     """
     kind = None if config.draft is None else draft_kind(config.draft)
     if config.draft is None or kind is DraftKind.HEADS:

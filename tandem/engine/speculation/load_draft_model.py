@@ -33,7 +33,7 @@ _ROWS_PER_REQUEST = 2
 class LoadedDraft(DraftRunner, Protocol):
     """The interface of a loaded draft model.
 
-    It is a `DraftRunner` that also has the properties from which its memory is computed: spec, dtype and KV cache.
+    A `DraftRunner` that also has the properties from which its memory is computed: spec, dtype and KV cache.
     """
 
     @property
@@ -74,7 +74,7 @@ def check_draft_model(folder: Path, spec: ModelSpec, tokenizer: Path) -> None:
 
 
 def draft_config(config: EngineConfig) -> EngineConfig:
-    """Return the settings of the draft model's engine, derived from the target's, except for the KV memory."""
+    """Return the settings of the draft model's engine, derived from the target's; the caller sets `kv_cache_bytes`."""
     assert config.draft is not None
     return replace(
         config,
@@ -100,16 +100,16 @@ def draft_model_bytes(config: EngineConfig, device: torch.device) -> int:
 
 
 def kv_share(config: EngineConfig, spec: ModelSpec, page_tokens: int, device: torch.device) -> float:
-    """Return the share of the KV memory for the draft model with which both models hold the same number of tokens."""
+    """Return the share of the KV memory that the draft model needs to hold as many tokens as the target."""
     settings = draft_config(config)
     dtypes = parse_kv_dtype(config, device, spec), parse_kv_dtype(settings, device, draft := load_spec(settings.model))
     return share_of((spec, dtypes[0]), (draft, dtypes[1]), page_tokens)
 
 
 def share_of(target: tuple[ModelSpec, torch.dtype], draft: tuple[ModelSpec, torch.dtype], page_tokens: int) -> float:
-    """Return the share of the KV memory with which the draft model holds as many tokens as the target.
+    """Return the share of the KV memory that the draft model needs to hold as many tokens as the target.
 
-    A model is given as its spec and the dtype of its KV.
+    `target` and `draft` are the spec of a model and the dtype of its KV.
     """
     target_bytes, draft_bytes = (
         page_bytes(spec, page_tokens, dtype) * len(kv_groups(spec)) for spec, dtype in (target, draft)

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from tandem.engine.speculation.proposer import MATCH_MAX, NGRAM_MAX, Draft, DraftSource, ProposerName
 
 NOTED_MAX = 8192
-"""Maximum number of tokens, the newest ones, that are indexed when a request begins; more would delay all requests."""
+"""The number of a request's newest tokens that are indexed when it begins; indexing more would delay all requests."""
 _NONE = -1
-"""Stands for a missing token: a history begins with NGRAM_MAX of these, so that each token has an n-gram before it."""
+"""The placeholder for a token: a history begins with NGRAM_MAX of them, so that each token follows an n-gram."""
 
 Ngram = int | tuple[int, ...]
 """An n-gram: a single token is an int, several tokens are a tuple."""
@@ -28,16 +28,16 @@ class NgramHistory:
         self.positions: dict[Ngram, int] = {}
 
     def last(self) -> tuple[Ngram, Ngram, Ngram]:
-        """Return the n-grams at the end of the tokens, longest first; all earlier n-grams are indexed first."""
+        """Index all n-grams that a token follows, and return the n-grams at the end of the tokens, longest first."""
         if self._noted < len(self.tokens):
             self._note()
         x, y, z = self.tokens[-NGRAM_MAX:]
         return (x, y, z), (y, z), z
 
     def draft(self, position: int, most: int) -> Draft:
-        """Return a draft with the tokens from `position` on; an occurrence of the last n-gram ends before `position`.
+        """Return a draft of `most` tokens: those from `position` on, which follow an occurrence of the last n-gram.
 
-        If the tokens end before the draft has `most` tokens, the draft repeats its own tokens periodically.
+        If there are fewer than `most` tokens from `position` on, the draft repeats them.
         """
         tokens = self.tokens
         drafted = tokens[position : position + most]

@@ -20,7 +20,7 @@ MATCH_MAX = 8
 
 
 class ProposerName(StrEnum):
-    """The names of the proposers, by which metrics count draft tokens."""
+    """The names of the proposers; metrics count draft tokens by these names."""
 
     NGRAM = "ngram"
     """Proposes the tokens after an earlier occurrence of the last tokens in the same request."""

@@ -18,7 +18,7 @@ from tandem.engine.weights.tensor_reader import DTYPES, FLOATS, MAX_THREADS, PIE
 from tandem.protocol.errors import ModelError
 
 _BATCH_BYTES = MAX_THREADS * PIECE_BYTES
-"""The bytes that are read at once, one piece per thread; no other part of a checkpoint is in memory twice."""
+"""The number of bytes in a batch, one piece per thread; only these are in memory as stored and repacked."""
 
 
 def stored_tensors(name: str, slot: ParameterSlot, scheme: WeightScheme | None) -> dict[str, StoredTensor]:

@@ -54,6 +54,6 @@ def _fill_packed(weight: PackedWeight, generator: torch.Generator) -> None:
 def random_revision(folder: Path) -> str:
     """Return the revision name of random weights.
 
-    It is the same for the same config.json, and never that of a real model.
+    Equal config.json files give the same name, which is never the revision hash of a real model.
     """
     return "random-" + hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()

@@ -117,7 +117,7 @@ class _Staging(threading.local):
         return self._buffers[0][:size]
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy from the buffer that was taken last, without waiting on a GPU."""
+        """Copy from the buffer that `take` returned last; on a GPU, the copy is only launched."""
         if not self._on_gpu:
             target.copy_(source)
             return

@@ -91,7 +91,7 @@ def parse_expert_count(config: Json) -> int:
 def parse_shape(config: Json, *, head_dim: int | None = None, scale: float | None = None) -> AttentionShape:
     """Return the shape of attention without a window; `head_dim` is the family's default.
 
-    The scale is `scale`; None = 1 / √(head dimension).
+    If `scale` is None, scores are multiplied by 1 / √(head dimension).
 
     Raises ModelError if the number of KV heads does not divide the number of heads, or if the number of rotated
     dimensions is odd, below 1, or above the head dimension.

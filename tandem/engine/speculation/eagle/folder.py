@@ -48,7 +48,7 @@ class EagleFolder:
     def memory_bytes(self, item_bytes: int) -> int:
         """Return the bytes of the head's own weights, which it does not share with the model.
 
-        Each element has `item_bytes`.
+        Each weight has `item_bytes` bytes.
         """
         own_bytes = sum(prod(entry.shape) * item_bytes for name, entry in self.entries.items() if name != TOKEN_OFFSETS)
         rows = self.vocabulary or 0

@@ -34,9 +34,9 @@ class TargetStates(NamedTuple):
 class EagleProposer(DraftModel):
     """A draft model whose input includes hidden states of the target model.
 
-    `_Request.tokens` are the head's context followed by the tokens sampled since. If another step or worker sampled the
-    newest token, its hidden state is missing, and the request gets no draft in the next step. Draft tokens are not
-    added to the context: after verification, the context gets the target's own hidden states instead.
+    `_Request.tokens` are the head's context, followed by the tokens sampled since the last draft. If another step or
+    worker sampled the newest token, its hidden state is missing, and the request gets no draft in the next step. The
+    KV of accepted draft tokens is computed again, from the target's own hidden states.
     """
 
     source = DraftSource(ProposerName.EAGLE)
@@ -59,15 +59,15 @@ class EagleProposer(DraftModel):
     def extend(self, key: Hashable, token_ids: Sequence[int]) -> None:
         """Append tokens, as `Proposer.extend` describes.
 
-        Of the tokens whose KV is not stored, only the newest DRAFTS_MAX + 1 are kept: a step samples at most as many,
-        and the hidden states of tokens from earlier steps no longer exist.
+        Of the tokens whose KV is not stored, only the newest DRAFTS_MAX + 1 are kept. A step samples no more tokens of
+        a request, and the hidden states of tokens from earlier steps no longer exist.
         """
         super().extend(key, token_ids)
         request = self._requests[key]
         del request.tokens[request.stored : -DRAFTS_MAX - 1]
 
     def missing_at_first(self, tokens: int) -> int:
-        """Return the value of `missing` right after a request begins; only its newest tokens are computed."""
+        """Return the value of `missing` right after a request begins: `begin` keeps at most DRAFTS_MAX + 1 tokens."""
         return min(tokens, DRAFTS_MAX + 1)
 
     def capacity(self, key: Hashable, drafts: int) -> int:
@@ -107,7 +107,7 @@ class EagleProposer(DraftModel):
     def _own_draws(self, draws: Sequence[SamplingInput]) -> Sequence[SamplingInput]:
         """Return the sampling inputs without grammar and token history.
 
-        The EAGLE head samples its draft tokens without grammar masks and without penalties.
+        So the EAGLE head samples its draft tokens without grammar masks and without penalties.
         """
         sampling = replace(draws[0].sampling, grammar="")
         return [SamplingInput(sampling, sampling_input.index) for sampling_input in draws]

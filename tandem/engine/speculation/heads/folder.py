@@ -3,7 +3,8 @@
 With L layers, head h has the tensors `{h}.{l}.linear.weight` [H, H] and `{h}.{l}.linear.bias` [H] for each layer l, and
 `{h}.{L}.weight` [V, H], its projection to the vocabulary. As in vLLM, `original_lm_head` in config.json says that the
 heads use the model's own projection instead. The tensor `token_map` [`truncated_vocab_size`] int64 has the ids of the
-tokens that the heads can predict, in the order of their rows; without it V is the model's vocabulary.
+tokens that the heads can predict, one for each of the V rows of a projection; without it, V is the model's vocabulary
+size.
 """
 
 import math

@@ -14,7 +14,7 @@ from tandem.engine.models.parameters import Parameters
 def hidden_rows(config: EngineConfig) -> int:
     """Return the maximum number of rows of a step that sample a token, `max(max_batch_requests, max_step_tokens)`.
 
-    In a step of one-token prompts every token is a row.
+    A step of one-token prompts has `max_step_tokens` rows that sample a token.
     """
     return max(config.max_batch_requests, config.max_step_tokens)
 

@@ -1,8 +1,8 @@
 """Medusa heads (arXiv 2401.10774) on hidden states of the model, computed by the model's kernels.
 
-The hidden state that a token was sampled from passes through the model's final norm. Head h then predicts the token h +
-1 positions after the sampled one: x + SiLU(W·x + b) for each layer, then a projection to the vocabulary. The token with
-the highest logit is predicted.
+The input of all heads is the hidden state that a token was sampled from, after the model's final norm. Each layer of a
+head computes x + SiLU(W·x + b), and a projection then gives the logits. Head h predicts the token h + 1 positions after
+the sampled one: the token with the highest logit.
 """
 
 from collections.abc import Sequence

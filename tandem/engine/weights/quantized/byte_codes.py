@@ -2,7 +2,7 @@
 
 weight             [N, K] F8_E4M3 or I8
 weight_scale       one, [N, 1], [N, G], or one for each block of rows and columns [⌈N / b⌉, ⌈K / g⌉];
-                   weight_scale_inv has the same shapes, and is a factor as well
+                   weight_scale_inv has the same shapes, and is multiplied as well
 weight_zero_point  I8, with the shape of weight_scale, if zero points are used
 
 The scales of activations (`input_scale`) are ignored: activations are not quantized with stored scales.

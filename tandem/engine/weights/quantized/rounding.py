@@ -16,7 +16,7 @@ For integers it is half of their range, as in compressed-tensors.
 def rounded(weight: Tensor, packing: Packing) -> PackedWeight:
     """Return a weight [..., N, K] quantized by rounding; scales map a group's largest magnitude to `_LARGEST`.
 
-    Float32 copies exist of only one matrix at a time.
+    Only one matrix at a time is copied in float32.
     """
     if weight.dim() > 2:
         matrices = [rounded(matrix, packing) for matrix in weight]
