@@ -1,8 +1,8 @@
 """Masks for requests whose output follows a grammar: tokens that may not come next get no probability, as in vLLM.
 
-Threads compute the masks, and a step waits for them for a bounded time. A request whose mask is not ready then waits
-without delaying others: the tokens of its rows are discarded, and the rows are repeated until the mask is ready. If the
-mask takes too much CPU time, the request fails.
+Threads compute the masks, and a step waits for them for a bounded time. If the mask of a request is late, the step runs
+without it, so that other requests are not delayed: the tokens of the request's rows are discarded, and the rows are
+repeated in later steps until the mask is ready. If the mask takes too much CPU time, the request fails.
 """
 
 import time
@@ -25,7 +25,7 @@ AllowedDrafts = Callable[[History, str, Sequence[int]], int]
 """A function with the signature of `GrammarMasks.allowed_drafts`."""
 
 STEP_WAIT_S = 0.02
-"""The time in seconds that a step waits for masks; the mask of an ordinary grammar takes 0.1 ms, at most 10 ms."""
+"""The time in seconds that a step waits for masks. Computing the mask of a common grammar takes 0.1 to 10 ms."""
 _THREADS = 16
 """The number of threads that compute masks.
 
@@ -83,7 +83,8 @@ class GrammarMasks:
     def allowed_drafts(self, history: History, grammar: str, drafts: Sequence[int]) -> int:
         """Return the number of leading draft tokens of `drafts` that the grammar allows after the output so far.
 
-        The next step may then have rows for them. Returns 0 if the request's masks are slow or not ready in time.
+        The masks after these draft tokens are then ready, so the next step may have rows for them. Returns 0 if the
+        request's masks are slow or not ready in time.
         """
         answer = self._answer(history, grammar)
         if answer.busy or answer.slow:
@@ -134,7 +135,7 @@ class GrammarMasks:
         wait([answer.computing for answer in answers if answer.busy and answer.computing], self._step_wait_s)
 
     def _spread(self, works: "deque[_Work]") -> None:
-        """Let a separate thread compute each mask that is still waiting, because the mask before it may take long."""
+        """Let separate threads compute the masks that are not begun, because the mask before them may take long."""
         while (work := _next(works)) is not None:
             work.answer.computing = self._threads.submit(work.do)
 

@@ -1,4 +1,4 @@
-"""Runs steps on the CPU, or in the simplest way on any device: each step is computed when it is launched."""
+"""Runs steps synchronously, on the CPU or with given kernels on any device: `launch` computes the step."""
 
 from collections.abc import Callable
 from dataclasses import replace

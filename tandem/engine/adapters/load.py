@@ -108,7 +108,7 @@ def _matrices(tables: LoraTables, updates: Sequence[PlacedUpdate]) -> tuple[Tens
 
 
 LEAST_RANK = 16
-"""Minimum rank for the matrix units of GPUs; ranks are padded to it, or to the next power of two above it."""
+"""Minimum rank for the matrix units of GPUs. Lower ranks are padded to it, and others to a power of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class _Files:
         return folder
 
     def write(self, slot: int, folder: AdapterFolder) -> None:
-        """Write the matrices into a slot, and check that the files did not change meanwhile (`AdapterFiles.write`)."""
+        """Write the matrices into a slot, and check that the files are those that were read (`AdapterFiles.write`)."""
         self.tables.write(slot, self.modules.place(folder))
         check_unchanged(folder)
 

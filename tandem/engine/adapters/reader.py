@@ -22,7 +22,7 @@ from tandem.engine.weights.safetensors_file import TensorEntry
 from tandem.protocol.errors import ModelError
 
 _CPU_S = 5
-"""Maximum CPU time for reading a folder in seconds; it does not depend on the load of the host.
+"""Maximum CPU time for reading a folder, in seconds; unlike wall-clock time, it does not grow with the host's load.
 
 The largest headers take less than one second.
 """

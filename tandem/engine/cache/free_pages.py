@@ -16,9 +16,9 @@ class FreePages:
     def __init__(self, pages: Iterable[int]) -> None:
         self._count = 0
         self._ends: dict[int, int] = {}
-        """Maps the first page of each extent to the page after its last."""
+        """Maps the first page of each extent to the page after the extent's last page."""
         self._starts: dict[int, int] = {}
-        """Maps the page after the last of each extent to its first page."""
+        """Maps the page after the last page of each extent to the extent's first page."""
         self._by_size: list[tuple[int, int]] = []
         """The (size in pages, first page) of each extent, in ascending order."""
         self.give(list(pages))

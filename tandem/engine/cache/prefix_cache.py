@@ -1,4 +1,4 @@
-"""The prefix cache: an index of the pages that hold the KV of each prefix, so that it is not computed or sent again.
+"""The prefix cache: an index of the pages with the KV of each prefix, so that no KV is computed or sent again.
 
 Only full pages are indexed, each by a digest of its tokens and of all tokens before them
 (`tandem/protocol/page_digests.py`). The digests of one prompt are a path in a tree. A digest has one page in each group
@@ -79,7 +79,7 @@ class PrefixCache:
 
     It owns no page: the pool holds the pages, as shared while a request reads them and as cached until they are
     evicted. It is thread-safe, under the pool's lock. The time of each call is proportional to the number of pages
-    concerned.
+    that it looks up or changes.
     """
 
     def __init__(self, pool: PagePool, kv: KvPages, *, enabled: bool = True, names: PageNaming = page_digests) -> None:
@@ -402,10 +402,10 @@ class PrefixCache:
                     prefix.pages[entry] = page
 
     def _give(self, owner: RequestRef, prefix: Prefix, entry: int, page: int) -> bool:
-        """Make a page of the owner the shared page of its digest; return True if it was shared.
+        """Index and share one of the owner's pages; return True if it was shared.
 
-        It is not shared if the digest is not indexed, or has a page in this group already. If all groups have windows,
-        a missing digest is indexed here, because then no path needs to lead to it.
+        The page is not shared if its digest is not indexed, or has a page in this group already. If all groups have
+        windows, a missing digest is indexed here, because then no path needs to lead to it.
         """
         number, group = divmod(entry, self.kv.groups)
         if number >= len(prefix.digests):

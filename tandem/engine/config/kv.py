@@ -30,7 +30,7 @@ class KvGroup:
     dim: int
     """The number of elements per token, part and head."""
     window: int | None = None
-    """The sliding window of the layers: the number of positions that a token attends to, with its own; None = all."""
+    """The sliding window of the layers: the number of positions, with its own, that a token attends to; None = all."""
 
     @property
     def elements(self) -> int:

@@ -59,7 +59,7 @@ class Packing:
     group: int
     """The number of columns that share a scale; it divides K."""
     offsets: bool
-    """True if each group has its own offset."""
+    """True if the weight has offsets, one for each group."""
     scales: str = "float32"
     """The dtype of scales and offsets."""
     quantized_inputs: bool = False
@@ -105,9 +105,9 @@ class WeightScheme:
 
 
 def _rounding_group(codes: Codes, columns: int) -> int:
-    """Return the group size of a weight quantized at load.
+    """Return the number of columns that share a scale in a weight quantized at load.
 
-    It is a whole row or, for 4-bit codes, the largest of 128, 64 and 32 that divides a row, else 1.
+    It is `columns`; for 4-bit codes, it is the largest of 128, 64 and 32 that divides `columns`, or 1 if none does.
     """
     if codes is not Codes.INT4:
         return columns

@@ -41,9 +41,9 @@ class PenaltyCounts:
     def place(self, draws: Sequence[SamplingInput], late: Sequence[Tensor | None]) -> list[int]:
         """Return the row of counts of each sampling input, brought up to date; -1 for an input without penalties.
 
-        The sampler must run next. `late` has, for each input, the last token of its output [1] int64 on the device, or
-        None if the history has it. Inputs with penalties must belong to different requests, and there must be a row for
-        each. The call only launches kernels, and never waits.
+        The next kernels that are launched must be the sampler's. `late` has, for each input, the last token of its
+        output [1] int64 on the device, or None if the history has it. Inputs with penalties must belong to different
+        requests, and must not outnumber the rows of counts. The call only launches kernels, and never waits.
         """
         # Marked as used first, so that no row of this step is reassigned to another of its requests.
         for sampling_input in draws:

@@ -88,7 +88,7 @@ class DeviceSampler:
     def plan(
         draws: Sequence[SamplingInput], counted: Sequence[int] | None = None, into: NDArray[np.float64] | None = None
     ) -> SamplingPlan:
-        """Pack the sampling inputs `draws` row by row, into `into` [rows, PARAMS] if given; the device is not touched.
+        """Pack the sampling inputs `draws` row by row, into `into` [rows, PARAMS] if given; nothing is launched.
 
         `counted` has the row of token counts of each input, -1 without penalties; None if no input has penalties.
         """

@@ -146,7 +146,7 @@ def towers_of(config: Json) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file.
 
-    Raises ModelError if there is none, or if the file is larger than any published one.
+    Raises ModelError if the file cannot be read, has no JSON object, or is larger than `LARGEST_JSON`.
     """
     try:
         if (size := path.stat().st_size) > LARGEST_JSON:

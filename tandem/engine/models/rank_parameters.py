@@ -1,4 +1,4 @@
-"""The part of a model's weights that one rank of a group holds: its allocation, and what it reads of a checkpoint."""
+"""The part of a model's weights that one rank of a group holds: its allocation, and its slots in a checkpoint."""
 
 from dataclasses import replace
 

@@ -1,6 +1,7 @@
 """One decoder layer in float32, which is run on sample text by the project's own decoder.
 
-Its products are its linear layers: the stacked q, k and v, the output projection, the stacked gate and up, and down.
+Its linear layers, called products, are the stacked q, k and v, the output projection, the stacked gate and up, and
+down.
 """
 
 from collections.abc import Iterator, Sequence

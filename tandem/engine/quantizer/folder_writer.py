@@ -16,7 +16,7 @@ from torch import Tensor
 from tandem.protocol.errors import InvalidArgument
 
 _SHARD_BYTES = 2 << 30
-"""The size of the tensors, in bytes, that are collected before they are written as one file."""
+"""The total size in bytes of the tensors that are collected before they are written as one file."""
 
 
 class FolderWriter:

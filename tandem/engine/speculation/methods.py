@@ -11,7 +11,7 @@ from tandem.protocol.speculation_method import SpeculationMethod
 def make_proposer(
     method: SpeculationMethod, *, asynchronous: bool, trained: MakeProposer | None = None
 ) -> Proposer | None:
-    """Return the proposer of this method; None if steps shall have no draft tokens.
+    """Return the proposer of this method; None if the engine does not speculate.
 
     An `asynchronous` engine launches a step before it knows the tokens of the previous one, but draft tokens depend on
     them, so AUTO then means OFF. `trained` creates the proposer of DRAFT. Raises InvalidArgument if DRAFT is set

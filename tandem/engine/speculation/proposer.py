@@ -14,7 +14,7 @@ from tandem.protocol.messages import SamplingParams
 DRAFTS_MAX = 7
 """Maximum number of draft tokens of one request in a step."""
 NGRAM_MAX = 3
-"""The length of the longest n-gram that is looked up; shorter n-grams are looked up only if it has no match."""
+"""The length of the longest n-gram that is looked up; shorter ones are looked up only if the longest has no match."""
 MATCH_MAX = 8
 """Maximum number of tokens that are compared to find the length of a match."""
 
@@ -152,6 +152,6 @@ class BatchProposer(Proposer):
         """
 
     def propose(self, key: Hashable, most: int) -> Draft:
-        """Return a greedily sampled draft of at most `most` tokens; it uses no hidden states of the target model."""
+        """Return a greedily sampled draft of at most `most` tokens, without using hidden states of the target model."""
         draws = [SamplingInput(SamplingParams(max_tokens=1), 0)] * most
         return Draft(self.compute([WantedDraft(key, draws)])[0], self.source)

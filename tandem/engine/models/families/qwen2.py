@@ -17,7 +17,7 @@ _FULL_LAYERS = 28
 
 
 def qwen_windows(config: Json) -> tuple[int | None, ...]:
-    """Return each layer's sliding window, None without one; it is used only if `use_sliding_window` is set."""
+    """Return each layer's sliding window, None for full attention; all are None unless `use_sliding_window` is set."""
     if not config.get("use_sliding_window"):
         return (None,) * int(config["num_hidden_layers"])
     window = parse_window({"sliding_window": 4096} | dict(config))
