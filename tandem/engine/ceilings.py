@@ -27,7 +27,7 @@ _MATRIX = 8192
 _PRODUCTS_S = 0.15
 """Duration of the matrix products in seconds.
 
-An idle chip is at first faster than it can stay, so only the second half counts.
+An idle chip is faster at first than it can sustain, so only the second half counts.
 """
 _PRODUCTS_LEAST, _PRODUCTS_MOST = 4, 400
 _FAST_PART = 4

@@ -1,4 +1,4 @@
-"""Waits briefly for work on a device that takes only microseconds if the device is idle."""
+"""Waits for short work on a device: work that takes only microseconds if the device is idle."""
 
 import time
 from typing import Protocol

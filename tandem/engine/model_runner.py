@@ -61,7 +61,7 @@ class ModelRunner:
         """Load the model and allocate the KV cache.
 
         `name` is the model name that clients use, by default the name of the folder. `kernels` are by default the
-        fastest for the device; kernels that are passed in run step by step, without CUDA graphs. The first rank of a
+        fastest for the device; if they are passed in, steps run one by one, without CUDA graphs. The first rank of a
         group passes its `collectives`, and `on_step`, which sends each step to the other ranks (`Follower`). Raises
         ModelError if the model cannot be served, InvalidArgument if a setting cannot be met.
         """

@@ -120,7 +120,7 @@ def step_grid(spec: ModelSpec, device: torch.device) -> StepGrid:
 
 
 def _dense_weights(layer: LayerSpec, hidden: int) -> int:
-    """Return the number of elements of the matrices of a layer that every step reads."""
+    """Return the number of elements of those matrices of a layer that every step reads."""
     feed_forward = layer.feed_forward
     if isinstance(feed_forward, MixtureOfExperts):
         inner = 3 * feed_forward.shared_width + feed_forward.experts

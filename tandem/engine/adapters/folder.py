@@ -58,7 +58,7 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolder:
-    """The description of an adapter on disk: its hash and where its matrices are."""
+    """The description of an adapter on disk: its hash, and the locations of its matrices in the tensor file."""
 
     path: Path
     identity: str

@@ -1,4 +1,4 @@
-"""Checksums of KV pages, with which a receiver verifies that a page arrived unchanged, whatever the devices are.
+"""Checksums of KV pages, with which a receiver on any kind of device verifies that a page arrived unchanged.
 
 The checksum of a page is the sum of w_i * (2 i + 1) mod 2^64 over the page's 32-bit words w_i, little-endian and
 signed, where i is the index of the word in the page. In a partly filled page only the filled token positions count: the

@@ -101,7 +101,7 @@ class PagePool:
     def advertise(self, lease: Lease, pages: int, *, from_reserved: bool = True) -> list[int]:
         """Allocate free pages to a lease; the lease's prefill worker may write to them from now on.
 
-        The pages leave this state through `adopt`, `quarantine` or `free_lease`.
+        The pages stay advertised until `adopt`, `quarantine` or `free_lease`.
 
         Raises StaleEpoch if the lease is already quarantined.
         """

@@ -69,7 +69,7 @@ class _Node:
     """An indexed digest: `number` is its index in its path, `parent` the digest before it, or the root's digest."""
 
     pages: list[int]
-    """The page of this digest in each group of layers, or FREED."""
+    """The page of this digest in each group of layers; FREED in a group that has none."""
     number: int
     parent: bytes
 
@@ -108,7 +108,7 @@ class PrefixCache:
     # ---- a request's path ----
 
     def prefix(self, token_ids: Sequence[int], salt: str, *, reads: bool = True) -> Prefix:
-        """Return the path of a prompt: it hashes all tokens, and retains no page yet.
+        """Hash all tokens of a prompt, and return the prompt's path; no page is retained yet.
 
         `salt` separates prefixes that must not be shared. If `reads` is False, the request computes all pages, even
         cached ones.
@@ -305,8 +305,8 @@ class PrefixCache:
     def check_integrity(self) -> None:
         """Raise Internal if the pool or the index is inconsistent.
 
-        Besides the checks of `PagePool.check_integrity`, the pool's shared and cached pages must be the indexed ones,
-        on paths without gaps, and the pool must evict the leaves of a path first.
+        The checks are those of `PagePool.check_integrity`, and three more: the pool's shared and cached pages are the
+        indexed ones, no path has a gap, and the pool will evict the leaves of a path first.
         """
         with self.pool.lock:
             faults = [*self.pool.faults(), *self._faults()]

@@ -108,7 +108,7 @@ class PromptGraphs:
         return graph if graph.sizes.width >= sizes.width else None
 
     def _pages_of(self, batch: StepBatch) -> int:
-        """Return the number of pages, in each group, of all prompts of the batch together."""
+        """Return the total number of pages per group that the prompts of the batch need."""
         return sum(self._packer.limits.pages_of(row.start + len(row.token_ids)) for row in batch.chunks)
 
     def step_sizes(self, size: PromptSize) -> StepSizes:

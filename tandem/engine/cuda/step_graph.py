@@ -20,7 +20,7 @@ Pool = Any
 class StepGraph:
     """The CUDA graph of steps of up to `sizes`.
 
-    Every replay reads and writes these tensors. `logits` are in the memory that all graphs share
+    Every replay reads and writes the same tensors. `logits` are in the memory that all graphs share
     (`tandem/engine/cuda/cuda_graphs.py`).
     """
 

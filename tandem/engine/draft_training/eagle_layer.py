@@ -116,7 +116,7 @@ class EagleLayer(nn.Module):
     def _attend(self, q: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Return the output of the heads [B, T, heads·dim] over the keys and values of all steps.
 
-        A position attends to the first step's keys up to its own, and in later steps only to its own keys.
+        Of the first step's keys, a position attends to those up to its own; of the later steps' keys, only to its own.
         """
         (keys, values), *own = pairs
         scores, length = q @ keys.transpose(-1, -2), keys.shape[-2]

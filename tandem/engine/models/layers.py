@@ -26,7 +26,7 @@ RopeTable = Callable[[RopeConfig | None, int], Tensor]
 
 
 class CacheLayer(NamedTuple):
-    """The location of a layer's KV: the number of its group, and its index among the layers of that group's pages."""
+    """The location of a layer's KV: the number of the layer's group, and the layer's index in that group's pages."""
 
     group: int
     layer: int

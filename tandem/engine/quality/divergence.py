@@ -38,7 +38,7 @@ class DivergenceSum:
     def add(self, reference: Tensor, candidate: Tensor, following: Tensor) -> None:
         """Add T positions, given by the logits [T, vocab] of both models and the next tokens [T] int64 of the text.
 
-        The tensors may be on different devices; the computation runs on the reference's.
+        The tensors may be on different devices; the computation runs on that of the reference's logits.
         """
         device = reference.device
         following = following.to(device)

@@ -20,7 +20,7 @@ class Grid:
 
     scheme: OutputScheme
     scales: Tensor
-    """[N, K / group] float32; the dtype in which scales are written represents their values exactly."""
+    """[N, K / group] float32, with values that are exact in the dtype in which scales are written."""
     zeros: Tensor | None
     """[N, K / group]: the zero points, whole numbers; None = all are zero."""
     group: int

@@ -69,7 +69,7 @@ def check_draft_folder(folder: Path, spec: ModelSpec, tokenizer: Path) -> None:
 def drafting_model(folder: Path, spec: ModelSpec) -> ModelSpec | None:
     """Return the spec of the draft model, or of an EAGLE head as a model of one layer; None for Medusa heads.
 
-    Medusa heads need no KV. `spec` is the target model, which verifies the draft tokens.
+    Medusa heads need no KV. `spec` is that of the target model, which verifies the draft tokens.
     """
     kind = draft_kind(folder)
     if kind is DraftKind.HEADS:

@@ -101,9 +101,10 @@ class WantedDraft:
 class BatchProposer(Proposer):
     """A proposer that computes draft tokens with trained weights, for all requests of a step at once.
 
-    Its computation lengthens the step, which is worthwhile only if accepted draft tokens save more time, so the number
-    of draft tokens is decided before it runs. A proposer with its own KV can propose for a request only once the KV of
-    the request's context is stored; `missing`, `capacity` and `store_context` are for these proposers.
+    Computing draft tokens lengthens the step, which is worthwhile only if accepted draft tokens save more time. So the
+    number of draft tokens is decided before the proposer runs. A proposer with its own KV can propose for a request
+    only once the KV of the request's context is stored; `missing`, `capacity` and `store_context` are for these
+    proposers.
     """
 
     source: DraftSource

@@ -221,7 +221,7 @@ class ModelRunnerOutput:
 NO_OUTPUT = ModelRunnerOutput(())
 
 PendingStep = Callable[[], ModelRunnerOutput]
-"""A launched step: calling it, only once, waits for the step and returns its result, or raises the device's error."""
+"""A launched step, called once: the call waits for the step, and returns its result or raises the device's error."""
 
 
 def rows_of(drawn: Sequence[int], batch: StepBatch, logprobs: Sequence[TokenLogprobs | None] = ()) -> ModelRunnerOutput:

@@ -64,8 +64,8 @@ class StepSizes:
     """The lengths of the buffer's sections, in elements.
 
     The sections in order: int64 token_ids, slots, drawn; int32 positions, sources, row starts, contexts, page table,
-    adapters. Each begins at a multiple of 16 bytes, because Triton would compile kernels again for other alignments.
-    Slots and page table have one part for each group, padded to a multiple of 16 bytes as well.
+    adapters. Each section begins at a multiple of 16 bytes, because Triton would compile kernels again for other
+    alignments. Slots and page table have one part for each group, padded to a multiple of 16 bytes as well.
     """
 
     tokens: int

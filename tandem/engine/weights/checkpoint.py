@@ -285,7 +285,7 @@ def _named(scheme: WeightScheme | None) -> str:
 
 
 def _read_transformed(name: str, entry: TensorEntry, slot: ParameterSlot, count: Callable[[int], None]) -> None:
-    """Read one tensor into host memory, transform its values or take this rank's part, and write them to its slot."""
+    """Read one tensor into host memory, transform it or take this rank's part, and write the result to the slot."""
     assert isinstance(slot.tensor, Tensor)
     stored = torch.empty(entry.shape, dtype=slot.tensor.dtype)
     read_tensors({name: entry}, {name: stored}, count)

@@ -93,7 +93,7 @@ def default_cache() -> Path:
 
 
 def _fingerprint(path: Path, *, codes: bool) -> str:
-    """Return a name for the converted file, computed from its size, modification time and first MiB."""
+    """Return a name for the conversion of a GGUF file, from the file's size, modification time and first MiB."""
     status = path.stat()
     version = _VERSION + (b" codes" if codes else b"")
     digest = hashlib.blake2b(version + f"{status.st_size} {status.st_mtime_ns}".encode(), digest_size=8)

@@ -61,7 +61,7 @@ def _batches(
 ) -> Iterator[dict[str, list[str]]]:
     """Yield batches of weights in file order, each with the names of its tensors.
 
-    A batch is large enough to be read fast.
+    A batch has at most `_BATCH_BYTES`, or a single weight if that is larger.
     """
     stored = {name: _to_read(name, slots, scheme, entries) for name, scheme in schemes.items()}
     batch: dict[str, list[str]] = {}

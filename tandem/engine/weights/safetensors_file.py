@@ -28,7 +28,7 @@ _WRITTEN = {"F32": np.float32, "BF16": np.uint16, "I64": np.int64, "U8": np.uint
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor in a file's header: `dtype` in the spelling of safetensors, `start` the offset of its first byte."""
+    """A tensor's entry in a file's header: `dtype` as safetensors spells it, `start` the offset of the first byte."""
 
     file: Path
     dtype: str

@@ -45,7 +45,7 @@ def _parse(config: Json) -> ModelSpec:
 
 
 def latent_model(config: Json, architecture: str, router: ExpertRouter) -> ModelSpec:
-    """Return the spec of a model with latent attention whose first layers have no experts."""
+    """Return the spec of a model with latent attention, in which the first layers have no experts."""
     attention = _attention(config)
     dense = parse_dense(config)
     first = int(config.get("first_k_dense_replace") or 0)
