@@ -78,13 +78,13 @@ class Quota:
 
     def headers(self) -> dict[str, str]:
         """Return OpenAI's rate limit headers: limit, remaining amount, and time until the quota is full (like 2m0s)."""
-        found: dict[str, str] = {}
+        headers: dict[str, str] = {}
         for bucket, kind in ((self._requests, "requests"), (self._tokens, "tokens")):
             if bucket is not None:
-                found[f"x-ratelimit-limit-{kind}"] = str(bucket.per_minute)
-                found[f"x-ratelimit-remaining-{kind}"] = str(max(0, math.floor(bucket.level)))
-                found[f"x-ratelimit-reset-{kind}"] = _duration(bucket.seconds_until(bucket.per_minute))
-        return found
+                headers[f"x-ratelimit-limit-{kind}"] = str(bucket.per_minute)
+                headers[f"x-ratelimit-remaining-{kind}"] = str(max(0, math.floor(bucket.level)))
+                headers[f"x-ratelimit-reset-{kind}"] = _duration(bucket.seconds_until(bucket.per_minute))
+        return headers
 
 
 def _duration(seconds: float) -> str:

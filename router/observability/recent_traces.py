@@ -76,20 +76,20 @@ class TraceStore:
 
     def find(self, name: str) -> list[RequestTrace]:
         """Return the traces whose request id, internal id or trace id is `name`, the oldest first."""
-        return sorted((each for each in self._all() if each.named(name)), key=_arrival)
+        return sorted((trace for trace in self._all() if trace.named(name)), key=_arrival)
 
     def slow(self) -> list[RequestTrace]:
         """Return the exemplars with the longest end-to-end latencies, at most `SLOW_SHOWN`, the slowest first."""
-        held = {each.internal_id: each for each in (*self._first_tokens.traces(), *self._whole_answers.traces())}
-        return sorted(held.values(), key=lambda each: -each.seconds)[:SLOW_SHOWN]
+        held = {trace.internal_id: trace for trace in (*self._first_tokens.traces(), *self._whole_answers.traces())}
+        return sorted(held.values(), key=lambda trace: -trace.seconds)[:SLOW_SHOWN]
 
     def newest(self) -> list[RequestTrace]:
         """Return the traces of the last requests, at most `SLOW_SHOWN`, the newest first."""
         return list(self._newest)[: -SLOW_SHOWN - 1 : -1]
 
     def _all(self) -> list[RequestTrace]:
-        found = (*self._first_tokens.traces(), *self._whole_answers.traces(), *self._newest)
-        return list({each.internal_id: each for each in found}.values())
+        traces = (*self._first_tokens.traces(), *self._whole_answers.traces(), *self._newest)
+        return list({trace.internal_id: trace for trace in traces}.values())
 
 
 def _arrival(trace: RequestTrace) -> int:

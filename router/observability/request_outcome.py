@@ -96,8 +96,8 @@ class PhaseTimes:
 
         Without `until` the times add up to the latency of the request.
         """
-        found = seconds_by_phase(spans, until)
-        return cls(*(found.get(phase) for phase in Phase))
+        seconds = seconds_by_phase(spans, until)
+        return cls(*(seconds.get(phase) for phase in Phase))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,15 +128,15 @@ class JointOutcome:
         Returns None until the last answer of the request is added, then the worst outcome among the answers. If no
         answer failed or missed a target but the client cancelled one, the request does not count, so None is returned.
         """
-        found = self._found
-        found.append(verdict)
-        if len(found) < self._answers:
+        outcomes = self._found
+        outcomes.append(verdict)
+        if len(outcomes) < self._answers:
             return None
         for outcome in _GRAVEST_FIRST:
-            for each in found:
-                if each is not None and each.outcome is outcome:
-                    return each
-        return None if None in found else MET
+            for answer_outcome in outcomes:
+                if answer_outcome is not None and answer_outcome.outcome is outcome:
+                    return answer_outcome
+        return None if None in outcomes else MET
 
 
 def judge(

@@ -81,7 +81,7 @@ class IncompatiblePairs:
     def why(self, prefills: Iterable[PeerRef], decodes: Iterable[PeerRef]) -> str:
         """Return the reason of the first known rejection between one of `prefills` and one of `decodes`; "" if none."""
         known = (self._pairs.get(pair) for pair in product(prefills, decodes))
-        return next((each[1] for each in known if each is not None), "")
+        return next((entry[1] for entry in known if entry is not None), "")
 
 
 class Fleet:
@@ -129,8 +129,8 @@ class Fleet:
         """Set whether `worker` takes new work; also called after every change of the worker's registration."""
         self.changes += 1
         worker.live = live
-        self.live = [each for each in self._by_slot.values() if each.live]
-        self.both_roles = sum(each.prefills and each.decodes for each in self.live)
+        self.live = [member for member in self._by_slot.values() if member.live]
+        self.both_roles = sum(member.prefills and member.decodes for member in self.live)
         worker.refresh()
 
     def rank(self, worker: WorkerState) -> None:

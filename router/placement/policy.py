@@ -58,11 +58,11 @@ class PlacementPolicy:
 
         `waited_s` is the time since the request arrived, in seconds.
         """
-        found = self._cheapest(request, fleet, waited_s, _CANDIDATES)
-        if found is None and fleet.incompatible:
+        placement = self._cheapest(request, fleet, waited_s, _CANDIDATES)
+        if placement is None and fleet.incompatible:
             # During a rolling update the few candidates may all be in incompatible pairs: compare all live workers.
-            found = self._cheapest(request, fleet, waited_s, len(fleet.live))
-        return found
+            placement = self._cheapest(request, fleet, waited_s, len(fleet.live))
+        return placement
 
     def could_serve(self, request: QueuedRequest, fleet: Fleet) -> bool:
         """Return True if the live workers could serve the request once they are idle.
@@ -107,8 +107,8 @@ class PlacementPolicy:
         None if no live worker can prefill the request.
         """
         match, takes = fleet.prefixes.match(request.digests), partial(_can_prefill, request=request)
-        found = _with_holders(match, fleet, _first(fleet.prefills, takes, 1), takes)
-        prompts = (PromptPrediction(worker, request.prefill_tokens, held) for worker, held in found)
+        candidates = _with_holders(match, fleet, _first(fleet.prefills, takes, 1), takes)
+        prompts = (PromptPrediction(worker, request.prefill_tokens, held) for worker, held in candidates)
         return min(prompts, key=lambda prompt: prompt.ttft_s, default=None)
 
     def predict_answer(self, request: QueuedRequest, fleet: Fleet, ahead: int) -> AnswerPrediction | None:
@@ -119,12 +119,14 @@ class PlacementPolicy:
         measured its steps yet.
         """
         reserved = self._reserved(request, fleet)
-        measured = (each for each in fleet.decodes if each.slot not in reserved and each.cost.parameters.observed)
-        each_ahead = ahead / max(1, len(fleet.decodes) - len(reserved))
+        measured = (
+            worker for worker in fleet.decodes if worker.slot not in reserved and worker.cost.parameters.observed
+        )
+        ahead_per_worker = ahead / max(1, len(fleet.decodes) - len(reserved))
         workers = _first(measured, partial(_can_decode, request=request), _CANDIDATES)
-        found = [AnswerPrediction(worker, 0, request, each_ahead) for worker in workers]
-        able = [each for each in found if each.alone_s <= each.target_s] or found
-        return min(able, key=lambda each: each.step_s / each.target_s, default=None)
+        predictions = [AnswerPrediction(worker, 0, request, ahead_per_worker) for worker in workers]
+        able = [prediction for prediction in predictions if prediction.alone_s <= prediction.target_s] or predictions
+        return min(able, key=lambda prediction: prediction.step_s / prediction.target_s, default=None)
 
     def _cheapest(self, request: QueuedRequest, fleet: Fleet, waited_s: float, most: int) -> Placement | None:
         """Return the cheapest placement on the `most` least loaded workers per role and those with more cached pages.
@@ -146,17 +148,17 @@ class PlacementPolicy:
 
         # Decode candidates first: they are also the prefill candidates if a prompt must stay on its decode worker.
         if request.decodes:
-            found = _first(fleet.decodes.with_capacity(), takes_answer, most)
-            prefills = _with_holders(match, fleet, found, takes_answer)
+            candidates = _first(fleet.decodes.with_capacity(), takes_answer, most)
+            prefills = _with_holders(match, fleet, candidates, takes_answer)
             answers = [AnswerPrediction(worker, held, request) for worker, held in prefills]
         if answers and (apart or not request.decodes):
             # A worker that counts as full because of other tenants may still take a prompt of this tenant.
-            found = _first(fleet.prefills.with_capacity(), takes_prompt, most) or _first(
+            candidates = _first(fleet.prefills.with_capacity(), takes_prompt, most) or _first(
                 fleet.prefills, takes_prompt, most
             )
             if self._local(fleet):
-                found += [each for each, _ in prefills if each not in found and takes_prompt(each)]
-            prefills = _with_holders(match, fleet, found, takes_prompt)
+                candidates += [worker for worker, _ in prefills if worker not in candidates and takes_prompt(worker)]
+            prefills = _with_holders(match, fleet, candidates, takes_prompt)
         left_s = request.slo.ttft_s - waited_s
         prompts = [PromptPrediction(worker, request.prefill_tokens, held, left_s) for worker, held in prefills]
         return self._choose(prompts, answers, fleet)
@@ -252,7 +254,7 @@ def _can_decode(worker: WorkerState, request: QueuedRequest) -> bool:
 
 def _first(workers: Iterable[WorkerState], takes: Takes, most: int) -> list[WorkerState]:
     """Return the first `most` of `workers` for which `takes` is True and which are not refusing requests."""
-    return list(islice((each for each in workers if takes(each) and not each.refusing), most))
+    return list(islice((worker for worker in workers if takes(worker) and not worker.refusing), most))
 
 
 def _with_holders(

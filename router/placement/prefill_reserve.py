@@ -58,7 +58,7 @@ class PrefillReserve:
         return reserved
 
     def _choose(self, request: QueuedRequest, fleet: Fleet, before: frozenset[int]) -> frozenset[int]:
-        measured = [each for each in fleet.live if each.cost.parameters.observed and not each.info.not_ready]
+        measured = [worker for worker in fleet.live if worker.cost.parameters.observed and not worker.info.not_ready]
         decoding = [worker for worker in measured if worker.decodes]
         both = [worker for worker in decoding if worker.prefills]
         if len(both) < 2 or not self._tokens or not self._known_s:
@@ -81,7 +81,7 @@ class PrefillReserve:
             share = min(1.0, (elsewhere + more * alone) / arriving, (len(decoding) - more) * limit)
             if share > served:
                 served, count = share, more
-        order = sorted(both, key=lambda each: (each.slot not in before, each.decode_requests, each.slot))
+        order = sorted(both, key=lambda worker: (worker.slot not in before, worker.decode_requests, worker.slot))
         return frozenset(worker.slot for worker in order[:count])
 
     def _fade(self, now: float) -> None:

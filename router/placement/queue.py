@@ -122,7 +122,7 @@ class RequestQueue:
 
     def count_of(self, tenant: str) -> int:
         """Return the number of waiting requests of `tenant`, not counting resumed ones."""
-        return len(self._tenants.get(tenant, ())) + sum(each.tenant == tenant for each in self._skipped.values())
+        return len(self._tenants.get(tenant, ())) + sum(request.tenant == tenant for request in self._skipped.values())
 
     def ahead(self, request: QueuedRequest) -> tuple[float, int]:
         """Estimate the work that is served before `request` if it were queued now: prefill in seconds, and answers.
@@ -137,12 +137,12 @@ class RequestQueue:
         An answer counts only if it needs a decode worker. Resumed requests go first, so each of them counts as one more
         answer; their prefill is not counted. Skipped requests are not counted.
         """
-        own = [each for each in self._tenants.get(request.tenant, ()) if _key(each) < _key(request)]
+        own = [queued for queued in self._tenants.get(request.tenant, ()) if _key(queued) < _key(request)]
         turns, waiting = len({*self._tenants, request.tenant}), chain.from_iterable(self._tenants.values())
-        others = (each for each in waiting if each.tenant != request.tenant)
-        earlier = [*own, *(each for each in others if each.start_by_s <= request.start_by_s)]
-        seconds, own_s = (sum(each.service_s for each in requests) for requests in (earlier, own))
-        answers, own_answers = (sum(each.decodes for each in requests) for requests in (earlier, own))
+        others = (queued for queued in waiting if queued.tenant != request.tenant)
+        earlier = [*own, *(queued for queued in others if queued.start_by_s <= request.start_by_s)]
+        seconds, own_s = (sum(queued.service_s for queued in requests) for requests in (earlier, own))
+        answers, own_answers = (sum(queued.decodes for queued in requests) for requests in (earlier, own))
         return min(seconds, own_s * turns), len(self._resumed) + min(answers, own_answers * turns)
 
     def push(self, request: QueuedRequest) -> None:
@@ -163,7 +163,9 @@ class RequestQueue:
         if self._resumed:
             return min(self._resumed.values(), key=lambda request: request.sequence)
         heads = [waiting[0] for tenant, waiting in self._tenants.items() if tenant not in passed]
-        return min(heads, key=lambda each: (self._given[each.tenant], each.start_by_s, each.sequence), default=None)
+        return min(
+            heads, key=lambda request: (self._given[request.tenant], request.start_by_s, request.sequence), default=None
+        )
 
     def remove(self, request: QueuedRequest) -> None:
         """Remove `request`; does nothing if it is not in the queue."""
@@ -171,13 +173,13 @@ class RequestQueue:
             return
         if any(some.pop(request.internal_id, None) is not None for some in (self._resumed, self._skipped)):
             return
-        mine = self._tenants[request.tenant]
-        del mine[bisect_left(mine, _key(request), key=_key)]
+        waiting = self._tenants[request.tenant]
+        del waiting[bisect_left(waiting, _key(request), key=_key)]
         # The level follows the lowest waiting counter, and counters at or below it are forgotten: a tenant that returns
         # would start at the level anyway.
-        if not mine:
+        if not waiting:
             del self._tenants[request.tenant]
-            lowest = min((self._given[each] for each in self._tenants), default=self._given[request.tenant])
+            lowest = min((self._given[tenant] for tenant in self._tenants), default=self._given[request.tenant])
             self._level = level = max(self._level, lowest)
             self._given = {
                 name: tokens for name, tokens in self._given.items() if tokens > level or name in self._tenants

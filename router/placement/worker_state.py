@@ -159,7 +159,7 @@ class WorkerState:
         reported = load.prefill_tokens, load.decode_requests, load.pages_used
         # The report includes the prompts that were known to be accepted before it came. The others stay unreported: the
         # worker may have made the report before it accepted them.
-        unreported = {each: False for each, accepted in self._unreported.items() if not accepted}
+        unreported = {request_id: False for request_id, accepted in self._unreported.items() if not accepted}
         if (load.cost, reported, unreported) != (self.cost.parameters, self._reported, self._unreported):
             self.cost, self._reported, self._unreported = StepCost(load.cost), reported, unreported
             self.refresh()
@@ -276,7 +276,7 @@ class WorkerState:
         for tokens, cached, tenant in self._prompts.values():
             own, own_pairs = own + tokens, own_pairs + chunk_pairs(tokens, cached)
             by_tenant[tenant] = by_tenant.get(tenant, 0) + tokens
-        waiting = self._reported[0] + sum(self._prompts[each].tokens for each in self._unreported)
+        waiting = self._reported[0] + sum(self._prompts[request_id].tokens for request_id in self._unreported)
         if self.prefill_tokens and not waiting:
             self._last_prompt_s = self.clock()
         self.prefill_tokens, self.backlog = waiting, None
@@ -312,8 +312,8 @@ class WorkerState:
         """Number of pages that are neither reserved nor in use; may be negative."""
         # The contexts of other routers' requests are unknown: they are assumed to be as long as those of this router's
         # requests, or, without any, to fill the pages in use.
-        other = pages_used * self.kv.page_tokens // self.kv.groups if rows else 0
-        self.decode_context = self._context * rows // own if own else other
+        tokens_in_use = pages_used * self.kv.page_tokens // self.kv.groups if rows else 0
+        self.decode_context = self._context * rows // own if own else tokens_in_use
         self.step_s = self.cost.decode_step_seconds(rows, self.decode_context)
         """Predicted time of a decode step of the current batch, in seconds."""
         step_s, free = max(self.step_s, self.idle_step_s), self.pages_free

@@ -113,8 +113,8 @@ class Dispatcher:
             raise InvalidArgument("request_id", f"{first.request_id!r} is still running here; choose another id")
         if (closed := self._closed()) is not None:
             raise closed
-        joint = JointOutcome(sum(each.n for each in admitted))
-        prompts = [self._live.make(each, joint) for each in admitted]
+        joint = JointOutcome(sum(prompt.n for prompt in admitted))
+        prompts = [self._live.make(prompt, joint) for prompt in admitted]
         requests = list(chain.from_iterable(prompts))
         for request in requests:
             self._connect(request)
@@ -122,7 +122,7 @@ class Dispatcher:
         for some in prompts:
             self._live.add(some)
         self._schedule_pump()
-        prompt_tokens = sum(len(each.prompt_token_ids) for each in admitted)
+        prompt_tokens = sum(len(prompt.prompt_token_ids) for prompt in admitted)
         served_call().queued(first.request_id, first.model_name(self._config.model_name), prompt_tokens)
         return Choices([request.answer for request in requests])
 

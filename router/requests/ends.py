@@ -170,10 +170,10 @@ class RequestEnds:
 
     def release(self, request: RoutedRequest) -> None:
         """Queue the other answers to the prompt of `request`, which have been held until now."""
-        for each in self._live.release_held(request):
-            each.waiting_since = time.monotonic()
-            each.queued.start_by_s, each.queued.slo = request.queued.start_by_s, request.queued.slo
-            self._scheduler.queue.push(each.queued)
+        for held_request in self._live.release_held(request):
+            held_request.waiting_since = time.monotonic()
+            held_request.queued.start_by_s, held_request.queued.slo = request.queued.start_by_s, request.queued.slo
+            self._scheduler.queue.push(held_request.queued)
             self._pump()
 
     def preempt(self, request: RoutedRequest) -> None:

@@ -41,8 +41,8 @@ class RouterMetrics:
         self._tpot = registry.histogram(f.TIME_PER_OUTPUT_TOKEN)
         self._e2e = registry.histogram(f.E2E_REQUEST_LATENCY)
         self._phases = tuple(
-            registry.histogram(each)
-            for each in (f.QUEUE_TIME, f.PREFILL_TIME, f.TRANSFER_TIME, f.DECODE_TIME, f.STALL_TIME)
+            registry.histogram(family)
+            for family in (f.QUEUE_TIME, f.PREFILL_TIME, f.TRANSFER_TIME, f.DECODE_TIME, f.STALL_TIME)
         )
         window_s = config.slow_window_s
         examples = (Exemplars(spread, window_s, clock) for spread in (self._ttft, self._e2e))
@@ -209,12 +209,12 @@ class RouterMetrics:
             registry.counter(f.ACTUAL, quantity)
             registry.histogram(f.PREDICTION_ERROR, quantity)
         offered = (f.OFFERED_REQUESTS, f.OFFERED_PROMPT_TOKENS, f.OFFERED_ANSWER_TOKENS)
-        for each in (f.PLACEMENTS, f.REGRET, *offered):
-            registry.counter(each)
+        for family in (f.PLACEMENTS, f.REGRET, *offered):
+            registry.counter(family)
         for code in _codes(TandemError):
             registry.counter(f.REQUEST_FAILURES, code)
 
 
 def _codes(kind: type[TandemError]) -> set[str]:
     """Return the error codes of all subclasses of `kind`."""
-    return {code for each in kind.__subclasses__() for code in (each.code, *_codes(each))}
+    return {code for subclass in kind.__subclasses__() for code in (subclass.code, *_codes(subclass))}

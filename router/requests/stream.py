@@ -91,7 +91,7 @@ class EventStream:
                 self._fail_internally(request, error)
         # Most tokens arrive as plain rows, because one event object per token would cost more than everything else.
         # The fast path: if a job of the request already waits to be sent, a row of next tokens is added to that job.
-        for request_id, attempt, first_index, token_ids in chain.from_iterable(each.rows() for each in step.tokens):
+        for request_id, attempt, first_index, token_ids in chain.from_iterable(batch.rows() for batch in step.tokens):
             request = live.get(request_id)
             if request is None or attempt != request.attempt or request.prefill is None:
                 self.stale += 1

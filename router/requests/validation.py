@@ -101,9 +101,9 @@ class RequestValidator:
     async def admit_all(self, requests: Sequence[ClientRequest]) -> list[Admitted]:
         """Validate the requests of one call, which differ only in their prompts and share one id and one grammar."""
         admitted: list[Admitted] = []
-        for each in requests:
+        for client_request in requests:
             first = admitted[0] if admitted else None
-            request = each if first is None else replace(each, request_id=first.request_id)
+            request = client_request if first is None else replace(client_request, request_id=first.request_id)
             admitted.append(await self.admit(request, like=first))
         return admitted
 

@@ -122,8 +122,8 @@ class ChatTemplate:
         mark = f"{secrets.randbelow(10**20):020d}"
         last = replace(turns[-1], content=f"{turns[-1].content}{mark} ")
         text = self.render([*turns[:-1], last], variables, tools, PromptEnd.LAST_TURN)
-        before, found, after = text.rpartition(mark)
-        if not found:
+        before, separator, after = text.rpartition(mark)
+        if not separator:
             message = "the model's chat template leaves out the content of the last message, so it cannot be continued"
             raise InvalidArgument("continue_final_message", message)
         before = before.replace(f"{mark} ", "").replace(mark, "")  # a template may repeat the content

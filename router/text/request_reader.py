@@ -90,8 +90,8 @@ class RequestReader:
 
 
 def _descriptor(kind: type[Message]) -> Descriptor:
-    found: Any = kind.DESCRIPTOR  # the stubs name it by two classes
-    described: Descriptor = found
+    descriptor: Any = kind.DESCRIPTOR  # the stubs name it by two classes
+    described: Descriptor = descriptor
     return described
 
 
@@ -100,5 +100,5 @@ def _decoded(kind: type[_M], data: bytes) -> _M:
         message: Any = kind.FromString(data)
     except DecodeError:
         raise malformed(_descriptor(kind)) from None
-    found: _M = message
-    return found
+    decoded: _M = message
+    return decoded

@@ -73,5 +73,5 @@ def _parts(component: Any, inner: str) -> Iterator[dict[str, Any]]:
     """Yield the components of a normalizer or pre-tokenizer in the form of tokenizer.json."""
     if component is None:
         return
-    found: dict[str, Any] = json.loads(component.__getstate__())
-    yield from found[inner] if found["type"] == "Sequence" else (found,)
+    state: dict[str, Any] = json.loads(component.__getstate__())
+    yield from state[inner] if state["type"] == "Sequence" else (state,)

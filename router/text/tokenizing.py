@@ -124,7 +124,7 @@ class TokenizerPool:
 
     def _begin_next(self) -> None:
         while self._idle:
-            able = (each for each in self._waiting if self._running[each] < self._threads_per_tenant)
+            able = (candidate for candidate in self._waiting if self._running[candidate] < self._threads_per_tenant)
             if (tenant := next(able, None)) is None:
                 return
             jobs = self._waiting[tenant]

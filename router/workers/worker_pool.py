@@ -111,7 +111,7 @@ class WorkerPool:
         supervisor replaces them.
         """
         absent = {link.info.peer.worker_id: link.info.role for link in self._links.values() if link.may_return}
-        return absent | {each.worker_id: each.role for each in self._expected}
+        return absent | {worker.worker_id: worker.role for worker in self._expected}
 
     @property
     def recovering(self) -> bool:
@@ -131,7 +131,7 @@ class WorkerPool:
         live = self._live()
         if not _has_both(live) or self._fit(live):
             return ""
-        prefills, decodes = ([link.info.peer for link in each] for each in _by_role(live))
+        prefills, decodes = ([link.info.peer for link in links] for links in _by_role(live))
         return f"no prefill worker fits a decode worker; {self.fleet.incompatible.why(prefills, decodes)}"
 
     @property
@@ -142,7 +142,7 @@ class WorkerPool:
     @property
     def prefill_capacity(self) -> int:
         """Number of tokens whose KV fits into the largest live prefill worker; 0 if there is none."""
-        return max((each.kv_tokens_total for each in self.fleet.live if each.prefills), default=0)
+        return max((worker.kv_tokens_total for worker in self.fleet.live if worker.prefills), default=0)
 
     def views(self) -> list[WorkerState]:
         """Return the placement states of the live workers."""
@@ -196,7 +196,10 @@ class WorkerPool:
         alone = self.mode != Mode.DISAGGREGATED or len(links) == 1
         prefills, decodes = _by_role(links)
         pairs = ((prefill, decode) for prefill in prefills for decode in decodes)
-        return any(alone if one is other else incompatible.fit(one.info.peer, other.info.peer) for one, other in pairs)
+        return any(
+            alone if prefill is decode else incompatible.fit(prefill.info.peer, decode.info.peer)
+            for prefill, decode in pairs
+        )
 
     async def _watch_forever(self) -> None:
         pause = _RETRY_S[0]
