@@ -19,7 +19,7 @@ def tenant_of_digest(digest: bytes) -> str:
 
 
 def tenant_named(name: str) -> str:
-    """Return the id of the tenant that owns all API keys with this name; no key without a name has the same id."""
+    """Return the id of the tenant that owns all API keys with this name; it differs from the ids of unnamed keys."""
     return blake2b(name.encode(), digest_size=16, person=_NAME_DOMAIN).hexdigest()
 
 

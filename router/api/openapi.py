@@ -92,7 +92,7 @@ def json_body(*models: type[BaseModel]) -> dict[str, Any]:
 
 
 def add_pages(app: FastAPI) -> None:
-    """Add both routes to `app`; the page describes all routes that `app` has when the page is first requested."""
+    """Add `/openapi.json` and `/docs` to `app`; they describe the routes that `app` has at the first request."""
 
     @cache
     def page() -> bytes:

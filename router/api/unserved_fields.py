@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 IGNORED_HEADER = "x-tandem-ignored"
 """The response header with the names of the ignored fields, separated by commas."""
 _LOGGED_MAX = 256
-"""Maximum number of ignored field names that one router logs; clients choose the names."""
+"""Maximum number of ignored field names that one router logs, because clients can choose any number of names."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """The traces of ended requests that a router keeps: the newest ones, and the slowest of each latency bucket.
 
-Each bucket of the TTFT and end-to-end latency histograms has one exemplar: the slowest request that was observed in the
-bucket within a time window. The first request of a later window in the bucket replaces it. Few requests fall into the
-buckets of high latencies, so that their exemplars are kept for a long time. Memory is bounded by the number of newest
-requests and of buckets.
+Time is divided into windows. Each bucket of the TTFT and end-to-end latency histograms has one exemplar: the slowest
+request in the bucket, within the latest window in which any request fell into the bucket. Few requests fall into the
+buckets of high latencies, so the exemplars of these buckets are kept for a long time. Memory is bounded by the number
+of newest requests and of buckets.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Exemplars:
         self._held: dict[int, _Held] = {}
 
     def offer(self, seconds: float, trace: RequestTrace) -> None:
-        """Make `trace`, with latency `seconds`, the exemplar of its bucket if it is the slowest of this window."""
+        """Make `trace`, with latency `seconds`, the exemplar of its bucket if it is the slowest in this window."""
         place, window = self._spread.place(seconds), int(self._clock() / self._window_s)
         held = self._held.get(place)
         if held is None or held.window != window or held.seconds < seconds:

@@ -53,7 +53,7 @@ class Ranking:
 class IncompatiblePairs:
     """Pairs of workers that rejected each other because of different releases, models or KV settings.
 
-    Such pairs occur during a rolling update. A pair names two worker processes (`PeerRef`), so that it no longer
+    Such pairs occur during a rolling update. A pair names two worker processes (`PeerRef`), so it no longer
     applies once one of the workers has restarted.
     """
 
@@ -134,6 +134,6 @@ class Fleet:
         worker.refresh()
 
     def rank(self, worker: WorkerState) -> None:
-        """Sort `worker` into each ranking by its current key, or remove it from one whose work it does not take."""
+        """Update the place of `worker` in both rankings; it is removed from a ranking whose work it does not take."""
         self.prefills.put(worker, worker.prompt_rank if worker.live and worker.prefills else None)
         self.decodes.put(worker, worker.answer_rank if worker.live and worker.decodes else None)

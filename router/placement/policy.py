@@ -19,7 +19,7 @@ from tandem.protocol.messages import PeerRef
 from tandem.protocol.mode import Mode
 
 _CANDIDATES = 2
-"""Number of candidates per role by load, and number of additional candidates by length of the cached prefix."""
+"""Number of least loaded workers that are compared per role, and of workers with the longest cached prefixes."""
 _WORST = (math.inf, math.inf)
 Takes = Callable[[WorkerState], bool]
 
@@ -112,11 +112,11 @@ class PlacementPolicy:
         return min(prompts, key=lambda prompt: prompt.ttft_s, default=None)
 
     def predict_answer(self, request: QueuedRequest, fleet: Fleet, ahead: int) -> AnswerPrediction | None:
-        """Predict the answer on the worker with the lowest ratio of predicted step time to `target_s`.
+        """Return the prediction with the lowest ratio of `step_s` to `target_s` over the least loaded decode workers.
 
-        `ahead` other answers are assumed to begin first, spread evenly over the decode workers. Workers that would miss
-        the gap target even with this answer alone are used only if all candidates would miss it. None if no worker has
-        measured its steps yet.
+        `ahead` other answers are assumed to begin first, spread evenly over the decode workers. Workers on which
+        the answer would miss its gap target even alone are used only if it would do so on all candidates. None if no
+        worker has measured its steps yet.
         """
         reserved = self._reserved(request, fleet)
         measured = (
@@ -129,7 +129,9 @@ class PlacementPolicy:
         return min(able, key=lambda prediction: prediction.step_s / prediction.target_s, default=None)
 
     def _cheapest(self, request: QueuedRequest, fleet: Fleet, waited_s: float, most: int) -> Placement | None:
-        """Return the cheapest placement on the `most` least loaded workers per role and those with more cached pages.
+        """Return the cheapest placement on the least loaded workers, at most `most` per role, and prefix holders.
+
+        A prefix holder is a worker that has cached more pages of the prompt than the worst of these (`_with_holders`).
 
         A decode candidate is also a prefill candidate if the mode allows local prefill. While workers are reserved for
         prefill, only the reserved workers and workers without the decode role compute prompts.
@@ -260,7 +262,7 @@ def _first(workers: Iterable[WorkerState], takes: Takes, most: int) -> list[Work
 def _with_holders(
     match: PrefixMatch, fleet: Fleet, workers: list[WorkerState], takes: Takes
 ) -> list[tuple[WorkerState, int]]:
-    """Return `workers`, and others that have cached more of the prompt than the worst of `workers`.
+    """Return `workers`, and other workers that have cached more of the prompt than the worst of `workers`.
 
     The result is pairs (worker, cached prompt tokens). Only the `_CANDIDATES` workers with the longest cached prefixes
     are considered for addition.

@@ -1,8 +1,9 @@
 """Reserves workers for prefill while the gap targets of answers leave no time for prefill chunks in decode steps.
 
 A gap target is the maximum gap between two tokens that an SLO class allows. If answers with tight gap targets were
-placed one by one, they would spread over all workers, and prompts would get only forced chunks. Therefore n workers
-take no such answers, where n maximizes the share of requests that are served (docs/decisions/placement.md):
+placed one by one, they would spread over all workers, and prompts would get only forced chunks (rare chunks that ignore
+the gap targets). Therefore n workers take no such answers, where n maximizes the share of requests that are served
+(docs/decisions/placement.md):
 
     served(n) = min(1, prefill rate of n reserved workers / arrival rate, share of answers that the others can decode)
 

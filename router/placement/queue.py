@@ -1,11 +1,11 @@
 """The queue of requests that wait for workers: fair between tenants, ordered by priority and slack within each tenant.
 
 Retried and preempted requests go first, because their clients are already reading an answer and their tenants have been
-charged. But an answer that was preempted for another tenant waits among the requests of its own tenant. After them, the
-tenant that has been served the fewest tokens is next (virtual token counters: Sheng et al., Fairness in Serving Large
-Language Models, OSDI 2024); the counter of a new or returning tenant starts at the lowest of the waiting tenants. The
-requests of a tenant are ordered by priority, lower first as in vLLM, then by the time at which their prefill must start
-to meet the TTFT target.
+charged. An exception is an answer that was preempted for another tenant: it waits among the requests of its own tenant.
+Of the other requests, those of the tenant that has been served the fewest tokens are next (virtual token counters:
+Sheng et al., Fairness in Serving Large Language Models, OSDI 2024); the counter of a new or returning tenant starts at
+the lowest counter of the waiting tenants. The requests of a tenant are ordered by priority, lower first as in vLLM,
+then by the time at which their prefill must start to meet the TTFT target.
 """
 
 from bisect import bisect_left, insort
@@ -125,13 +125,13 @@ class RequestQueue:
         return len(self._tenants.get(tenant, ())) + sum(request.tenant == tenant for request in self._skipped.values())
 
     def ahead(self, request: QueuedRequest) -> tuple[float, int]:
-        """Estimate the work that is served before `request` if it were queued now: prefill in seconds, and answers.
+        """Estimate the work served before `request` if it were queued now: seconds of prefill, and number of answers.
 
-        Seconds and number of answers are each the smaller of two bounds:
+        Each of the two is the smaller of two bounds:
 
-        - the sum over the requests of the same tenant that are before `request` in the queue, and over those of other
-          tenants whose `start_by_s` is not later
-        - the sum over the requests of the same tenant that are before `request`, times the number of tenants, because
+        - the work of the requests of the same tenant that are before `request` in the queue, plus that of the requests
+          of other tenants whose `start_by_s` is not later
+        - the work of the requests of the same tenant that are before `request`, times the number of tenants, because
           tenants take turns
 
         An answer counts only if it needs a decode worker. Resumed requests go first, so each of them counts as one more
@@ -159,7 +159,7 @@ class RequestQueue:
         insort(self._tenants[request.tenant], request, key=_key)
 
     def head(self, passed: Collection[str] = ()) -> QueuedRequest | None:
-        """Return the next request without removing it; of the tenants in `passed`, consider only resumed requests."""
+        """Return the next request without removing it; new requests of the tenants in `passed` are passed over."""
         if self._resumed:
             return min(self._resumed.values(), key=lambda request: request.sequence)
         heads = [waiting[0] for tenant, waiting in self._tenants.items() if tenant not in passed]

@@ -1,4 +1,4 @@
-"""The router's scheduler, which takes a request from arrival to a pair of workers: admission, queue, late binding.
+"""The router's scheduler: admission of requests, the queue, and the choice of workers when they have capacity.
 
 It does no I/O: the dispatcher, real or simulated, gets the next request from it and reports how a request ends.
 """
@@ -54,14 +54,18 @@ class AdmissionController:
         self.schedule(request)
 
     def schedule(self, request: QueuedRequest) -> None:
-        """Set `start_by_s`: `arrival + target - computation`, or `arrival + deferral` without a TTFT target."""
+        """Set `start_by_s`: `arrival + target - computation`.
+
+        It is `arrival + deferral` if there is no TTFT target or the target is not shorter than the deferral.
+        """
         ttft_s, deferral_s = request.slo.ttft_s, self._deferral_s
         request.start_by_s = request.arrived_s + (ttft_s - request.service_s if ttft_s < deferral_s else deferral_s)
 
     def _check_ttft(self, request: QueuedRequest, prediction: PromptPrediction) -> Refused | None:
         """Return an error if the first token would miss its target, else None.
 
-        It misses the target if `time since arrival + work ahead / prefill workers + ttft > target / margin`.
+        It misses the target if `time since arrival + work ahead / prefill workers + ttft > target / margin`. A target
+        longer than the deferral is not checked.
         """
         target_s, slo = request.slo.ttft_s, request.slo.name
         if target_s > self._deferral_s:
@@ -88,8 +92,8 @@ class AdmissionController:
     def _check_itl(self, request: QueuedRequest, others: int) -> Refused | None:
         """Return an error if the inter-token gaps would miss their target on the best worker, else None.
 
-        An answer that would miss its target there even alone is not rejected. The retry hint is the time until enough
-        answers have ended:
+        An answer that would miss its target on that worker even alone is not rejected. The retry hint is the time until
+        enough answers have ended:
 
             (step - target) / (step - alone) · mean tokens · step
         """

@@ -24,9 +24,8 @@ _STEPS_AHEAD = 2
 """Limit of one tenant's prompt tokens that wait at a worker, in full steps (`max_step_tokens`).
 
 Two steps keep the worker's device busy, and leave most prompts in the router, where they can still go to a faster
-worker. The limit applies per tenant, because a worker computes the shortest prompts first: with a common limit, long
-prompts of one tenant would fill a worker and keep the short prompts of other tenants in the router until they are
-computed.
+worker. The limit applies per tenant, because a worker computes the shortest prompts first: with a common limit, one
+tenant's long prompts would fill a worker, and other tenants' short prompts would wait in the router for all of them.
 """
 
 Clock = Callable[[], float]
@@ -90,9 +89,9 @@ class WorkerState:
         The value is True once the worker has accepted the prompt, so that the next load report includes it.
         """
         self.prefill_tokens, self.prefill_full = 0, False
-        """Number of prompt tokens that wait at this worker; True if they reach the limit and include this router's."""
+        """Number of prompt tokens that wait at this worker; True if they reach the limit and some are this router's."""
         self.full_tenants: frozenset[str] = frozenset()
-        """The tenants whose tokens reach the limit at this worker, so that it gets no further prompts of theirs now."""
+        """The tenants at their limit of waiting tokens here; their further prompts are not sent to the worker now."""
         self._answers: dict[str, AnswerWork] = {}
         self._classes: dict[SloClass, int] = {}
         """The number of this router's answers on the worker, by SLO class."""
@@ -130,7 +129,7 @@ class WorkerState:
             self._refresh_prompts()
 
     def remove_prompt(self, request_id: str) -> None:
-        """Remove a prompt that no longer depends on this worker: it is handed over or its attempt has ended."""
+        """Remove a prompt that no longer depends on this worker: its KV is handed over, or its attempt has ended."""
         self.prompt_computed(request_id)
         self._prompts.pop(request_id, None)
 
@@ -140,7 +139,7 @@ class WorkerState:
         self._count_answer(work, 1)
 
     def remove_answer(self, request_id: str) -> None:
-        """Remove an answer, because it has ended or its attempt has ended."""
+        """Remove an answer that has ended or whose attempt has ended."""
         work = self._answers.pop(request_id, None)
         if work is not None:
             # The last load report still counts the answer: subtract it, or it would occupy a row until the next one.
@@ -183,9 +182,9 @@ class WorkerState:
         self.max_step_tokens, self.max_batch_requests = info.max_step_tokens, info.max_batch_requests
 
     def expire_report(self) -> None:
-        """Drop the last load report if it arrived before the previous call of this method; called periodically.
+        """Drop the last load report if no report has arrived since the previous call; called periodically.
 
-        A worker without work sends no reports, so that an old report would make it look busy.
+        A worker without work sends no reports, so its last report would make it look busy forever.
         """
         if not self._fresh:
             self._reported = _NOTHING

@@ -37,7 +37,7 @@ class AnswerFormat:
     """True if the format applies only to the answer's text, so that it does not conflict with a forced tool call."""
 
     chars: int = dataclasses.field(init=False, default=0)
-    """The approximate size in characters, computed when the body is parsed, because a large schema takes long."""
+    """The approximate size in characters; computed with the body's parsing (not on the event loop if it is large)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "chars", len(str(self.value)))

@@ -1,4 +1,4 @@
-"""All requests that have not ended, by internal id and by client id, and those held until their prompt is cached."""
+"""All requests that have not ended, by internal id and by client id; some are held until their prompt is cached."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class RouterMetrics:
         self.registry.counter(f.OFFERED_ANSWER_TOKENS).add(answers * answer_tokens)
 
     def refused(self, slo_class: str, error: TandemError) -> None:
-        """Count a rejected request by its reason; unless it was invalid, it also counts against its SLO class."""
+        """Count a rejected request by its reason, and against its SLO class unless the request was invalid."""
         reason = reason_of(error)
         self.registry.counter(f.ADMISSION_REJECTIONS, reason).add()
         if reason is not Refusal.INVALID and slo_class in self._classes:
@@ -79,8 +79,8 @@ class RouterMetrics:
     def tokens_leave(self, request: RoutedRequest, tokens: int) -> float | None:
         """Count a chunk of `tokens` tokens that is sent to the client.
 
-        Returns the gap between its first token and the token before, in seconds; None if the chunk has no tokens or is
-        the first of the answer.
+        Returns the gap between the chunk's first token and the token before it, in seconds; None if the chunk has no
+        tokens or is the first of the answer.
         """
         if not tokens:
             return None
@@ -148,8 +148,8 @@ class RouterMetrics:
     def left(self, request: RoutedRequest) -> None:
         """Count a request whose client disconnected, unless the request has been counted before.
 
-        It counts against its SLO class only if it had already missed a target. A failed request has been counted by
-        `failed`, so only its trace is stored now that the client has received the error.
+        The request counts against its SLO class only if it had already missed a target. For a failed request, which
+        `failed` has counted, only the trace is stored, because the client has now received the error.
         """
         if request.failure:
             outcome, request.failure = request.failure, ""

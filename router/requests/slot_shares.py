@@ -1,8 +1,8 @@
 """Shares the slots and KV pages of decode workers fairly among tenants, by preempting answers.
 
-The queue is fair among waiting tenants, but an answer keeps its slot and its KV pages to its end, and one tenant may
-hold all of them before another tenant's request arrives. Then the newest answers of the first tenant are preempted:
-they return to the queue and continue later, when their tokens are prefilled with the prompt.
+The queue is fair among waiting tenants. But an answer keeps its slot and its KV pages to its end, and one tenant's
+answers may hold all slots or pages when another tenant's request arrives. Then the newest answers of the first tenant
+are preempted: they return to the queue and continue later, when their tokens are prefilled with the prompt.
 
 A tenant's share is the larger of its share of all slots and its share of all KV pages (dominant resource fairness:
 Ghodsi et al., NSDI 2011).

@@ -145,7 +145,7 @@ class EventStream:
         logprobs: tuple[TokenLogprobs, ...] = (),
         finish: FinishReason | None = None,
     ) -> None:
-        """Process the tokens that begin at index `first_index`; `finish` is not None if the answer ends with them."""
+        """Process the tokens from index `first_index` on; `finish` is not None if the last of them ends the answer."""
         request.last_event_s = now
         try:
             must_not_wait = self._add_tokens(request, first_index, token_ids, now, logprobs=logprobs, finish=finish)

@@ -31,7 +31,7 @@ _BUSY = (ResourceExhausted, RoleClosed)
 
 
 class DispatchOwner(Protocol):
-    """The interface that handles a dispatch that a worker rejected, implemented by `RequestEnds`."""
+    """The interface for requests whose dispatch a worker has rejected, implemented by `RequestEnds`."""
 
     def requeue(self, request: RoutedRequest) -> None:
         """Return the request to the queue."""
@@ -62,7 +62,7 @@ class DispatchCalls:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Wait until every dispatch has ended; a dispatch releases a lease that it no longer needs."""
+        """Wait until every dispatch has ended and has released its lease if the lease is no longer needed."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _dispatch(

@@ -29,7 +29,8 @@ _GIVEN = frozenset(
 _RENDER_CPU_S = 2.0
 """Maximum CPU time of one rendering, in seconds; CPU time does not depend on how busy the host is.
 
-The largest request takes a tenth of it. A template with nested loops over thousands of messages may exceed it.
+Rendering the largest allowed request takes a tenth of this time. A template with nested loops over thousands of
+messages may take longer.
 """
 _RENDERED_CHARS_MAX = 64 << 20
 """Maximum number of characters of a rendered conversation: sixteen times the default limit of a request."""
@@ -55,7 +56,7 @@ class ChatTurn:
     extras: Mapping[str, Any] = field(default_factory=dict)
     """Additional fields for the template, as JSON: tool_calls, tool_call_id, name, reasoning_content."""
     chars: int = field(init=False, default=0)
-    """The approximate number of characters, computed when the body is parsed, because large extras take long."""
+    """The approximate size in characters; computed with the body's parsing (not on the event loop if it is large)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "chars", len(self.content) + (len(str(self.extras)) if self.extras else 0))
@@ -135,7 +136,7 @@ class _TooMuch(BaseException):
 
 
 _deadline = local()
-"""The deadline of the rendering in each thread: `cpu_s` is the thread's CPU time in seconds at which it ends."""
+"""Each thread's deadline: `cpu_s` is the CPU time of the thread, in seconds, at which its rendering is stopped."""
 
 
 def _joined(pieces: Iterable[str]) -> str:

@@ -107,15 +107,15 @@ class WorkerPool:
     def coming(self) -> dict[str, Role]:
         """The roles of workers that do not serve now but are expected to, by worker id.
 
-        They are being started, or they are members of the cluster that are not connected or do not respond; their
-        supervisor replaces them.
+        Some are being started. The others are members of the cluster that are not connected or do not respond, and that
+        their supervisor replaces if this does not change.
         """
         absent = {link.info.peer.worker_id: link.info.role for link in self._links.values() if link.may_return}
         return absent | {worker.worker_id: worker.role for worker in self._expected}
 
     @property
     def recovering(self) -> bool:
-        """True if no request can be served now, but requests can be served once all workers in `coming` are ready."""
+        """True if no request can be served now, but requests can be once the workers in `coming` are ready."""
         if self._model is None or self.ready:
             return False
         serving = [link.info.role for link in self._live() if not link.info.not_ready]
@@ -189,7 +189,10 @@ class WorkerPool:
         return self._model is not None and _has_both(links) and self._fit(links)
 
     def _fit(self, links: list[WorkerLink]) -> bool:
-        """Return True if the workers can serve a request: one worker of both roles, or a compatible pair."""
+        """Return True if two of the workers are a compatible pair, or if one worker of both roles may serve alone.
+
+        The caller has checked that the workers cover both roles.
+        """
         incompatible = self.fleet.incompatible
         if not incompatible:
             return True

@@ -86,7 +86,7 @@ def _misplaced(field: str, block: Block) -> InvalidArgument:
 def _result(content: str | Sequence[TextBlock | ToolReferenceBlock]) -> str:
     """Return the text of a tool result.
 
-    A tool reference becomes a sentence that the tool can be called; its definition is in the prompt's list of tools.
+    A tool reference becomes the sentence that the tool can be called; the prompt's list of tools defines the tool.
     """
     if isinstance(content, str):
         return content

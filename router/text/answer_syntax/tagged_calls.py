@@ -173,8 +173,8 @@ def _listed(value: Any) -> list[Any]:
 def _as_json(text: str, types: frozenset[str]) -> str:
     """Return a value between tags as JSON, of one of `types` if possible.
 
-    Python's `True`, `False` and `None` become JSON if a type allows it. Text that is JSON of one of the types other
-    than a string is kept, and so is any JSON if the types do not include strings. Other text becomes a JSON string.
+    Python's `True`, `False` and `None` become JSON if `types` has their type. Text that is JSON stays unchanged if its
+    type is in `types` and is not string, or if `types` lacks string. Any other text becomes a JSON string.
     """
     value = text.strip()
     for kind, words in _WORDS.items():
