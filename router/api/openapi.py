@@ -140,7 +140,7 @@ def openapi_page(app: FastAPI) -> dict[str, Any]:
 
 
 def _by_method(route: APIRoute) -> list[APIRoute]:
-    """Return one route for each method except HEAD, because each operation needs its own id."""
+    """Return one route per HTTP method, without HEAD, because each operation of the page must have a unique id."""
     routes = []
     for method in sorted((route.methods or set()) - {"HEAD"}):
         one = copy(route)

@@ -50,7 +50,7 @@ class Exemplars:
             self._spread.exemplars[place] = Exemplar(seconds, ended / 1e9, _labels(trace))
 
     def traces(self) -> list[RequestTrace]:
-        """Return the traces of this histogram's exemplars, one for each bucket that has one."""
+        """Return the traces of this histogram's exemplars, at most one per bucket."""
         return [held.trace for held in self._held.values()]
 
 

@@ -95,7 +95,7 @@ def prefill_time(worker: WorkerState, tokens: int, pairs: float) -> tuple[float,
 def exposed_transfer_s(prompt: PromptPrediction, answer: AnswerPrediction) -> float:
     """Return the seconds that the answer waits for its KV after prefill: the part of the transfer that is not hidden.
 
-    The pages of a chunk are transferred while the next chunk is computed, so that the last chunk's transfer is never
+    The pages of a chunk are transferred while the next chunk is computed, so the last chunk's transfer is never
     hidden: max(transfer of the last chunk, whole transfer - computation).
     """
     receiver, missing = answer.worker, answer.missing

@@ -115,7 +115,7 @@ def _shared_prefill_rate(decoding: Sequence[WorkerState], request: QueuedRequest
     chunk = chunks_within(limit, like.cost, like.max_step_tokens, decode, request.prefill_tokens / 2)
     now_s = sum(worker.step_s for worker in decoding) / len(decoding)
     if times > 1.0 and breaks_target(target_s, now_s, like.cost.decode_step_seconds(rows, context)):
-        # With `times` the answers even a plain decode step would miss the target, so that `step_limit` ignores it and
+        # With `times` the answers even a plain decode step would miss the target. Then `step_limit` ignores it and
         # allows large chunks. The present answers still meet the target, so only forced chunks are assumed here.
         chunk = forced_chunk(max(1, like.max_step_tokens - rows))
     return _prefill_rate(like, request, chunk, decode)

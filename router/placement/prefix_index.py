@@ -102,7 +102,7 @@ class PrefixIndex:
         def held_by_fewer(digest: bytes) -> bool:
             return find(digest, 0) & holders != holders
 
-        # Each round finds how far the same set of workers goes, then drops the workers that lack the next page.
+        # Each round finds the leading pages that all remaining workers hold, then drops those without the next page.
         while holders:
             pages = bisect_left(digests, True, pages, key=held_by_fewer)
             levels.append((pages, holders))

@@ -31,7 +31,7 @@ class AdmissionController:
     def admit(self, request: QueuedRequest, others: int = 0) -> None:
         """Set the request's position in the queue, and check that its targets can be met.
 
-        `others` is the number of requests that arrived with this one or before it but are not queued yet. If the
+        `others` is the number of requests that arrived before or with this request but are not queued yet. If the
         targets cannot be met, the SLO class decides: the request is served without targets, or `Refused` is raised with
         the time after which to retry. Nothing is checked if no live worker can prefill the request, or if the worker of
         the prediction has not measured its steps yet.
@@ -152,8 +152,8 @@ class RequestScheduler:
     def head(self) -> QueuedRequest | None:
         """Return the next request; None if the queue is empty or all waiting tenants are passed over.
 
-        A request that has already missed its TTFT target loses its targets, so that it goes after requests that can
-        still meet theirs.
+        A request that has already missed its TTFT target becomes best effort, and goes after requests that can still
+        meet their targets.
         """
         now = self._clock()
         if self._seen_changes != self._fleet.changes:

@@ -86,7 +86,7 @@ class WorkerState:
         self._unreported: dict[str, bool] = {}
         """Prompts that are not included in the last load report, by internal id.
 
-        The value is True once the worker has accepted the prompt, so that the next load report includes it.
+        The value is True once the worker has accepted the prompt; the next load report will include it then.
         """
         self.prefill_tokens, self.prefill_full = 0, False
         """Number of prompt tokens that wait at this worker; True if they reach the limit and some are this router's."""
@@ -114,7 +114,7 @@ class WorkerState:
         self._refresh_prompts()
 
     def prompt_accepted(self, request_id: str) -> None:
-        """Record that the worker has accepted a prompt, so that its next load report includes the prompt."""
+        """Record that the worker has accepted a prompt; the worker's next load report will include the prompt."""
         if request_id in self._unreported:
             self._unreported[request_id] = True
 

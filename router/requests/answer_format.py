@@ -34,7 +34,7 @@ class AnswerFormat:
     value: Mapping[str, Any] | bool | str | Sequence[str]
     """The content for `kind`: a JSON schema or its text, a pattern, a grammar, choices, or parameter schemas."""
     text_only: bool = False
-    """True if the format applies only to the answer's text, so that it does not conflict with a forced tool call."""
+    """True if the format applies only to the answer's text; such a format does not conflict with a forced tool call."""
 
     chars: int = dataclasses.field(init=False, default=0)
     """The approximate size in characters; computed with the body's parsing (not on the event loop if it is large)."""

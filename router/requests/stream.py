@@ -208,7 +208,7 @@ class EventStream:
         fresh, scores = assembler.add(first_index, token_ids, logprobs)
         if finish is not None:
             assembler.finish_at(first_index + len(token_ids), finish)
-        # The token at index `prior_output_tokens` is sampled by the prefill worker, so that the prompt is computed. A
+        # The token at index `prior_output_tokens` is sampled by the prefill worker: the whole prompt is computed. A
         # later token comes from the decode worker, which must have admitted the request, even if that event is still to
         # come.
         if first_index == request.prior_output_tokens:

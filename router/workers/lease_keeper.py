@@ -1,4 +1,4 @@
-"""Renews leases until the decode worker has admitted their requests, in one heartbeat for all leases of a worker.
+"""Renews leases until the decode workers have admitted their requests; a heartbeat renews all of a worker's leases.
 
 A lease that is not renewed expires, so that a decode worker gets its pages back even if the router dies.
 """
@@ -23,7 +23,7 @@ They are sent within one lease duration."""
 
 
 class LeaseKeeper:
-    """Renews the leases of one decode worker until it has admitted their requests.
+    """Renews the leases that one decode worker has granted, each until the worker has admitted the lease's request.
 
     The `WorkerLink` owns it; all calls are on the event loop. `on_lost` is called with each lease that the worker no
     longer holds.

@@ -1,6 +1,6 @@
-"""Heartbeats to a worker, which detect that its process is stopped or its event loop hangs.
+"""Heartbeats to a worker: they detect a stopped process and an event loop that hangs.
 
-A worker's event loop answers heartbeats while its engine computes, so that a long step does not count as silence.
+A worker's event loop answers heartbeats while its engine computes, so a long step does not count as silence.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class ServedModel:
     decode_tokens_min: int
     """Number of tokens whose KV every decode worker can hold for answers."""
     page_tokens: int = 0
-    """Tokens per KV page; 0 if the workers' page sizes differ, so that they have no common page digests."""
+    """Tokens per KV page; 0 if the workers' page sizes differ: then page digests are not comparable."""
 
 
 class PoolObserver(LinkObserver, Protocol):
@@ -74,7 +74,7 @@ class WorkerPool:
         self.mode = config.mode.value
         """The placement mode set by the controller, the value of a `Mode`."""
         self.adapters: tuple[AdapterFacts, ...] = ()
-        """The adapters that the controller lists; () if the workers still have the adapters with which they started."""
+        """The adapters that the controller last listed; () before that, while those of the workers' start are used."""
         self._expected: tuple[ExpectedWorker, ...] = ()
         self._channel = open_channel(config.controller_address, config.token)
         self.controller: Any = cluster_pb2_grpc.ClusterStub(self._channel)
@@ -154,7 +154,7 @@ class WorkerPool:
             await self._followed.wait()
 
     def link(self, peer: PeerRef) -> WorkerLink:
-        """Return the link to `peer`; placement has just chosen this worker, so that its link must be open."""
+        """Return the link to `peer`; placement has just chosen this worker, so its link must be open."""
         return self._links[peer]
 
     def sweep(self) -> None:

@@ -71,7 +71,7 @@ def _add_texts_and_results(made: Turns, field: str, role: str, blocks: Sequence[
                 made.add(field, role, "".join(texts))
                 texts = []
             text = _result(block.content or "")
-            # Chat templates cannot mark a result as failed, so that the text must say it.
+            # Chat templates cannot mark a result as failed, so the text must say it.
             made.result(here, block.tool_use_id, f"Error: {text}" if block.is_error else text)
         else:
             raise _misplaced(here, block)

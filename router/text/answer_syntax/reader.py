@@ -1,6 +1,6 @@
 """Reads an answer's text as it is generated.
 
-Parsers are generators: each `yield` waits for more text, so that a parser can be written as if it had the whole answer.
+Parsers are generators: each `yield` waits for more text, so a parser can be written as if it had the whole answer.
 All text is scanned once, except for the few characters that may begin a marker.
 """
 
