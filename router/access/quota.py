@@ -46,10 +46,10 @@ class Bucket:
 class Quota:
     """The remaining quota of a tenant. `Callers` own it; all calls are on the event loop.
 
-    A request is admitted while both buckets hold at least 1. The quota is charged 1 request on
-    admission, the prompt's tokens when the request is queued, and the answer's tokens as they are sent. So no request
-    is too large for a quota, and requests in flight may overdraw the token bucket; further requests are rejected until
-    the bucket holds at least 1 again.
+    A request is admitted while both buckets hold at least 1. The quota is charged 1 request on admission, the prompt's
+    tokens when the request is queued, and the answer's tokens as they are sent. So no request is too large for a quota,
+    and requests in flight may overdraw the token bucket; further requests are rejected until the bucket holds at least
+    1 again.
     """
 
     def __init__(self, requests: int, tokens: int, clock: Callable[[], float] = time.monotonic) -> None:

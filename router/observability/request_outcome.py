@@ -123,7 +123,7 @@ class JointOutcome:
         self._found: list[RequestOutcome | None] = []
 
     def add(self, verdict: RequestOutcome | None) -> RequestOutcome | None:
-        """Add the outcome of one answer; None for an answer that the client cancelled before a target was missed.
+        """Add one answer's outcome; `verdict` is None if the client cancelled the answer before it missed a target.
 
         When the last answer is added, returns the worst outcome among the answers. Returns None before that, and also
         if no answer failed or missed a target but the client cancelled one: then the request does not count.

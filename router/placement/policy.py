@@ -25,7 +25,7 @@ Takes = Callable[[WorkerState], bool]
 
 
 class Placement(NamedTuple):
-    """The workers chosen for a request, and the predicted latencies and cost in seconds, measured from the placement.
+    """The workers chosen for a request, with the predicted cost and latencies (from the placement on), in seconds.
 
     An immutable value that `PlacementPolicy` makes and the dispatcher keeps with the request.
     """

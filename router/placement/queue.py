@@ -69,7 +69,7 @@ class QueuedRequest:
 
     @property
     def decodes(self) -> bool:
-        """True if the answer may have more tokens after the first token of this attempt, which prefill samples."""
+        """True if this attempt needs a decode worker: the answer may have more tokens than the one of prefill."""
         return self.max_tokens > self.prior_output_tokens + 1
 
     @property

@@ -86,7 +86,7 @@ class WorkerState:
         self._unreported: dict[str, bool] = {}
         """Prompts that are not included in the last load report, by internal id.
 
-        The value is True once the worker has accepted the prompt; the next load report will include it then.
+        The value is True once the worker has accepted the prompt; then the next load report includes it.
         """
         self.prefill_tokens, self.prefill_full = 0, False
         """Number of prompt tokens that wait at this worker; True if they reach the limit and some are this router's."""

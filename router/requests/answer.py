@@ -65,7 +65,7 @@ class Answer:
         self.token_count = 0
         """Number of tokens pushed so far."""
         self.at_once = False
-        """True if the newest chunk reached the reader without delay: not batched, and the reader was waiting."""
+        """True if the newest chunk reached the reader without delay: not batched, and the reader waited for it."""
         self.prompt_logprobs: PromptLogprobs | None = None
         """The prompt's log probabilities, set before the first chunk is pushed; None if not requested."""
         self._leave: Callable[[int], None] | None = None

@@ -37,7 +37,7 @@ class AnswerFormat:
     """True if the format applies only to the answer's text; such a format does not conflict with a forced tool call."""
 
     chars: int = dataclasses.field(init=False, default=0)
-    """The approximate size in characters; computed with the body's parsing (not on the event loop if it is large)."""
+    """The approximate size in characters; computed while the body is parsed (large bodies: in a thread)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "chars", len(str(self.value)))

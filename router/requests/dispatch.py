@@ -359,7 +359,7 @@ class Dispatcher:
         self._on_readiness()
 
     def _update_recovery(self) -> bool:
-        """Update whether requests wait for workers that are being replaced; return True if the answer has changed."""
+        """Update whether requests wait for workers that are being replaced; return True if that has changed."""
         changed = self._recovery.update(recovering=self.pool.recovering)
         if changed and self._recovery.waits:
             log.warning("%s", self.degraded)

@@ -39,7 +39,7 @@ _RETRYABLE = (TransferFailed, StaleEpoch, Unavailable, DeadlineExceeded)
 
 
 class RequestEnds:
-    """Ends requests: completes the answer, and removes the request from the queue, its workers and their load.
+    """Ends requests: completes the answer, and removes the request from the queue and from its workers.
 
     The dispatcher owns it; all calls come on the event loop.
     """

@@ -327,7 +327,7 @@ class RequestValidator:
 
 
 def _limits(max_tokens: int | None, served: ServedModel) -> tuple[int, int]:
-    """Return two limits in tokens: the maximum of prompt plus answer, and the limit that the prompt must be below."""
+    """Return two limits in tokens: the maximum of prompt plus answer, and a number below which the prompt must be."""
     # Both limits exceed the page pool by one, because the KV of the answer's last token is never stored. An answer of
     # one token comes from prefill, so no decode worker limits it.
     limit = served.facts.max_context if max_tokens == 1 else min(served.facts.max_context, served.decode_tokens_max + 1)

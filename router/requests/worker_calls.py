@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 _UNAVAILABLE = (Unavailable, FailedPrecondition, DeadlineExceeded)
 """Errors of a worker that is gone or does not respond, after which another worker may serve the request."""
 _BUSY = (ResourceExhausted, RoleClosed)
-"""Errors of a worker that is full, changes its role or drains: the request is queued again, without a failure."""
+"""Errors of a worker that is full, changes its role or drains: the request is queued again, which is no failure."""
 
 
 class DispatchOwner(Protocol):

@@ -56,7 +56,7 @@ class ChatTurn:
     extras: Mapping[str, Any] = field(default_factory=dict)
     """Additional fields for the template, as JSON: tool_calls, tool_call_id, name, reasoning_content."""
     chars: int = field(init=False, default=0)
-    """The approximate size in characters; computed with the body's parsing (not on the event loop if it is large)."""
+    """The approximate size in characters; computed while the body is parsed (large bodies: in a thread)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "chars", len(self.content) + (len(str(self.extras)) if self.extras else 0))

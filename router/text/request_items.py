@@ -29,8 +29,7 @@ def check_json_items(body: bytes, limit: int, parts_max: int | None = None) -> N
     """Raise InvalidArgument if a JSON text has more than `limit` items: strings, objects, lists and commas.
 
     `parts_max` limits the number of strings, objects and lists alone; None = no separate limit. The check consists of
-    searches in C that take milliseconds each; other threads can run between them. Invalid JSON is not detected
-    here.
+    searches in C that take milliseconds each; other threads can run between them. Invalid JSON is not detected here.
     """
     if b"\0" in body:
         raise InvalidArgument("body", "is not JSON in UTF-8: it contains a NUL byte")

@@ -63,7 +63,7 @@ class TokenizerPool:
         return sum(map(len, self._waiting.values()))
 
     async def run(self, tenant: str, size: int, work: Callable[[], _T]) -> _T:
-        """Run `work` on `size` bytes of the tenant in a thread; return its result or raise its error.
+        """Run `work`, which processes `size` bytes of the tenant, in a thread; return its result or raise its error.
 
         Raises Refused if too many bytes wait already. If the caller is cancelled, a waiting job is removed, but a
         running job continues.

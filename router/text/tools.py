@@ -36,7 +36,7 @@ class ToolOptions:
     parallel: bool = True
     """False if only the first tool call of an answer is returned."""
     chars: int = field(init=False, default=0)
-    """The approximate size in characters; computed with the body's parsing (not on the event loop if it is large)."""
+    """The approximate size in characters; computed while the body is parsed (large bodies: in a thread)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "chars", len(str(self.tools)))

@@ -19,7 +19,8 @@ Beat = Callable[[Sequence[Lease], float], Awaitable[frozenset[Lease]]]
 _ROUNDS_TO_BELIEVE = 3
 """Number of consecutive heartbeats that must report a lease as unknown before it counts as lost.
 
-They are sent within one lease duration."""
+They are sent within one lease duration.
+"""
 
 
 class LeaseKeeper:

@@ -41,7 +41,8 @@ _RECONNECT_S = (0.05, 1.0)
 _ABORT_TRIES = 3
 """Maximum number of tries of an Abort call, not counting tries that end with DeadlineExceeded.
 
-After Unavailable it is not tried again."""
+After Unavailable the call is not tried again.
+"""
 _LIST_PAUSE_S = 1.0
 """Pause before a failed ListPrefixes call is retried, in seconds."""
 
