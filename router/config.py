@@ -12,11 +12,9 @@ from tandem.settings.router import RouterSettings
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig(RouterSettings):
-    """The settings of one router, and the values that the controller adds.
+    """The settings of one router, and the values that the controller adds. An immutable value.
 
-    The controller adds the model, the router's identity, the controller's address and secrets.
-
-    An immutable value; every part of the router reads it.
+    The controller adds the model, the router's identity, its own address, and the secrets.
     """
 
     router_id: str

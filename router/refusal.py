@@ -23,7 +23,7 @@ class Refusal(StrEnum):
 
 
 class Refused(ResourceExhausted):
-    """The error for a request that is rejected because there is no capacity or its SLO cannot be met; see `reason`."""
+    """The error for a request that is rejected because capacity is lacking or its targets cannot be met (`reason`)."""
 
     def __init__(self, reason: Refusal, message: str, *, retry_after_s: float = 0.0) -> None:
         super().__init__(message, retry_after_s=retry_after_s)

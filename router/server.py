@@ -104,9 +104,9 @@ class RouterServer:
     async def _close(self) -> None:
         await self._dispatcher.close()
         self._validator.close()
-        for each in (self._exporter, self._audit):
-            if each is not None:
-                await asyncio.to_thread(each.close)
+        for writer in (self._exporter, self._audit):
+            if writer is not None:
+                await asyncio.to_thread(writer.close)
 
     async def _open(self, app: ASGIApp) -> RouterEndpoints:
         """Open the listeners; with TLS, also open a plain HTTP listener for probes, metrics and traces."""

@@ -36,7 +36,7 @@ class AuditLog:
     """
 
     def __init__(self, path: Path, registry: Registry) -> None:
-        """Open the file, which only this user can read. Raises FailedPrecondition if it cannot be written."""
+        """Open the file, or create it with mode 0600. Raises FailedPrecondition if the file cannot be written."""
         self._path = path
         try:
             self._file = _open(path)

@@ -44,7 +44,7 @@ class Callers:
         refused: Callable[[str, TandemError], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """For each request that exceeds its quota, `refused` is called with "" as SLO class and with the error.
+        """For each request over its tenant's quota, `refused` is called with "" as SLO class and with the error.
 
         Raises InvalidArgument if a key file cannot be used.
         """

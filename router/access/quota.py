@@ -46,9 +46,10 @@ class Bucket:
 class Quota:
     """The remaining quota of a tenant. `Callers` own it; all calls are on the event loop.
 
-    A request is admitted while both buckets hold at least 1. It is charged 1 request on admission, the tokens of its
-    prompt when it is queued, and the tokens of its answer as they are sent. So no request is too large for a quota, and
-    requests in flight may overdraw the token bucket; further requests are rejected until it holds at least 1 again.
+    A request is admitted while both buckets hold at least 1. The quota is charged 1 request on admission, the prompt's
+    tokens when the request is queued, and the answer's tokens as they are sent. So no request is too large for a quota,
+    and requests in flight may overdraw the token bucket; further requests are rejected until the bucket holds at least
+    1 again.
     """
 
     def __init__(self, requests: int, tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -78,13 +79,13 @@ class Quota:
 
     def headers(self) -> dict[str, str]:
         """Return OpenAI's rate limit headers: limit, remaining amount, and time until the quota is full (like 2m0s)."""
-        found: dict[str, str] = {}
+        headers: dict[str, str] = {}
         for bucket, kind in ((self._requests, "requests"), (self._tokens, "tokens")):
             if bucket is not None:
-                found[f"x-ratelimit-limit-{kind}"] = str(bucket.per_minute)
-                found[f"x-ratelimit-remaining-{kind}"] = str(max(0, math.floor(bucket.level)))
-                found[f"x-ratelimit-reset-{kind}"] = _duration(bucket.seconds_until(bucket.per_minute))
-        return found
+                headers[f"x-ratelimit-limit-{kind}"] = str(bucket.per_minute)
+                headers[f"x-ratelimit-remaining-{kind}"] = str(max(0, math.floor(bucket.level)))
+                headers[f"x-ratelimit-reset-{kind}"] = _duration(bucket.seconds_until(bucket.per_minute))
+        return headers
 
 
 def _duration(seconds: float) -> str:

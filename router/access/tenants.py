@@ -19,7 +19,7 @@ def tenant_of_digest(digest: bytes) -> str:
 
 
 def tenant_named(name: str) -> str:
-    """Return the id of the tenant that owns all API keys with this name; no key without a name has the same id."""
+    """Return the id of the tenant that owns all API keys with this name; it differs from the ids of unnamed keys."""
     return blake2b(name.encode(), digest_size=16, person=_NAME_DOMAIN).hexdigest()
 
 
@@ -27,7 +27,7 @@ def tenant_salt(tenant: str, salt: str, adapter: str = "") -> str:
     """Return the prefix cache salt for a tenant's requests, from the client's `salt` and an adapter's hash.
 
     It is unique for each combination of the three: tenant ids and hashes have a fixed length and contain neither slash
-    nor colon, so that the concatenation is unambiguous.
+    nor colon, so the concatenation is unambiguous.
     """
     own = f"{tenant}/{salt}" if tenant or salt else ""
     return f"adapter:{adapter}/{own}" if adapter else own

@@ -22,9 +22,9 @@ COMMENT = b": waiting\n\n"
 class AnswerStream(Response):
     """The streamed response to a request that has been validated and queued.
 
-    The headers are sent at once, before the first token. So a rejected request gets an HTTP error status, and a later
-    error is an event that ends the stream without DONE. The first events are sent with the first token, because clients
-    measure TTFT by them.
+    A request that is rejected never gets this response, but a response with an HTTP error status. The headers are sent
+    at once, before the first token, so a later error is an event that ends the stream without DONE. The first events
+    are sent with the first token, because clients measure TTFT by them.
 
     It owns `choices` and `watch`: at its end it closes `choices` and cancels `watch`, in every case.
     """

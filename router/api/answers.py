@@ -81,7 +81,7 @@ async def collected(choices: Choices, form: PromptForm) -> list[CompleteAnswer]:
 
 
 def best_of(answers: Sequence[CompleteAnswer], kept: int, made: int) -> list[CompleteAnswer]:
-    """Return, for each prompt, the `kept` of its `made` answers that have the highest mean log probability."""
+    """Return, of the `made` answers to each prompt, the `kept` answers with the highest mean log probability."""
     if kept == made:
         return [*answers]
     best: list[CompleteAnswer] = []

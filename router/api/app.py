@@ -47,7 +47,7 @@ from tandem.protocol.errors import ResourceExhausted
 
 
 class CallLimit:
-    """An ASGI application that limits the requests in progress; it rejects others before it reads their bodies."""
+    """ASGI middleware that limits the requests in progress; it rejects further ones without reading their bodies."""
 
     def __init__(self, app: ASGIApp, limit: int, apart: Collection[str]) -> None:
         """`apart` contains the paths without a limit: probes and metrics, which operators need under overload."""
@@ -101,8 +101,8 @@ def make_app(
 def _open_to_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     """Add CORS middleware that allows web pages of the given `origins`.
 
-    Browsers send the preflight request without a key, so that CORS must come before the key check. Then rejections by
-    the key check also have the CORS headers, without which a web page could not read them.
+    Browsers send the preflight request without a key, so CORS must come before the key check. Rejections by the key
+    check therefore have the CORS headers, too; a web page cannot read a response without these headers.
     """
     if not origins:
         return app

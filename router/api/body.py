@@ -224,7 +224,7 @@ class _FirstError(FailFast):
 
 
 LIST = _FirstError()
-"""A marker that stops validation at the first invalid entry of a list, so that one body has few errors."""
+"""A marker that stops the validation of a list at its first invalid entry, which limits the errors of a body."""
 
 
 def list_of(kind: type, problem: str) -> BeforeValidator:

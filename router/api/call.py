@@ -62,7 +62,7 @@ class ApiCall:
 
 
 class Turns:
-    """Collects the messages of the internal chat request, each with the field of the client's body it comes from."""
+    """Collects the messages of the internal chat request, and for each message its field in the client's body."""
 
     def __init__(self) -> None:
         self.turns: list[ChatTurn] = []

@@ -49,9 +49,9 @@ def _without_default(schema: dict[str, Any]) -> None:
 
 
 INCOMPLETE: Any = Field({}, validate_default=True, json_schema_extra=_without_default)
-"""The default of a required object: {}, which is validated, so that the error names a missing field inside it.
+"""The default of an object that a body must have: {}, whose validation reports the object's first required field.
 
-The model must list the field in `required`, because the default makes it optional in the schema.
+The model must list the object in `required`, because a field with a default is optional in the schema.
 """
 
 
@@ -84,7 +84,7 @@ class Sampling(Body):
     )
 
     def options(self, **given: Any) -> Options:
-        """Return the options of a request; `given` has those that this class does not define, such as `max_tokens`."""
+        """Return the options of a request; `given` has the options that are not defined here, such as `max_tokens`."""
         return Options(
             temperature=self.temperature,
             top_p=self.top_p,

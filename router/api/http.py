@@ -31,7 +31,7 @@ from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.protocol.lifecycle.request_trace import TRACEPARENT, only
 
 _DRAIN_BYTES = 64 << 20
-"""Maximum size of a rejected body that is still read, so that the client gets the error, not a broken pipe."""
+"""Maximum size of a rejected body that is still read, in bytes; without reading, the client gets a broken pipe."""
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 _T_co = TypeVar("_T_co", covariant=True)
@@ -67,8 +67,8 @@ class HttpCalls:
     ) -> None:
         """Add the route of an API that generates answers.
 
-        `body` is the pydantic model of its body for the OpenAPI page, `parse` parses a body, and `reply_to` makes the
-        reply.
+        `body` is the pydantic model of the API's request body for the OpenAPI page, `parse` parses a body, and
+        `reply_to` makes the reply.
         """
 
         async def answer(request: Request) -> Response:

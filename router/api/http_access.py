@@ -95,7 +95,7 @@ class HttpAccess:
 
 
 def only_operations(app: ASGIApp) -> ASGIApp:
-    """Return an application that serves only probes, metrics and traces, for a plain HTTP listener beside TLS."""
+    """Return an application that serves only probes, metrics and traces of `app`; for plain HTTP beside HTTPS."""
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in PROBE_PATHS | READERS_PATHS:
@@ -108,7 +108,7 @@ def only_operations(app: ASGIApp) -> ASGIApp:
 
 
 def _with_quota(send: Send, quota: Quota) -> Send:
-    """Return a `send` that adds the quota headers, with the remaining amounts at the start of the response."""
+    """Return a `send` that adds the quota headers; they show the amounts that remain when the response starts."""
 
     async def send_more(message: Message) -> None:
         if message["type"] == "http.response.start":

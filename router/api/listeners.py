@@ -23,7 +23,7 @@ from tandem.settings.tls import TlsFiles
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 GOODBYE_S = 2.0
-"""The time that is left for sending the last messages after all requests have ended, in seconds."""
+"""Time after the grace period in which calls may still send their last messages, in seconds."""
 _HEALTH_METHODS = "/grpc.health.v1.Health/"
 
 
@@ -34,7 +34,7 @@ class RouterEndpoints:
     grpc_address: str
     http_address: str
     operations_address: str = ""
-    """The address of the metrics over plain HTTP if `http_address` uses TLS, else ""."""
+    """The address of probes, metrics and traces over plain HTTP if `http_address` uses TLS, else ""."""
 
 
 class Listeners:

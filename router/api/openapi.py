@@ -92,7 +92,7 @@ def json_body(*models: type[BaseModel]) -> dict[str, Any]:
 
 
 def add_pages(app: FastAPI) -> None:
-    """Add both routes to `app`; the page describes all routes that `app` has when the page is first requested."""
+    """Add `/openapi.json` and `/docs` to `app`; they describe the routes that `app` has at the first request."""
 
     @cache
     def page() -> bytes:
@@ -140,7 +140,7 @@ def openapi_page(app: FastAPI) -> dict[str, Any]:
 
 
 def _by_method(route: APIRoute) -> list[APIRoute]:
-    """Return one route for each method except HEAD, because each operation needs its own id."""
+    """Return one route per HTTP method, without HEAD, because each operation of the page must have a unique id."""
     routes = []
     for method in sorted((route.methods or set()) - {"HEAD"}):
         one = copy(route)

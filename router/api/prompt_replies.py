@@ -35,9 +35,9 @@ class PromptForm:
         return cls(echo, options.logprobs if echo else None, options.prompt_logprobs, only=echo and alone)
 
     def options(self, given: Options) -> Options:
-        """Return the client's options `given`, changed to score the prompt as the reply needs.
+        """Return `given`, the client's options, with `prompt_logprobs` set to `top`, which the reply needs.
 
-        If `only` is set, `max_tokens` is changed to 1, the minimum.
+        If `only` is set, `max_tokens` is set to 1, the minimum.
         """
         return replace(given, prompt_logprobs=self.top, max_tokens=1 if self.only else given.max_tokens)
 

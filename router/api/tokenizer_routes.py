@@ -1,4 +1,4 @@
-"""The HTTP routes of the tokenizer: `/tokenize`, `/detokenize` and `/tokenizer_info` as in vLLM, and Anthropic's count.
+"""The HTTP routes of the tokenizer: vLLM's `/tokenize`, `/detokenize` and `/tokenizer_info`, Anthropic's count_tokens.
 
 These calls share the tokenizer threads, the limits and the fair order of tenants with generation requests.
 """

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 IGNORED_HEADER = "x-tandem-ignored"
 """The response header with the names of the ignored fields, separated by commas."""
 _LOGGED_MAX = 256
-"""Maximum number of ignored field names that one router logs; clients choose the names."""
+"""Maximum number of ignored field names that one router logs, because clients can choose any number of names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Unserved:
     """True if "", [], {} and false are accepted in addition to `neutral`: they too mean the default behavior."""
 
     def asks_nothing(self, value: Any) -> bool:
-        """Return True if `value` means the default behavior, so that the answer is the same as without the field."""
+        """Return True if `value` means the default behavior: the answer is the same as without the field."""
         if self.empty and value in ("", [], {}, False) and not _is_number(value):
             return True
         # 1 == True in Python, so booleans are compared with booleans only.
@@ -112,7 +112,7 @@ CHAT_ONLY: Mapping[str, Unserved] = {
     "truncate_prompt_tokens": Unserved(_CHAT, empty=False),
     "add_generation_prompt": Unserved(_CHAT, (True,), empty=False),
 }
-"""The rejected fields of the Responses API and the Messages API, which do not have all fields of chat completions."""
+"""The rejected fields of the Responses and the Messages API: `UNSERVED`, and fields that only chat completions has."""
 MESSAGE_UNSERVED: Mapping[str, Unserved] = {"function_call": Unserved(_FUNCTIONS)}
 """The rejected fields inside messages."""
 

@@ -1,4 +1,4 @@
-"""Goodput: the rate of requests that met their SLO class, over a sliding window."""
+"""Goodput: the rate of requests that met the targets of their SLO class, over a sliding window."""
 
 from collections import deque
 from collections.abc import Callable, Iterable

@@ -180,7 +180,7 @@ def _request_attributes(trace: RequestTrace) -> dict[str, AttributeValue]:
     https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/
     """
     well = trace.outcome in _ENDED_WELL
-    found: dict[str, AttributeValue] = {
+    attributes: dict[str, AttributeValue] = {
         "gen_ai.operation.name": trace.operation,
         "gen_ai.provider.name": _SERVICE,
         "gen_ai.request.model": trace.model,
@@ -192,22 +192,22 @@ def _request_attributes(trace: RequestTrace) -> dict[str, AttributeValue]:
         "tandem.slo_class": trace.slo_class,
         "tandem.internal_id": trace.internal_id,
     }
-    found |= {"gen_ai.response.finish_reasons": (trace.outcome,)} if well else {"error.type": trace.outcome}
+    attributes |= {"gen_ai.response.finish_reasons": (trace.outcome,)} if well else {"error.type": trace.outcome}
     if trace.ttft_s is not None:
-        found["tandem.time_to_first_token"] = trace.ttft_s
-    return found
+        attributes["tandem.time_to_first_token"] = trace.ttft_s
+    return attributes
 
 
 def _phase_attributes(span: Span, trace: RequestTrace) -> dict[str, AttributeValue]:
-    found: dict[str, AttributeValue] = {"tandem.attempt": span.attempt}
+    attributes: dict[str, AttributeValue] = {"tandem.attempt": span.attempt}
     if span.worker:
-        found["tandem.worker"] = span.worker
+        attributes["tandem.worker"] = span.worker
     moved = trace.timeline.transfer
     if span.phase is Phase.TRANSFER and span.worker and moved is not None:
-        found |= {
+        attributes |= {
             "tandem.transfer.bytes": moved.bytes,
             "tandem.transfer.pages": moved.pages,
             "tandem.transfer.backend": moved.backend,
             "tandem.transfer.writing_seconds": moved.duration_nanos / 1e9,
         }
-    return found
+    return attributes

@@ -1,9 +1,9 @@
 """The traces of ended requests that a router keeps: the newest ones, and the slowest of each latency bucket.
 
-Each bucket of the TTFT and end-to-end latency histograms has one exemplar: the slowest request that was observed in the
-bucket within a time window. The first request of a later window in the bucket replaces it. Few requests fall into the
-buckets of high latencies, so that their exemplars are kept for a long time. Memory is bounded by the number of newest
-requests and of buckets.
+Time is divided into windows. Each bucket of the TTFT and end-to-end latency histograms has one exemplar: the slowest
+request in the bucket, within the latest window in which any request fell into the bucket. Few requests fall into the
+buckets of high latencies, so the exemplars of these buckets are kept for a long time. Memory is bounded by the number
+of newest requests and of buckets.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Exemplars:
         self._held: dict[int, _Held] = {}
 
     def offer(self, seconds: float, trace: RequestTrace) -> None:
-        """Make `trace`, with latency `seconds`, the exemplar of its bucket if it is the slowest of this window."""
+        """Make `trace`, with latency `seconds`, the exemplar of its bucket if it is the slowest in this window."""
         place, window = self._spread.place(seconds), int(self._clock() / self._window_s)
         held = self._held.get(place)
         if held is None or held.window != window or held.seconds < seconds:
@@ -50,7 +50,7 @@ class Exemplars:
             self._spread.exemplars[place] = Exemplar(seconds, ended / 1e9, _labels(trace))
 
     def traces(self) -> list[RequestTrace]:
-        """Return the traces of this histogram's exemplars, one for each bucket that has one."""
+        """Return the traces of this histogram's exemplars, at most one per bucket."""
         return [held.trace for held in self._held.values()]
 
 
@@ -76,20 +76,20 @@ class TraceStore:
 
     def find(self, name: str) -> list[RequestTrace]:
         """Return the traces whose request id, internal id or trace id is `name`, the oldest first."""
-        return sorted((each for each in self._all() if each.named(name)), key=_arrival)
+        return sorted((trace for trace in self._all() if trace.named(name)), key=_arrival)
 
     def slow(self) -> list[RequestTrace]:
         """Return the exemplars with the longest end-to-end latencies, at most `SLOW_SHOWN`, the slowest first."""
-        held = {each.internal_id: each for each in (*self._first_tokens.traces(), *self._whole_answers.traces())}
-        return sorted(held.values(), key=lambda each: -each.seconds)[:SLOW_SHOWN]
+        held = {trace.internal_id: trace for trace in (*self._first_tokens.traces(), *self._whole_answers.traces())}
+        return sorted(held.values(), key=lambda trace: -trace.seconds)[:SLOW_SHOWN]
 
     def newest(self) -> list[RequestTrace]:
         """Return the traces of the last requests, at most `SLOW_SHOWN`, the newest first."""
         return list(self._newest)[: -SLOW_SHOWN - 1 : -1]
 
     def _all(self) -> list[RequestTrace]:
-        found = (*self._first_tokens.traces(), *self._whole_answers.traces(), *self._newest)
-        return list({each.internal_id: each for each in found}.values())
+        traces = (*self._first_tokens.traces(), *self._whole_answers.traces(), *self._newest)
+        return list({trace.internal_id: trace for trace in traces}.values())
 
 
 def _arrival(trace: RequestTrace) -> int:

@@ -1,4 +1,4 @@
-"""Judges whether a request met its SLO class, and which phase caused a miss.
+"""Judges whether a request met the targets of its SLO class, and which phase caused a miss.
 
 Token times are the times at which tokens leave the router. The percentile of the gaps is computed by nearest rank,
 which only needs the number of gaps above the target.
@@ -19,7 +19,7 @@ from tandem.settings.slo import SloClass
 
 
 class Outcome(StrEnum):
-    """The outcome of a request: it met its SLO class or not, was rejected, or failed.
+    """The outcome of a request: it met the targets of its SLO class, missed one, was rejected, or failed.
 
     The values are those of the metric label `outcome`. Goodput counts MET.
     """
@@ -96,8 +96,8 @@ class PhaseTimes:
 
         Without `until` the times add up to the latency of the request.
         """
-        found = seconds_by_phase(spans, until)
-        return cls(*(found.get(phase) for phase in Phase))
+        seconds = seconds_by_phase(spans, until)
+        return cls(*(seconds.get(phase) for phase in Phase))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,20 +123,20 @@ class JointOutcome:
         self._found: list[RequestOutcome | None] = []
 
     def add(self, verdict: RequestOutcome | None) -> RequestOutcome | None:
-        """Add the outcome of one answer; `verdict` is None if the client cancelled it before it missed a target.
+        """Add one answer's outcome; `verdict` is None if the client cancelled the answer before it missed a target.
 
-        Returns None until the last answer of the request is added, then the worst outcome among the answers. If no
-        answer failed or missed a target but the client cancelled one, the request does not count, so None is returned.
+        When the last answer is added, returns the worst outcome among the answers. Returns None before that, and also
+        if no answer failed or missed a target but the client cancelled one: then the request does not count.
         """
-        found = self._found
-        found.append(verdict)
-        if len(found) < self._answers:
+        outcomes = self._found
+        outcomes.append(verdict)
+        if len(outcomes) < self._answers:
             return None
         for outcome in _GRAVEST_FIRST:
-            for each in found:
-                if each is not None and each.outcome is outcome:
-                    return each
-        return None if None in found else MET
+            for answer_outcome in outcomes:
+                if answer_outcome is not None and answer_outcome.outcome is outcome:
+                    return answer_outcome
+        return None if None in outcomes else MET
 
 
 def judge(

@@ -53,7 +53,7 @@ class Ranking:
 class IncompatiblePairs:
     """Pairs of workers that rejected each other because of different releases, models or KV settings.
 
-    Such pairs occur during a rolling update. A pair names two worker processes (`PeerRef`), so that it no longer
+    Such pairs occur during a rolling update. A pair names two worker processes (`PeerRef`), so it no longer
     applies once one of the workers has restarted.
     """
 
@@ -81,7 +81,7 @@ class IncompatiblePairs:
     def why(self, prefills: Iterable[PeerRef], decodes: Iterable[PeerRef]) -> str:
         """Return the reason of the first known rejection between one of `prefills` and one of `decodes`; "" if none."""
         known = (self._pairs.get(pair) for pair in product(prefills, decodes))
-        return next((each[1] for each in known if each is not None), "")
+        return next((entry[1] for entry in known if entry is not None), "")
 
 
 class Fleet:
@@ -129,11 +129,11 @@ class Fleet:
         """Set whether `worker` takes new work; also called after every change of the worker's registration."""
         self.changes += 1
         worker.live = live
-        self.live = [each for each in self._by_slot.values() if each.live]
-        self.both_roles = sum(each.prefills and each.decodes for each in self.live)
+        self.live = [member for member in self._by_slot.values() if member.live]
+        self.both_roles = sum(member.prefills and member.decodes for member in self.live)
         worker.refresh()
 
     def rank(self, worker: WorkerState) -> None:
-        """Sort `worker` into each ranking by its current key, or remove it from one whose work it does not take."""
+        """Update the place of `worker` in both rankings; it is removed from a ranking whose work it does not take."""
         self.prefills.put(worker, worker.prompt_rank if worker.live and worker.prefills else None)
         self.decodes.put(worker, worker.answer_rank if worker.live and worker.decodes else None)

@@ -3,9 +3,9 @@
     prompt: cost = ttft + decode rows · delay of their tokens             misses = 1 if ttft misses its target
     answer: cost = tokens · (step + rows · growth of the step) / speedup  misses = answers that miss a gap target
 
-A gap target is the maximum gap between two tokens that an SLO class allows. The misses of an answer include the answer
-itself and those already on the worker, except answers that miss their target even without it. Every prediction of the
-router is made here, from the step costs that the worker itself fits (`tandem/cost_model/step_cost.py`).
+A gap target is the maximum gap between two tokens that an SLO class allows. The misses of an answer are the answer
+itself, if it misses its target, and the answers on the worker that would meet theirs without it. Every prediction of
+the router is made here, from the step costs that the worker itself fits (`tandem/cost_model/step_cost.py`).
 """
 
 import math
@@ -95,7 +95,7 @@ def prefill_time(worker: WorkerState, tokens: int, pairs: float) -> tuple[float,
 def exposed_transfer_s(prompt: PromptPrediction, answer: AnswerPrediction) -> float:
     """Return the seconds that the answer waits for its KV after prefill: the part of the transfer that is not hidden.
 
-    The pages of a chunk are transferred while the next chunk is computed, so that the last chunk's transfer is never
+    The pages of a chunk are transferred while the next chunk is computed, so the last chunk's transfer is never
     hidden: max(transfer of the last chunk, whole transfer - computation).
     """
     receiver, missing = answer.worker, answer.missing

@@ -19,13 +19,13 @@ from tandem.protocol.messages import PeerRef
 from tandem.protocol.mode import Mode
 
 _CANDIDATES = 2
-"""Number of candidates per role by load, and number of additional candidates by length of the cached prefix."""
+"""Number of least loaded workers that are compared per role, and of workers with the longest cached prefixes."""
 _WORST = (math.inf, math.inf)
 Takes = Callable[[WorkerState], bool]
 
 
 class Placement(NamedTuple):
-    """The workers chosen for a request, and the predicted latencies and cost in seconds, measured from the placement.
+    """The workers chosen for a request, with the predicted cost and latencies (from the placement on), in seconds.
 
     An immutable value that `PlacementPolicy` makes and the dispatcher keeps with the request.
     """
@@ -58,11 +58,11 @@ class PlacementPolicy:
 
         `waited_s` is the time since the request arrived, in seconds.
         """
-        found = self._cheapest(request, fleet, waited_s, _CANDIDATES)
-        if found is None and fleet.incompatible:
+        placement = self._cheapest(request, fleet, waited_s, _CANDIDATES)
+        if placement is None and fleet.incompatible:
             # During a rolling update the few candidates may all be in incompatible pairs: compare all live workers.
-            found = self._cheapest(request, fleet, waited_s, len(fleet.live))
-        return found
+            placement = self._cheapest(request, fleet, waited_s, len(fleet.live))
+        return placement
 
     def could_serve(self, request: QueuedRequest, fleet: Fleet) -> bool:
         """Return True if the live workers could serve the request once they are idle.
@@ -107,27 +107,31 @@ class PlacementPolicy:
         None if no live worker can prefill the request.
         """
         match, takes = fleet.prefixes.match(request.digests), partial(_can_prefill, request=request)
-        found = _with_holders(match, fleet, _first(fleet.prefills, takes, 1), takes)
-        prompts = (PromptPrediction(worker, request.prefill_tokens, held) for worker, held in found)
+        candidates = _with_holders(match, fleet, _first(fleet.prefills, takes, 1), takes)
+        prompts = (PromptPrediction(worker, request.prefill_tokens, held) for worker, held in candidates)
         return min(prompts, key=lambda prompt: prompt.ttft_s, default=None)
 
     def predict_answer(self, request: QueuedRequest, fleet: Fleet, ahead: int) -> AnswerPrediction | None:
-        """Predict the answer on the worker with the lowest ratio of predicted step time to `target_s`.
+        """Return the prediction with the lowest ratio of `step_s` to `target_s` over the least loaded decode workers.
 
-        `ahead` other answers are assumed to begin first, spread evenly over the decode workers. Workers that would miss
-        the gap target even with this answer alone are used only if all candidates would miss it. None if no worker has
-        measured its steps yet.
+        `ahead` other answers are assumed to begin first, spread evenly over the decode workers. Workers on which
+        the answer would miss its gap target even alone are used only if it would do so on all candidates. None if no
+        worker has measured its steps yet.
         """
         reserved = self._reserved(request, fleet)
-        measured = (each for each in fleet.decodes if each.slot not in reserved and each.cost.parameters.observed)
-        each_ahead = ahead / max(1, len(fleet.decodes) - len(reserved))
+        measured = (
+            worker for worker in fleet.decodes if worker.slot not in reserved and worker.cost.parameters.observed
+        )
+        ahead_per_worker = ahead / max(1, len(fleet.decodes) - len(reserved))
         workers = _first(measured, partial(_can_decode, request=request), _CANDIDATES)
-        found = [AnswerPrediction(worker, 0, request, each_ahead) for worker in workers]
-        able = [each for each in found if each.alone_s <= each.target_s] or found
-        return min(able, key=lambda each: each.step_s / each.target_s, default=None)
+        predictions = [AnswerPrediction(worker, 0, request, ahead_per_worker) for worker in workers]
+        able = [prediction for prediction in predictions if prediction.alone_s <= prediction.target_s] or predictions
+        return min(able, key=lambda prediction: prediction.step_s / prediction.target_s, default=None)
 
     def _cheapest(self, request: QueuedRequest, fleet: Fleet, waited_s: float, most: int) -> Placement | None:
-        """Return the cheapest placement on the `most` least loaded workers per role and those with more cached pages.
+        """Return the cheapest placement on the least loaded workers, at most `most` per role, and prefix holders.
+
+        A prefix holder is a worker that has cached more pages of the prompt than the worst of these (`_with_holders`).
 
         A decode candidate is also a prefill candidate if the mode allows local prefill. While workers are reserved for
         prefill, only the reserved workers and workers without the decode role compute prompts.
@@ -146,17 +150,17 @@ class PlacementPolicy:
 
         # Decode candidates first: they are also the prefill candidates if a prompt must stay on its decode worker.
         if request.decodes:
-            found = _first(fleet.decodes.with_capacity(), takes_answer, most)
-            prefills = _with_holders(match, fleet, found, takes_answer)
+            candidates = _first(fleet.decodes.with_capacity(), takes_answer, most)
+            prefills = _with_holders(match, fleet, candidates, takes_answer)
             answers = [AnswerPrediction(worker, held, request) for worker, held in prefills]
         if answers and (apart or not request.decodes):
             # A worker that counts as full because of other tenants may still take a prompt of this tenant.
-            found = _first(fleet.prefills.with_capacity(), takes_prompt, most) or _first(
+            candidates = _first(fleet.prefills.with_capacity(), takes_prompt, most) or _first(
                 fleet.prefills, takes_prompt, most
             )
             if self._local(fleet):
-                found += [each for each, _ in prefills if each not in found and takes_prompt(each)]
-            prefills = _with_holders(match, fleet, found, takes_prompt)
+                candidates += [worker for worker, _ in prefills if worker not in candidates and takes_prompt(worker)]
+            prefills = _with_holders(match, fleet, candidates, takes_prompt)
         left_s = request.slo.ttft_s - waited_s
         prompts = [PromptPrediction(worker, request.prefill_tokens, held, left_s) for worker, held in prefills]
         return self._choose(prompts, answers, fleet)
@@ -252,13 +256,13 @@ def _can_decode(worker: WorkerState, request: QueuedRequest) -> bool:
 
 def _first(workers: Iterable[WorkerState], takes: Takes, most: int) -> list[WorkerState]:
     """Return the first `most` of `workers` for which `takes` is True and which are not refusing requests."""
-    return list(islice((each for each in workers if takes(each) and not each.refusing), most))
+    return list(islice((worker for worker in workers if takes(worker) and not worker.refusing), most))
 
 
 def _with_holders(
     match: PrefixMatch, fleet: Fleet, workers: list[WorkerState], takes: Takes
 ) -> list[tuple[WorkerState, int]]:
-    """Return `workers`, and others that have cached more of the prompt than the worst of `workers`.
+    """Return `workers`, and other workers that have cached more of the prompt than the worst of `workers`.
 
     The result is pairs (worker, cached prompt tokens). Only the `_CANDIDATES` workers with the longest cached prefixes
     are considered for addition.

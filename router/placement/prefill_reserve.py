@@ -1,8 +1,9 @@
 """Reserves workers for prefill while the gap targets of answers leave no time for prefill chunks in decode steps.
 
 A gap target is the maximum gap between two tokens that an SLO class allows. If answers with tight gap targets were
-placed one by one, they would spread over all workers, and prompts would get only forced chunks. Therefore n workers
-take no such answers, where n maximizes the share of requests that are served (docs/decisions/placement.md):
+placed one by one, they would spread over all workers, and prompts would get only forced chunks (rare chunks that ignore
+the gap targets). Therefore n workers take no such answers, where n maximizes the share of requests that are served
+(docs/decisions/placement.md):
 
     served(n) = min(1, prefill rate of n reserved workers / arrival rate, share of answers that the others can decode)
 
@@ -58,7 +59,7 @@ class PrefillReserve:
         return reserved
 
     def _choose(self, request: QueuedRequest, fleet: Fleet, before: frozenset[int]) -> frozenset[int]:
-        measured = [each for each in fleet.live if each.cost.parameters.observed and not each.info.not_ready]
+        measured = [worker for worker in fleet.live if worker.cost.parameters.observed and not worker.info.not_ready]
         decoding = [worker for worker in measured if worker.decodes]
         both = [worker for worker in decoding if worker.prefills]
         if len(both) < 2 or not self._tokens or not self._known_s:
@@ -81,7 +82,7 @@ class PrefillReserve:
             share = min(1.0, (elsewhere + more * alone) / arriving, (len(decoding) - more) * limit)
             if share > served:
                 served, count = share, more
-        order = sorted(both, key=lambda each: (each.slot not in before, each.decode_requests, each.slot))
+        order = sorted(both, key=lambda worker: (worker.slot not in before, worker.decode_requests, worker.slot))
         return frozenset(worker.slot for worker in order[:count])
 
     def _fade(self, now: float) -> None:
@@ -114,7 +115,7 @@ def _shared_prefill_rate(decoding: Sequence[WorkerState], request: QueuedRequest
     chunk = chunks_within(limit, like.cost, like.max_step_tokens, decode, request.prefill_tokens / 2)
     now_s = sum(worker.step_s for worker in decoding) / len(decoding)
     if times > 1.0 and breaks_target(target_s, now_s, like.cost.decode_step_seconds(rows, context)):
-        # With `times` the answers even a plain decode step would miss the target, so that `step_limit` ignores it and
+        # With `times` the answers even a plain decode step would miss the target. Then `step_limit` ignores it and
         # allows large chunks. The present answers still meet the target, so only forced chunks are assumed here.
         chunk = forced_chunk(max(1, like.max_step_tokens - rows))
     return _prefill_rate(like, request, chunk, decode)

@@ -30,18 +30,18 @@ class PrefixMatch:
 
         Workers with at most `beyond` pages are left out.
         """
-        found: list[tuple[int, int]] = []
+        matches: list[tuple[int, int]] = []
         seen = 0
         for pages, holders in reversed(self.levels):
             if pages <= beyond:
                 break
             fresh = holders & ~seen
             seen |= holders
-            while fresh and len(found) < count:
+            while fresh and len(matches) < count:
                 lowest = fresh & -fresh
-                found.append((lowest.bit_length() - 1, pages))
+                matches.append((lowest.bit_length() - 1, pages))
                 fresh ^= lowest
-        return found
+        return matches
 
 
 class PrefixIndex:
@@ -69,18 +69,18 @@ class PrefixIndex:
 
     def store(self, slot: int, digests: Iterable[bytes]) -> None:
         """Add pages that worker `slot` has cached; pages beyond its `pages_max` are ignored."""
-        mine, limit, bit, holders = self._pages[slot], self._limits[slot], 1 << slot, self._holders
+        pages, limit, bit, holders = self._pages[slot], self._limits[slot], 1 << slot, self._holders
         for digest in digests:
-            if digest not in mine and len(mine) < limit:
-                mine.add(digest)
+            if digest not in pages and len(pages) < limit:
+                pages.add(digest)
                 holders[digest] = holders.get(digest, 0) | bit
 
     def remove(self, slot: int, digests: Iterable[bytes]) -> None:
         """Remove pages of worker `slot`; pages that it does not hold are ignored."""
-        mine, bit, holders = self._pages[slot], 1 << slot, self._holders
+        pages, bit, holders = self._pages[slot], 1 << slot, self._holders
         for digest in digests:
-            if digest in mine:
-                mine.discard(digest)
+            if digest in pages:
+                pages.discard(digest)
                 holders[digest] ^= bit
                 if not holders[digest]:
                     del holders[digest]
@@ -102,7 +102,7 @@ class PrefixIndex:
         def held_by_fewer(digest: bytes) -> bool:
             return find(digest, 0) & holders != holders
 
-        # Each round finds how far the same set of workers goes, then drops the workers that lack the next page.
+        # Each round finds the leading pages that all remaining workers hold, then drops those without the next page.
         while holders:
             pages = bisect_left(digests, True, pages, key=held_by_fewer)
             levels.append((pages, holders))

@@ -1,11 +1,11 @@
 """The queue of requests that wait for workers: fair between tenants, ordered by priority and slack within each tenant.
 
 Retried and preempted requests go first, because their clients are already reading an answer and their tenants have been
-charged. But an answer that was preempted for another tenant waits among the requests of its own tenant. After them, the
-tenant that has been served the fewest tokens is next (virtual token counters: Sheng et al., Fairness in Serving Large
-Language Models, OSDI 2024); the counter of a new or returning tenant starts at the lowest of the waiting tenants. The
-requests of a tenant are ordered by priority, lower first as in vLLM, then by the time at which their prefill must start
-to meet the TTFT target.
+charged. An exception is an answer that was preempted for another tenant: it waits among the requests of its own tenant.
+Of the other requests, those of the tenant that has been served the fewest tokens are next (virtual token counters:
+Sheng et al., Fairness in Serving Large Language Models, OSDI 2024); the counter of a new or returning tenant starts at
+the lowest counter of the waiting tenants. The requests of a tenant are ordered by priority, lower first as in vLLM,
+then by the time at which their prefill must start to meet the TTFT target.
 """
 
 from bisect import bisect_left, insort
@@ -69,7 +69,7 @@ class QueuedRequest:
 
     @property
     def decodes(self) -> bool:
-        """True if the answer may have more tokens after the first token of this attempt, which prefill samples."""
+        """True if this attempt needs a decode worker: the answer may have more tokens than the one of prefill."""
         return self.max_tokens > self.prior_output_tokens + 1
 
     @property
@@ -122,27 +122,27 @@ class RequestQueue:
 
     def count_of(self, tenant: str) -> int:
         """Return the number of waiting requests of `tenant`, not counting resumed ones."""
-        return len(self._tenants.get(tenant, ())) + sum(each.tenant == tenant for each in self._skipped.values())
+        return len(self._tenants.get(tenant, ())) + sum(request.tenant == tenant for request in self._skipped.values())
 
     def ahead(self, request: QueuedRequest) -> tuple[float, int]:
-        """Estimate the work that is served before `request` if it were queued now: prefill in seconds, and answers.
+        """Estimate the work served before `request` if it were queued now: seconds of prefill, and number of answers.
 
-        Seconds and number of answers are each the smaller of two bounds:
+        Each of the two is the smaller of two bounds:
 
-        - the sum over the requests of the same tenant that are before `request` in the queue, and over those of other
-          tenants whose `start_by_s` is not later
-        - the sum over the requests of the same tenant that are before `request`, times the number of tenants, because
+        - the work of the requests of the same tenant that are before `request` in the queue, plus that of the requests
+          of other tenants whose `start_by_s` is not later
+        - the work of the requests of the same tenant that are before `request`, times the number of tenants, because
           tenants take turns
 
         An answer counts only if it needs a decode worker. Resumed requests go first, so each of them counts as one more
         answer; their prefill is not counted. Skipped requests are not counted.
         """
-        own = [each for each in self._tenants.get(request.tenant, ()) if _key(each) < _key(request)]
+        own = [queued for queued in self._tenants.get(request.tenant, ()) if _key(queued) < _key(request)]
         turns, waiting = len({*self._tenants, request.tenant}), chain.from_iterable(self._tenants.values())
-        others = (each for each in waiting if each.tenant != request.tenant)
-        earlier = [*own, *(each for each in others if each.start_by_s <= request.start_by_s)]
-        seconds, own_s = (sum(each.service_s for each in requests) for requests in (earlier, own))
-        answers, own_answers = (sum(each.decodes for each in requests) for requests in (earlier, own))
+        others = (queued for queued in waiting if queued.tenant != request.tenant)
+        earlier = [*own, *(queued for queued in others if queued.start_by_s <= request.start_by_s)]
+        seconds, own_s = (sum(queued.service_s for queued in requests) for requests in (earlier, own))
+        answers, own_answers = (sum(queued.decodes for queued in requests) for requests in (earlier, own))
         return min(seconds, own_s * turns), len(self._resumed) + min(answers, own_answers * turns)
 
     def push(self, request: QueuedRequest) -> None:
@@ -159,11 +159,13 @@ class RequestQueue:
         insort(self._tenants[request.tenant], request, key=_key)
 
     def head(self, passed: Collection[str] = ()) -> QueuedRequest | None:
-        """Return the next request without removing it; of the tenants in `passed`, consider only resumed requests."""
+        """Return the next request without removing it; new requests of the tenants in `passed` are passed over."""
         if self._resumed:
             return min(self._resumed.values(), key=lambda request: request.sequence)
         heads = [waiting[0] for tenant, waiting in self._tenants.items() if tenant not in passed]
-        return min(heads, key=lambda each: (self._given[each.tenant], each.start_by_s, each.sequence), default=None)
+        return min(
+            heads, key=lambda request: (self._given[request.tenant], request.start_by_s, request.sequence), default=None
+        )
 
     def remove(self, request: QueuedRequest) -> None:
         """Remove `request`; does nothing if it is not in the queue."""
@@ -171,13 +173,13 @@ class RequestQueue:
             return
         if any(some.pop(request.internal_id, None) is not None for some in (self._resumed, self._skipped)):
             return
-        mine = self._tenants[request.tenant]
-        del mine[bisect_left(mine, _key(request), key=_key)]
+        waiting = self._tenants[request.tenant]
+        del waiting[bisect_left(waiting, _key(request), key=_key)]
         # The level follows the lowest waiting counter, and counters at or below it are forgotten: a tenant that returns
         # would start at the level anyway.
-        if not mine:
+        if not waiting:
             del self._tenants[request.tenant]
-            lowest = min((self._given[each] for each in self._tenants), default=self._given[request.tenant])
+            lowest = min((self._given[tenant] for tenant in self._tenants), default=self._given[request.tenant])
             self._level = level = max(self._level, lowest)
             self._given = {
                 name: tokens for name, tokens in self._given.items() if tokens > level or name in self._tenants

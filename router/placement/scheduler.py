@@ -1,4 +1,4 @@
-"""The router's scheduler, which takes a request from arrival to a pair of workers: admission, queue, late binding.
+"""The router's scheduler: admission of requests, the queue, and the choice of workers when they have capacity.
 
 It does no I/O: the dispatcher, real or simulated, gets the next request from it and reports how a request ends.
 """
@@ -31,7 +31,7 @@ class AdmissionController:
     def admit(self, request: QueuedRequest, others: int = 0) -> None:
         """Set the request's position in the queue, and check that its targets can be met.
 
-        `others` is the number of requests that arrived with this one or before it but are not queued yet. If the
+        `others` is the number of requests that arrived before or with this request but are not queued yet. If the
         targets cannot be met, the SLO class decides: the request is served without targets, or `Refused` is raised with
         the time after which to retry. Nothing is checked if no live worker can prefill the request, or if the worker of
         the prediction has not measured its steps yet.
@@ -54,14 +54,18 @@ class AdmissionController:
         self.schedule(request)
 
     def schedule(self, request: QueuedRequest) -> None:
-        """Set `start_by_s`: `arrival + target - computation`, or `arrival + deferral` without a TTFT target."""
+        """Set `start_by_s`: `arrival + target - computation`.
+
+        It is `arrival + deferral` if there is no TTFT target or the target is not shorter than the deferral.
+        """
         ttft_s, deferral_s = request.slo.ttft_s, self._deferral_s
         request.start_by_s = request.arrived_s + (ttft_s - request.service_s if ttft_s < deferral_s else deferral_s)
 
     def _check_ttft(self, request: QueuedRequest, prediction: PromptPrediction) -> Refused | None:
         """Return an error if the first token would miss its target, else None.
 
-        It misses the target if `time since arrival + work ahead / prefill workers + ttft > target / margin`.
+        It misses the target if `time since arrival + work ahead / prefill workers + ttft > target / margin`. A target
+        longer than the deferral is not checked.
         """
         target_s, slo = request.slo.ttft_s, request.slo.name
         if target_s > self._deferral_s:
@@ -88,8 +92,8 @@ class AdmissionController:
     def _check_itl(self, request: QueuedRequest, others: int) -> Refused | None:
         """Return an error if the inter-token gaps would miss their target on the best worker, else None.
 
-        An answer that would miss its target there even alone is not rejected. The retry hint is the time until enough
-        answers have ended:
+        An answer that would miss its target on that worker even alone is not rejected. The retry hint is the time until
+        enough answers have ended:
 
             (step - target) / (step - alone) · mean tokens · step
         """
@@ -148,8 +152,8 @@ class RequestScheduler:
     def head(self) -> QueuedRequest | None:
         """Return the next request; None if the queue is empty or all waiting tenants are passed over.
 
-        A request that has already missed its TTFT target loses its targets, so that it goes after requests that can
-        still meet theirs.
+        A request that has already missed its TTFT target becomes best effort, and goes after requests that can still
+        meet their targets.
         """
         now = self._clock()
         if self._seen_changes != self._fleet.changes:

@@ -24,9 +24,8 @@ _STEPS_AHEAD = 2
 """Limit of one tenant's prompt tokens that wait at a worker, in full steps (`max_step_tokens`).
 
 Two steps keep the worker's device busy, and leave most prompts in the router, where they can still go to a faster
-worker. The limit applies per tenant, because a worker computes the shortest prompts first: with a common limit, long
-prompts of one tenant would fill a worker and keep the short prompts of other tenants in the router until they are
-computed.
+worker. The limit applies per tenant, because a worker computes the shortest prompts first: with a common limit, one
+tenant's long prompts would fill a worker, and other tenants' short prompts would wait in the router for all of them.
 """
 
 Clock = Callable[[], float]
@@ -87,12 +86,12 @@ class WorkerState:
         self._unreported: dict[str, bool] = {}
         """Prompts that are not included in the last load report, by internal id.
 
-        The value is True once the worker has accepted the prompt, so that the next load report includes it.
+        The value is True once the worker has accepted the prompt; then the next load report includes it.
         """
         self.prefill_tokens, self.prefill_full = 0, False
-        """Number of prompt tokens that wait at this worker; True if they reach the limit and include this router's."""
+        """Number of prompt tokens that wait at this worker; True if they reach the limit and some are this router's."""
         self.full_tenants: frozenset[str] = frozenset()
-        """The tenants whose tokens reach the limit at this worker, so that it gets no further prompts of theirs now."""
+        """The tenants at their limit of waiting tokens here; their further prompts are not sent to the worker now."""
         self._answers: dict[str, AnswerWork] = {}
         self._classes: dict[SloClass, int] = {}
         """The number of this router's answers on the worker, by SLO class."""
@@ -115,7 +114,7 @@ class WorkerState:
         self._refresh_prompts()
 
     def prompt_accepted(self, request_id: str) -> None:
-        """Record that the worker has accepted a prompt, so that its next load report includes the prompt."""
+        """Record that the worker has accepted a prompt; the worker's next load report will include the prompt."""
         if request_id in self._unreported:
             self._unreported[request_id] = True
 
@@ -130,7 +129,7 @@ class WorkerState:
             self._refresh_prompts()
 
     def remove_prompt(self, request_id: str) -> None:
-        """Remove a prompt that no longer depends on this worker: it is handed over or its attempt has ended."""
+        """Remove a prompt that no longer depends on this worker: its KV is handed over, or its attempt has ended."""
         self.prompt_computed(request_id)
         self._prompts.pop(request_id, None)
 
@@ -140,7 +139,7 @@ class WorkerState:
         self._count_answer(work, 1)
 
     def remove_answer(self, request_id: str) -> None:
-        """Remove an answer, because it has ended or its attempt has ended."""
+        """Remove an answer that has ended or whose attempt has ended."""
         work = self._answers.pop(request_id, None)
         if work is not None:
             # The last load report still counts the answer: subtract it, or it would occupy a row until the next one.
@@ -159,7 +158,7 @@ class WorkerState:
         reported = load.prefill_tokens, load.decode_requests, load.pages_used
         # The report includes the prompts that were known to be accepted before it came. The others stay unreported: the
         # worker may have made the report before it accepted them.
-        unreported = {each: False for each, accepted in self._unreported.items() if not accepted}
+        unreported = {request_id: False for request_id, accepted in self._unreported.items() if not accepted}
         if (load.cost, reported, unreported) != (self.cost.parameters, self._reported, self._unreported):
             self.cost, self._reported, self._unreported = StepCost(load.cost), reported, unreported
             self.refresh()
@@ -183,9 +182,9 @@ class WorkerState:
         self.max_step_tokens, self.max_batch_requests = info.max_step_tokens, info.max_batch_requests
 
     def expire_report(self) -> None:
-        """Drop the last load report if it arrived before the previous call of this method; called periodically.
+        """Drop the last load report if no report has arrived since the previous call; called periodically.
 
-        A worker without work sends no reports, so that an old report would make it look busy.
+        A worker without work sends no reports, so its last report would make it look busy forever.
         """
         if not self._fresh:
             self._reported = _NOTHING
@@ -276,7 +275,7 @@ class WorkerState:
         for tokens, cached, tenant in self._prompts.values():
             own, own_pairs = own + tokens, own_pairs + chunk_pairs(tokens, cached)
             by_tenant[tenant] = by_tenant.get(tenant, 0) + tokens
-        waiting = self._reported[0] + sum(self._prompts[each].tokens for each in self._unreported)
+        waiting = self._reported[0] + sum(self._prompts[request_id].tokens for request_id in self._unreported)
         if self.prefill_tokens and not waiting:
             self._last_prompt_s = self.clock()
         self.prefill_tokens, self.backlog = waiting, None
@@ -312,8 +311,8 @@ class WorkerState:
         """Number of pages that are neither reserved nor in use; may be negative."""
         # The contexts of other routers' requests are unknown: they are assumed to be as long as those of this router's
         # requests, or, without any, to fill the pages in use.
-        other = pages_used * self.kv.page_tokens // self.kv.groups if rows else 0
-        self.decode_context = self._context * rows // own if own else other
+        tokens_in_use = pages_used * self.kv.page_tokens // self.kv.groups if rows else 0
+        self.decode_context = self._context * rows // own if own else tokens_in_use
         self.step_s = self.cost.decode_step_seconds(rows, self.decode_context)
         """Predicted time of a decode step of the current batch, in seconds."""
         step_s, free = max(self.step_s, self.idle_step_s), self.pages_free

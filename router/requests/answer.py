@@ -1,4 +1,4 @@
-"""The client side of a request: chunks of the answer whose text is final, then an ending or an error.
+"""What the client receives for a request: chunks of the answer whose text is final, then an ending or an error.
 
 The text of a token is final once no later token can change it: a character may be spread over several tokens, and a
 stop string may begin in one.
@@ -65,7 +65,7 @@ class Answer:
         self.token_count = 0
         """Number of tokens pushed so far."""
         self.at_once = False
-        """True if the newest chunk reached the reader without delay: not batched, and the reader was waiting."""
+        """True if the newest chunk reached the reader without delay: not batched, and the reader waited for it."""
         self.prompt_logprobs: PromptLogprobs | None = None
         """The prompt's log probabilities, set before the first chunk is pushed; None if not requested."""
         self._leave: Callable[[int], None] | None = None
@@ -80,8 +80,8 @@ class Answer:
     def connect(self, leave: Callable[[int], None], close: Callable[[], None]) -> None:
         """Router side: set the callbacks of the request.
 
-        `leave` is called with the number of tokens of each chunk that is read, `close` once when the reader closes the
-        answer or has received an error.
+        `leave` is called for each chunk that is read, with its number of tokens. `close` is called once, when the
+        reader closes the answer or has received an error.
         """
         self._leave, self._close = leave, close
 
@@ -93,7 +93,8 @@ class Answer:
     async def scores_of_prompt(self) -> PromptLogprobs | None:
         """Wait for the first token, and return the log probabilities of the prompt; only one caller may wait.
 
-        None if the answer ends without a token. Raises Internal if the worker sent the first token without them.
+        None if the answer ends without a token. Raises Internal if the worker sent the first token without the prompt's
+        log probabilities.
         """
         while self.prompt_logprobs is None and not self.token_count and not self.over:
             self._begun = asyncio.get_running_loop().create_future()
@@ -106,7 +107,7 @@ class Answer:
         return self.prompt_logprobs
 
     async def next(self) -> AnswerChunk | AnswerEnd:
-        """Wait for the next chunk and return it, or the ending after the last chunk.
+        """Wait for the next chunk and return it; after the last chunk, return the ending.
 
         Raises the request's `TandemError`, or `Cancelled` once the answer is closed.
         """

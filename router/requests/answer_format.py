@@ -34,10 +34,10 @@ class AnswerFormat:
     value: Mapping[str, Any] | bool | str | Sequence[str]
     """The content for `kind`: a JSON schema or its text, a pattern, a grammar, choices, or parameter schemas."""
     text_only: bool = False
-    """True if the format applies only to the answer's text, so that it does not conflict with a forced tool call."""
+    """True if the format applies only to the answer's text; such a format does not conflict with a forced tool call."""
 
     chars: int = dataclasses.field(init=False, default=0)
-    """The approximate size in characters, computed when the body is parsed, because a large schema takes long."""
+    """The approximate size in characters; computed while the body is parsed (large bodies: in a thread)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "chars", len(str(self.value)))

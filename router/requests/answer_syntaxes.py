@@ -49,7 +49,7 @@ class AnswerSyntaxes:
         if tools.forced:
             return AnswerSyntax(FORCED_CALLS, tools=tools.schemas, forced=True)
         calls = self._calls if tools.choice is not ToolChoice.NONE else ""
-        # With a format, the grammar constrains the answer from its first token, so that there is no reasoning.
+        # With a format, the grammar constrains the answer from its first token, so there is no reasoning.
         reasoning = self._reasoning if request.options.answer_format is None else ""
         if not calls and not reasoning:
             return None

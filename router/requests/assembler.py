@@ -7,12 +7,12 @@ from tandem.protocol.messages import FinishReason, TokenLogprobs
 class TokenAssembler:
     """Orders the tokens of one answer by index. The `RoutedRequest` owns it; all calls are on the event loop.
 
-    The first token comes from the prefill worker and the others from the decode worker, and the two streams race. A
-    later attempt continues after the tokens already sent, or repeats some of them.
+    The first token comes from the prefill worker and the others from the decode worker, so the first may arrive after
+    others. A later attempt continues after the tokens already sent, or repeats some of them.
 
-    A repeated token must equal the token that was sent first. Sampling is seeded, but another attempt runs in another
-    batch, whose rounding can change the choice between tokens of almost equal probability; the tokens that follow would
-    then continue an answer that the client never saw.
+    A repeated token must equal the token that was sent first. It may differ although sampling is seeded: another
+    attempt runs in another batch, whose rounding can change the choice between tokens of almost equal probability. The
+    tokens after it would continue an answer that the client never saw.
     """
 
     __slots__ = ("_early", "_finish", "_finish_at", "_token_ids")
@@ -60,7 +60,7 @@ class TokenAssembler:
         return tuple(self._token_ids[start:]), tuple(scores)
 
     def only_continues_at(self, index: int) -> bool:
-        """Return True if `index` is next in order, no tokens after a gap are kept, and the end is not known."""
+        """Return True if `index` is next in order, no tokens after a gap are kept, and the answer's end is unknown."""
         return index == len(self._token_ids) and not self._early and self._finish is None
 
     def extend(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:

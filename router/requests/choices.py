@@ -1,8 +1,8 @@
 """Several answers to one client request (n > 1 or several prompts): their seeds, and one reader for all of them.
 
 The first answer to a prompt is placed like any other request. The other answers are held until the decode worker has
-admitted the first: by then both workers have the prompt's full pages in their prefix caches, so that only the rest of
-the prompt is computed and transferred for the other answers.
+admitted the first: by then the prefill worker and the decode worker have cached the prompt's full pages, so only the
+rest of the prompt is computed and transferred for the other answers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DOMAIN = b"tandem.choice.1"
 def choice_of(admitted: Admitted, index: int) -> Admitted:
     """Return the request for answer number `index`: a copy of `admitted` with its own seed.
 
-    Number 0 is the unchanged request, so that its answer is the same as with n = 1; only number 0 scores the prompt.
+    Number 0 is the unchanged request, so its answer is the same as with n = 1; only number 0 scores the prompt.
     """
     if not index:
         return admitted

@@ -25,12 +25,12 @@ class ChunkBudget:
     """
 
     def __init__(self, chunks_per_s: float, delay_max_s: float) -> None:
-        """`delay_max_s` is the maximum wait, and the time over which unspent budget accumulates, in seconds."""
+        """`delay_max_s` is the maximum wait, and also the time for which unspent budget accumulates, in seconds."""
         self._per_s, self.delay_max_s = chunks_per_s, delay_max_s
         self._saved, self._at = 0.0, -math.inf
 
     def wait_s(self, now: float, chunks: int) -> float:
-        """Return the time that `chunks` chunks must wait if they could be sent at `now`, in seconds."""
+        """Return how long `chunks` chunks that are ready at `now` must wait, at most `delay_max_s`, in seconds."""
         return min(max(0.0, (chunks - self._saved_by(now)) / self._per_s), self.delay_max_s)
 
     def spend(self, now: float, chunks: int) -> None:

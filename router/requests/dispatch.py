@@ -98,8 +98,8 @@ class Dispatcher:
         """Queue a client's request and return its future answers, which the caller must close.
 
         Each element of `admitted` is one prompt of the request; all have the same id. Either all are queued or none.
-        Raises InvalidArgument if a request with this id is running, Unavailable if no worker can serve it and none is
-        expected, and `Refused` if the queue is full or its SLO cannot be met.
+        Raises InvalidArgument if a request with this id is running, Unavailable if no worker can serve the request and
+        none is expected, and `Refused` if the queue is full or the request's targets cannot be met.
         """
         try:
             return self._submit(admitted)
@@ -113,8 +113,8 @@ class Dispatcher:
             raise InvalidArgument("request_id", f"{first.request_id!r} is still running here; choose another id")
         if (closed := self._closed()) is not None:
             raise closed
-        joint = JointOutcome(sum(each.n for each in admitted))
-        prompts = [self._live.make(each, joint) for each in admitted]
+        joint = JointOutcome(sum(prompt.n for prompt in admitted))
+        prompts = [self._live.make(prompt, joint) for prompt in admitted]
         requests = list(chain.from_iterable(prompts))
         for request in requests:
             self._connect(request)
@@ -122,7 +122,7 @@ class Dispatcher:
         for some in prompts:
             self._live.add(some)
         self._schedule_pump()
-        prompt_tokens = sum(len(each.prompt_token_ids) for each in admitted)
+        prompt_tokens = sum(len(prompt.prompt_token_ids) for prompt in admitted)
         served_call().queued(first.request_id, first.model_name(self._config.model_name), prompt_tokens)
         return Choices([request.answer for request in requests])
 
@@ -156,7 +156,7 @@ class Dispatcher:
 
     @property
     def waiting(self) -> int:
-        """Number of requests in the queue, or held until the first answer to their prompt is admitted."""
+        """Number of requests that are in the queue or held until the first answer to their prompt is admitted."""
         return len(self._scheduler.queue) + self._live.held
 
     @property
@@ -267,7 +267,7 @@ class Dispatcher:
         return self._live.values()
 
     def waited_s(self, request: RoutedRequest) -> float:
-        """Return the seconds that the request has been in the queue, or since the end of a later recovery.
+        """Return the seconds since the request was queued or the last recovery ended, whichever is later.
 
         During a recovery it is 0, because no request could be served.
         """
@@ -318,9 +318,10 @@ class Dispatcher:
     def _end_attempts(
         self, link: WorkerLink, why: str, *, retry: bool, where: Callable[[RoutedRequest], bool] = lambda _: True
     ) -> None:
-        """Fail the current attempts on a worker, for all requests for which `where` returns True.
+        """Fail the current attempt of each request on a worker for which `where` returns True.
 
-        `retry` is as in `RequestEnds.fail_attempt`, and `why` says in the error message what is wrong with the worker.
+        `retry` has the meaning of `RequestEnds.fail_attempt`; `why` is part of the error message and names the worker's
+        failure.
         """
         lost = Unavailable(f"{link.name} {why}; send it again", retry_after_s=self._config.retry_after_s)
         for request_id in link.request_ids:
@@ -358,7 +359,7 @@ class Dispatcher:
         self._on_readiness()
 
     def _update_recovery(self) -> bool:
-        """Update whether requests wait for workers that are being replaced; return True if this has changed."""
+        """Update whether requests wait for workers that are being replaced; return True if that has changed."""
         changed = self._recovery.update(recovering=self.pool.recovering)
         if changed and self._recovery.waits:
             log.warning("%s", self.degraded)
@@ -402,7 +403,7 @@ class Dispatcher:
         self._events.forget(request)
 
     def _facts(self) -> Facts:
-        """Return the values that the dispatcher itself contributes to the metrics."""
+        """Return the metrics whose values the dispatcher provides."""
         return {
             f.REQUESTS_RUNNING: self.running,
             f.REQUESTS_WAITING: self.waiting,

@@ -39,7 +39,7 @@ _RETRYABLE = (TransferFailed, StaleEpoch, Unavailable, DeadlineExceeded)
 
 
 class RequestEnds:
-    """Ends requests: completes the answer, and removes the request from the queue, its workers and their load.
+    """Ends requests: completes the answer, and removes the request from the queue and from its workers.
 
     The dispatcher owns it; all calls come on the event loop.
     """
@@ -88,8 +88,7 @@ class RequestEnds:
     def fail(self, request: RoutedRequest, error: TandemError) -> None:
         """End the answer with `error`; does nothing if the request has already ended.
 
-        If the error comes from a worker and is about the grammar, it is changed to name the field of the client's
-        request.
+        A worker's error about the grammar is replaced by one that names the field of the client's request.
         """
         if request.ended:
             return
@@ -170,10 +169,10 @@ class RequestEnds:
 
     def release(self, request: RoutedRequest) -> None:
         """Queue the other answers to the prompt of `request`, which have been held until now."""
-        for each in self._live.release_held(request):
-            each.waiting_since = time.monotonic()
-            each.queued.start_by_s, each.queued.slo = request.queued.start_by_s, request.queued.slo
-            self._scheduler.queue.push(each.queued)
+        for held_request in self._live.release_held(request):
+            held_request.waiting_since = time.monotonic()
+            held_request.queued.start_by_s, held_request.queued.slo = request.queued.start_by_s, request.queued.slo
+            self._scheduler.queue.push(held_request.queued)
             self._pump()
 
     def preempt(self, request: RoutedRequest) -> None:
@@ -185,8 +184,8 @@ class RequestEnds:
     def requeue(self, request: RoutedRequest, *, yielded: bool = False) -> None:
         """Return the request to the queue for another attempt, which continues after the tokens in order so far.
 
-        `yielded` sets `QueuedRequest.yielded`. That flag stays True if a worker refused the next attempt before it
-        generated a token.
+        `yielded` sets `QueuedRequest.yielded`, which also stays True if the attempt that follows a preemption ends
+        without a new token.
         """
         yielded |= request.queued.yielded and request.assembler.count == request.prior_output_tokens
         self._leave_workers(request)
@@ -201,7 +200,7 @@ class RequestEnds:
         self._pump()
 
     def _leave_workers(self, request: RoutedRequest) -> None:
-        """Remove the attempt from its workers' load; abort it on them unless they have generated the whole answer."""
+        """Remove the attempt from its workers' load; abort it on the workers unless the whole answer is generated."""
         ref = request.ref
         # A set, because prefill and decode worker may be the same.
         for link in {link for link in (request.prefill, request.decode) if link is not None}:

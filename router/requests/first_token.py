@@ -2,9 +2,9 @@
 
 The gap between the first two tokens is the longest: it contains the KV transfer to the decode worker, or mixed steps
 that were already planned. Therefore the token is held until the second token arrives, but no longer than until shortly
-before the TTFT target. It is not held if the SLO class limits no gaps. Nor is it held if the class limits a percentile
-of the gaps but not the longest one, and the answer is long enough that some gaps may be above the ITL target: the first
-gap may be one of these.
+before the TTFT target. It is not held if the SLO class limits no gaps. It is also not held if the class limits only a
+percentile of the gaps and the answer is long enough that some gaps may exceed the ITL target, because the first gap may
+be one of these.
 """
 
 import math
@@ -18,8 +18,8 @@ _EARLY = 0.05
 def hold_s(slo: SloClass, waited_s: float, tokens: float) -> float:
     """Return the maximum time for which to hold the first token, in seconds.
 
-    0 = do not hold it, infinite = there is no TTFT target. `waited_s` is the time since the request arrived, in
-    seconds, and `tokens` the expected number of answer tokens.
+    0 = do not hold the token; infinite = no maximum, because there is no TTFT target. `waited_s` is the time since the
+    request arrived, in seconds, and `tokens` the expected number of answer tokens.
     """
     spare_gaps = int((1 - slo.itl_percent / 100) * max(0.0, tokens - 1) + 1e-6)
     if not slo.has_gap_target or (spare_gaps and slo.worst_gap_s == math.inf):

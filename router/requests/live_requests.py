@@ -1,4 +1,4 @@
-"""All requests that have not ended, by internal id and by client id, and those held until their prompt is cached."""
+"""All requests that have not ended, by internal id and by client id; some are held until their prompt is cached."""
 
 from __future__ import annotations
 
@@ -86,12 +86,12 @@ class LiveRequests(Mapping[str, RoutedRequest]):
             self._held_of[tenant] -= len(held)
             if not self._held_of[tenant]:
                 del self._held_of[tenant]
-        return [each for each in held if not each.ended]
+        return [answer for answer in held if not answer.ended]
 
     def remove(self, request: RoutedRequest) -> None:
         """Remove a request that has ended."""
         del self._by_internal_id[request.internal_id]
-        if all(each.ended for each in self._by_client_id[_name(request)]):
+        if all(answer.ended for answer in self._by_client_id[_name(request)]):
             del self._by_client_id[_name(request)]
         if not self:
             self._emptied.set()

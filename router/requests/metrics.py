@@ -41,8 +41,8 @@ class RouterMetrics:
         self._tpot = registry.histogram(f.TIME_PER_OUTPUT_TOKEN)
         self._e2e = registry.histogram(f.E2E_REQUEST_LATENCY)
         self._phases = tuple(
-            registry.histogram(each)
-            for each in (f.QUEUE_TIME, f.PREFILL_TIME, f.TRANSFER_TIME, f.DECODE_TIME, f.STALL_TIME)
+            registry.histogram(family)
+            for family in (f.QUEUE_TIME, f.PREFILL_TIME, f.TRANSFER_TIME, f.DECODE_TIME, f.STALL_TIME)
         )
         window_s = config.slow_window_s
         examples = (Exemplars(spread, window_s, clock) for spread in (self._ttft, self._e2e))
@@ -64,7 +64,7 @@ class RouterMetrics:
         self.registry.counter(f.OFFERED_ANSWER_TOKENS).add(answers * answer_tokens)
 
     def refused(self, slo_class: str, error: TandemError) -> None:
-        """Count a rejected request by its reason; unless it was invalid, it also counts against its SLO class."""
+        """Count a rejected request by its reason, and against its SLO class unless the request was invalid."""
         reason = reason_of(error)
         self.registry.counter(f.ADMISSION_REJECTIONS, reason).add()
         if reason is not Refusal.INVALID and slo_class in self._classes:
@@ -79,8 +79,8 @@ class RouterMetrics:
     def tokens_leave(self, request: RoutedRequest, tokens: int) -> float | None:
         """Count a chunk of `tokens` tokens that is sent to the client.
 
-        Returns the gap between its first token and the token before, in seconds; None if the chunk has no tokens or is
-        the first of the answer.
+        Returns the gap between the chunk's first token and the token before it, in seconds; None if the chunk has no
+        tokens or is the first of the answer.
         """
         if not tokens:
             return None
@@ -148,8 +148,8 @@ class RouterMetrics:
     def left(self, request: RoutedRequest) -> None:
         """Count a request whose client disconnected, unless the request has been counted before.
 
-        It counts against its SLO class only if it had already missed a target. A failed request has been counted by
-        `failed`, so only its trace is stored now that the client has received the error.
+        The request counts against its SLO class only if it had already missed a target. For a failed request, which
+        `failed` has counted, only the trace is stored, because the client has now received the error.
         """
         if request.failure:
             outcome, request.failure = request.failure, ""
@@ -209,12 +209,12 @@ class RouterMetrics:
             registry.counter(f.ACTUAL, quantity)
             registry.histogram(f.PREDICTION_ERROR, quantity)
         offered = (f.OFFERED_REQUESTS, f.OFFERED_PROMPT_TOKENS, f.OFFERED_ANSWER_TOKENS)
-        for each in (f.PLACEMENTS, f.REGRET, *offered):
-            registry.counter(each)
+        for family in (f.PLACEMENTS, f.REGRET, *offered):
+            registry.counter(family)
         for code in _codes(TandemError):
             registry.counter(f.REQUEST_FAILURES, code)
 
 
 def _codes(kind: type[TandemError]) -> set[str]:
     """Return the error codes of all subclasses of `kind`."""
-    return {code for each in kind.__subclasses__() for code in (each.code, *_codes(each))}
+    return {code for subclass in kind.__subclasses__() for code in (subclass.code, *_codes(subclass))}

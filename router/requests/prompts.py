@@ -49,7 +49,7 @@ class PromptEncoder:
             check_text("prompt", prompt)
 
     async def token_ids(self, request: ClientRequest, served: ServedModel, last: int | None) -> tuple[int, ...]:
-        """Return the prompt's token ids; only the last `last` of them unless `last` is None.
+        """Return the prompt's token ids: all if `last` is None, else the last `last` of them.
 
         Raises InvalidArgument if there are no tokens or too many, and ResourceExhausted if too many prompts wait.
         """
@@ -68,7 +68,11 @@ class PromptEncoder:
         return tuple(ids)
 
     def _encode(self, request: ClientRequest, served: ServedModel, last: int | None) -> list[int]:
-        """Return the prompt's token ids; runs in a tokenizer thread. Raises for a text that cannot fit the context."""
+        """Return the prompt's token ids; runs in a tokenizer thread.
+
+        Raises InvalidArgument for invalid messages or tools, and ContextLengthExceeded for a text that cannot fit the
+        context.
+        """
         prompt, special = request.prompt, request.options.add_special_tokens
         assert not isinstance(prompt, tuple)
         if isinstance(prompt, Conversation):
@@ -85,7 +89,7 @@ class PromptEncoder:
         return self._tokenizer.encode(text, add_special_tokens=special is not False, last=last)
 
     def _check_text_length(self, field: str, text: str, served: ServedModel) -> None:
-        """Reject a text that cannot fit the context before it is encoded, which takes one second per megabyte."""
+        """Reject a text that cannot fit the context, without encoding it, which would take one second per megabyte."""
         context = served.facts.max_context
         least = self._tokenizer.fewest_tokens(text, context)
         if least >= context:

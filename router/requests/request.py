@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from router.workers.worker_link import WorkerLink
 
 SILENCE_S = 1e-3
-"""Minimum time since the last event of a request's workers for which `note_silence` records SILENT, in seconds."""
+"""Minimum time without an event from a request's workers that `note_silence` records as SILENT, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +184,8 @@ class Admitted:
     def queued(self, internal_id: str, sequence: int, arrived_s: float) -> QueuedRequest:
         """Return the sizes and targets of the request for the queue and placement.
 
-        `arrived_s` is its time of arrival in seconds of the router's clock. If the prompt is scored, the digests are
-        left out, because cached tokens would not be computed and thus not scored.
+        `arrived_s` is its time of arrival in seconds of the router's clock. The digests are left out if the prompt is
+        scored, so that every worker computes all its tokens: only computed tokens are scored.
         """
         return QueuedRequest(
             internal_id=internal_id,
@@ -284,9 +284,9 @@ class RoutedRequest:
         )
 
     def note_silence(self, now: float) -> None:
-        """Record the event SILENT at the time of the workers' last event, unless that was less than `SILENCE_S` ago.
+        """Record that the workers have sent nothing since their last event: SILENT, with the time of that event.
 
-        `now` is the monotonic time in seconds.
+        Does nothing if that event came less than `SILENCE_S` before `now`, the monotonic time in seconds.
         """
         silent_s = now - self.last_event_s
         if self.prefill is not None and silent_s > SILENCE_S:

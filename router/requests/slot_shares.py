@@ -1,8 +1,8 @@
 """Shares the slots and KV pages of decode workers fairly among tenants, by preempting answers.
 
-The queue is fair among waiting tenants, but an answer keeps its slot and its KV pages to its end, and one tenant may
-hold all of them before another tenant's request arrives. Then the newest answers of the first tenant are preempted:
-they return to the queue and continue later, when their tokens are prefilled with the prompt.
+The queue is fair among waiting tenants. But an answer keeps its slot and its KV pages to its end, and one tenant's
+answers may hold all slots or pages when another tenant's request arrives. Then the newest answers of the first tenant
+are preempted: they return to the queue and continue later, when their tokens are prefilled with the prompt.
 
 A tenant's share is the larger of its share of all slots and its share of all KV pages (dominant resource fairness:
 Ghodsi et al., NSDI 2011).
@@ -62,17 +62,17 @@ def answer_to_preempt(
     decode workers. None if the largest share is below `_SHARE` times that of the waiting tenant, counting `waiting` as
     running, or if no answer may be preempted.
     """
-    running = [each for each in live if each.decode is not None and not each.generated]
+    running = [request for request in live if request.decode is not None and not request.generated]
     shares: defaultdict[str, list[RoutedRequest]] = defaultdict(list)
-    for each in running:
-        shares[each.admitted.tenant].append(each)
+    for request in running:
+        shares[request.admitted.tenant].append(request)
 
     def share(requests: Sequence[RoutedRequest]) -> float:
-        held = sum(each.queued.reserved_tokens for each in requests)
+        held = sum(request.queued.reserved_tokens for request in requests)
         return max(len(requests) / slots, held / kv_tokens)
 
     largest = max(shares.values(), key=share, default=())
     if not largest or share(largest) < _SHARE * share([*shares[waiting.admitted.tenant], waiting]):
         return None
-    able = (each for each in largest if each.assembler.count - each.prior_output_tokens >= _PROGRESS_TOKENS)
-    return max(able, key=lambda each: (each.admitted.priority, each.placed_s), default=None)
+    able = (request for request in largest if request.assembler.count - request.prior_output_tokens >= _PROGRESS_TOKENS)
+    return max(able, key=lambda request: (request.admitted.priority, request.placed_s), default=None)

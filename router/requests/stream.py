@@ -91,7 +91,7 @@ class EventStream:
                 self._fail_internally(request, error)
         # Most tokens arrive as plain rows, because one event object per token would cost more than everything else.
         # The fast path: if a job of the request already waits to be sent, a row of next tokens is added to that job.
-        for request_id, attempt, first_index, token_ids in chain.from_iterable(each.rows() for each in step.tokens):
+        for request_id, attempt, first_index, token_ids in chain.from_iterable(batch.rows() for batch in step.tokens):
             request = live.get(request_id)
             if request is None or attempt != request.attempt or request.prefill is None:
                 self.stale += 1
@@ -145,7 +145,7 @@ class EventStream:
         logprobs: tuple[TokenLogprobs, ...] = (),
         finish: FinishReason | None = None,
     ) -> None:
-        """Process the tokens that begin at index `first_index`; `finish` is not None if the answer ends with them."""
+        """Process the tokens from index `first_index` on; `finish` is not None if the last of them ends the answer."""
         request.last_event_s = now
         try:
             must_not_wait = self._add_tokens(request, first_index, token_ids, now, logprobs=logprobs, finish=finish)
@@ -208,7 +208,7 @@ class EventStream:
         fresh, scores = assembler.add(first_index, token_ids, logprobs)
         if finish is not None:
             assembler.finish_at(first_index + len(token_ids), finish)
-        # The token at index `prior_output_tokens` is sampled by the prefill worker, so that the prompt is computed. A
+        # The token at index `prior_output_tokens` is sampled by the prefill worker: the whole prompt is computed. A
         # later token comes from the decode worker, which must have admitted the request, even if that event is still to
         # come.
         if first_index == request.prior_output_tokens:

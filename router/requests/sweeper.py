@@ -29,7 +29,7 @@ class SweptRequests(Protocol):
         """Return all requests that have not ended, waiting or running."""
 
     def waited_s(self, request: RoutedRequest) -> float:
-        """Return how long a request has waited, at most the time since the end of the last recovery, in seconds."""
+        """Return the seconds since the request was queued or the last recovery ended, whichever is later."""
 
     def swept(self) -> None:
         """Called at the end of each sweep: expire old load reports, and place waiting requests that fit now."""

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class RequestText(TextJob):
-    """The tokens of one request to detokenize, and how the answer continues or ends after them.
+    """The next tokens of one request to detokenize, and the finish reason or error if the answer ends with them.
 
     The event loop makes it, the text thread fills in the text, and the event loop delivers it.
     """

@@ -48,7 +48,7 @@ _T = TypeVar("_T")
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 SALT_MAX = 256
 _GREEDY_BELOW = 1e-5
-"""A temperature below this is set to 0 (greedy): logits ÷ temperature could overflow, and the result is the same."""
+"""A lower temperature is set to 0 (greedy), which gives the same result: logits ÷ temperature could overflow."""
 
 
 def find_adapter(name: str, config: RouterConfig, served: ServedModel | None) -> AdapterFacts | None:
@@ -101,9 +101,9 @@ class RequestValidator:
     async def admit_all(self, requests: Sequence[ClientRequest]) -> list[Admitted]:
         """Validate the requests of one call, which differ only in their prompts and share one id and one grammar."""
         admitted: list[Admitted] = []
-        for each in requests:
+        for client_request in requests:
             first = admitted[0] if admitted else None
-            request = each if first is None else replace(each, request_id=first.request_id)
+            request = client_request if first is None else replace(client_request, request_id=first.request_id)
             admitted.append(await self.admit(request, like=first))
         return admitted
 
@@ -225,8 +225,8 @@ class RequestValidator:
     def _unnamed_length(self, prompt: int, limit: int, served: ServedModel) -> int:
         """Return the maximum number of answer tokens for a request that does not set it.
 
-        It is the number of tokens that every decode worker can hold after the prompt; if the largest worker can hold
-        more than twice as many, it is the number for that worker. `default_max_tokens` is an upper bound.
+        The maximum is the number of tokens that every decode worker can hold after the prompt. If the largest decode
+        worker can hold more than twice as many, its number is used instead. `default_max_tokens` is an upper bound.
         """
         largest, everywhere = limit - prompt, min(limit, served.decode_tokens_min + 1) - prompt
         fits = largest if largest > 2 * everywhere else everywhere
@@ -327,9 +327,9 @@ class RequestValidator:
 
 
 def _limits(max_tokens: int | None, served: ServedModel) -> tuple[int, int]:
-    """Return the maximum of prompt plus answer tokens, and the exclusive maximum of prompt tokens."""
+    """Return two limits in tokens: the maximum of prompt plus answer, and a number below which the prompt must be."""
     # Both limits exceed the page pool by one, because the KV of the answer's last token is never stored. An answer of
-    # one token comes from prefill, so that no decode worker limits it.
+    # one token comes from prefill, so no decode worker limits it.
     limit = served.facts.max_context if max_tokens == 1 else min(served.facts.max_context, served.decode_tokens_max + 1)
     return limit, min(limit, served.prefill_tokens_max + 1)
 

@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 _UNAVAILABLE = (Unavailable, FailedPrecondition, DeadlineExceeded)
 """Errors of a worker that is gone or does not respond, after which another worker may serve the request."""
 _BUSY = (ResourceExhausted, RoleClosed)
-"""Errors of a worker that is full, changes its role or drains: the request is queued again, without a failure."""
+"""Errors of a worker that is full, changes its role or drains: the request is queued again, which is no failure."""
 
 
 class DispatchOwner(Protocol):
-    """The interface that handles a dispatch that a worker rejected, implemented by `RequestEnds`."""
+    """The interface for requests whose dispatch a worker has rejected, implemented by `RequestEnds`."""
 
     def requeue(self, request: RoutedRequest) -> None:
         """Return the request to the queue."""
@@ -62,7 +62,7 @@ class DispatchCalls:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Wait until every dispatch has ended; a dispatch releases a lease that it no longer needs."""
+        """Wait until every dispatch has ended and has released its lease if the lease is no longer needed."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _dispatch(

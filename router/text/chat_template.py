@@ -29,7 +29,8 @@ _GIVEN = frozenset(
 _RENDER_CPU_S = 2.0
 """Maximum CPU time of one rendering, in seconds; CPU time does not depend on how busy the host is.
 
-The largest request takes a tenth of it. A template with nested loops over thousands of messages may exceed it.
+Rendering the largest allowed request takes a tenth of this time. A template with nested loops over thousands of
+messages may take longer.
 """
 _RENDERED_CHARS_MAX = 64 << 20
 """Maximum number of characters of a rendered conversation: sixteen times the default limit of a request."""
@@ -55,7 +56,7 @@ class ChatTurn:
     extras: Mapping[str, Any] = field(default_factory=dict)
     """Additional fields for the template, as JSON: tool_calls, tool_call_id, name, reasoning_content."""
     chars: int = field(init=False, default=0)
-    """The approximate number of characters, computed when the body is parsed, because large extras take long."""
+    """The approximate size in characters; computed while the body is parsed (large bodies: in a thread)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "chars", len(self.content) + (len(str(self.extras)) if self.extras else 0))
@@ -122,8 +123,8 @@ class ChatTemplate:
         mark = f"{secrets.randbelow(10**20):020d}"
         last = replace(turns[-1], content=f"{turns[-1].content}{mark} ")
         text = self.render([*turns[:-1], last], variables, tools, PromptEnd.LAST_TURN)
-        before, found, after = text.rpartition(mark)
-        if not found:
+        before, separator, after = text.rpartition(mark)
+        if not separator:
             message = "the model's chat template leaves out the content of the last message, so it cannot be continued"
             raise InvalidArgument("continue_final_message", message)
         before = before.replace(f"{mark} ", "").replace(mark, "")  # a template may repeat the content
@@ -135,7 +136,7 @@ class _TooMuch(BaseException):
 
 
 _deadline = local()
-"""The deadline of the rendering in each thread: `cpu_s` is the thread's CPU time in seconds at which it ends."""
+"""Each thread's deadline: `cpu_s` is the CPU time of the thread, in seconds, at which its rendering is stopped."""
 
 
 def _joined(pieces: Iterable[str]) -> str:

@@ -22,13 +22,13 @@ def template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     `chat_template` in tokenizer_config.json, which is a string or a list of named templates. Multimodal models may have
     their templates in chat_template.json.
     """
-    found = _named(read_json(folder, "chat_template.json").get("chat_template"))
-    found |= _named(config.get("chat_template"))
+    sources = _named(read_json(folder, "chat_template.json").get("chat_template"))
+    sources |= _named(config.get("chat_template"))
     for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        found[file.stem] = file.read_text(encoding="utf-8")
+        sources[file.stem] = file.read_text(encoding="utf-8")
     if (folder / "chat_template.jinja").is_file():
-        found[DEFAULT] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    return found
+        sources[DEFAULT] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    return sources
 
 
 def read_template(choice: str, folder: Path) -> str:

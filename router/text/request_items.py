@@ -20,7 +20,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
 _VARINT_BITS_MAX = 64
 _DIGITS_MAX = 400
-"""Maximum number of consecutive digits, which Python parses in quadratic time; a double has at most 309."""
+"""Maximum number of consecutive digits in a number; a double has 309, and parsing takes quadratic time."""
 _AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _LONG_NUMBER = b"0" * (_DIGITS_MAX + 1)
 
@@ -28,8 +28,8 @@ _LONG_NUMBER = b"0" * (_DIGITS_MAX + 1)
 def check_json_items(body: bytes, limit: int, parts_max: int | None = None) -> None:
     """Raise InvalidArgument if a JSON text has more than `limit` items: strings, objects, lists and commas.
 
-    At most `parts_max` of them may be strings, objects and lists; None = all. The check consists of searches in C that
-    take milliseconds each, so that other threads can run between them. Invalid JSON is not detected here.
+    `parts_max` limits the number of strings, objects and lists alone; None = no separate limit. The check consists of
+    searches in C that take milliseconds each; other threads can run between them. Invalid JSON is not detected here.
     """
     if b"\0" in body:
         raise InvalidArgument("body", "is not JSON in UTF-8: it contains a NUL byte")

@@ -1,6 +1,6 @@
 """Parses the bytes of requests from both listeners (HTTP and gRPC).
 
-Large requests are parsed in the tokenizer threads, and requests that would take too long are rejected before.
+Large requests are parsed in the tokenizer threads. Requests whose parsing would take too long are rejected unparsed.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from tandem.protocol.errors import InvalidArgument
 _M = TypeVar("_M", bound=Message)
 _T = TypeVar("_T")
 _INLINE_BYTES = 8 << 10
-"""Maximum size of a request that is parsed on the event loop, in bytes; parsing takes at most about two milliseconds.
+"""Maximum size of a request that is parsed on the event loop, in bytes.
 
-The most expensive content is a JSON body of many short messages.
+Parsing takes at most about two milliseconds, for a JSON body of many short messages.
 """
 _ITEMS_BESIDE_PROMPT = 1 << 16
 """Maximum number of items in a request, not counting a prompt of token ids."""
 _PARTS_SHARE = 4
 """At most a quarter (1 / `_PARTS_SHARE`) of a JSON body's items may be strings, lists or objects.
 
-Building a hundred thousand of them holds the GIL for a tenth of a second or more, ten times as long as for numbers. A
-conversation of 4,096 messages with tool calls has fewer.
+Building a hundred thousand strings, lists or objects holds the GIL for a tenth of a second or more, ten times as long
+as for numbers. A conversation of 4,096 messages with tool calls has fewer.
 """
 
 
@@ -90,8 +90,8 @@ class RequestReader:
 
 
 def _descriptor(kind: type[Message]) -> Descriptor:
-    found: Any = kind.DESCRIPTOR  # the stubs name it by two classes
-    described: Descriptor = found
+    descriptor: Any = kind.DESCRIPTOR  # the stubs name it by two classes
+    described: Descriptor = descriptor
     return described
 
 
@@ -100,5 +100,5 @@ def _decoded(kind: type[_M], data: bytes) -> _M:
         message: Any = kind.FromString(data)
     except DecodeError:
         raise malformed(_descriptor(kind)) from None
-    found: _M = message
-    return found
+    decoded: _M = message
+    return decoded

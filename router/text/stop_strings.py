@@ -28,8 +28,8 @@ class StopStrings:
         if not self._stops or not piece:
             return piece
         text = self._held + piece
-        found = ((text.find(stop, max(0, len(self._held) - len(stop) + 1)), stop) for stop in self._stops)
-        at, stop = min((hit for hit in found if hit[0] >= 0), key=lambda hit: (hit[0], -len(hit[1])), default=(-1, ""))
+        hits = ((text.find(stop, max(0, len(self._held) - len(stop) + 1)), stop) for stop in self._stops)
+        at, stop = min((hit for hit in hits if hit[0] >= 0), key=lambda hit: (hit[0], -len(hit[1])), default=(-1, ""))
         if stop and may_match:
             self.matched, self._held = stop, ""
             return text[: at + len(stop)] if self._include else text[:at]

@@ -1,6 +1,6 @@
 """A lower bound of the number of tokens of a prompt, from the maximum number of bytes that one token can represent.
 
-It allows a prompt that cannot fit the context to be rejected before it is tokenized.
+With this bound, a prompt that cannot fit the context is rejected without being tokenized.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WHOLE_SPLITS = frozenset({"ByteLevel", "Digits", "Metaspace", "Split", "Punctua
 
 @dataclass(frozen=True, slots=True)
 class TokenLength:
-    """A bound for one tokenizer: how many bytes of text one token represents at most."""
+    """The maximum number of bytes of text that one token of a tokenizer represents."""
 
     bytes_max: int = 0
     """Maximum number of bytes of text that one token represents; 0 if no maximum is known."""
@@ -73,5 +73,5 @@ def _parts(component: Any, inner: str) -> Iterator[dict[str, Any]]:
     """Yield the components of a normalizer or pre-tokenizer in the form of tokenizer.json."""
     if component is None:
         return
-    found: dict[str, Any] = json.loads(component.__getstate__())
-    yield from found[inner] if found["type"] == "Sequence" else (found,)
+    state: dict[str, Any] = json.loads(component.__getstate__())
+    yield from state[inner] if state["type"] == "Sequence" else (state,)

@@ -33,8 +33,8 @@ def format_logprobs(
     """Convert the engine's log probabilities of one token; `token_bytes` returns the bytes of a token."""
 
     def top() -> Iterator[ScoredToken]:
-        for other, logprob in zip(logprobs.top_ids, logprobs.top, strict=True):
-            yield ScoredToken(other, token_bytes(other), logprob)
+        for alternative, logprob in zip(logprobs.top_ids, logprobs.top, strict=True):
+            yield ScoredToken(alternative, token_bytes(alternative), logprob)
 
     return TokenScore(ScoredToken(token_id, token_bytes(token_id), logprobs.chosen), tuple(top()), offset)
 
@@ -45,7 +45,7 @@ def format_prompt_logprobs(
     """Return the scores of a prompt's tokens; the first one's log probability is NaN, because no token precedes it."""
     decoder = getincrementaldecoder("utf-8")("replace")
     scores, offset = list[TokenScore](), 0
-    for token_id, each in zip(ids, chain((TokenLogprobs(math.nan),), logprobs.tokens()), strict=True):
-        scores.append(format_logprobs(token_id, each, offset, token_bytes))
+    for token_id, token_logprobs in zip(ids, chain((TokenLogprobs(math.nan),), logprobs.tokens()), strict=True):
+        scores.append(format_logprobs(token_id, token_logprobs, offset, token_bytes))
         offset += len(decoder.decode(token_bytes(token_id)))
     return scores

@@ -50,7 +50,7 @@ class Tokenizer:
         special = {**loaded.special_tokens, **_special_tokens(folder, config)}
         self._follow_bos_and_eos(config, special)
         added: dict[int, AddedToken] = self._inner.get_added_tokens_decoder()
-        self._added = {number: each.content for number, each in added.items()}
+        self._added = {number: token.content for number, token in added.items()}
         decoder = self._inner.decoder
         self._byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
         sources = {DEFAULT: chat_template} if chat_template else template_sources(folder, config)
@@ -60,7 +60,7 @@ class Tokenizer:
         self._tool_template = self._template if for_tools is None else ChatTemplate(for_tools, special)
         self.template_source = for_tools or source or ""
         """The source of the chat template for conversations with tools; "" if there is none."""
-        self._special = {each.content: number for number, each in added.items() if each.special}
+        self._special = {token.content: number for number, token in added.items() if token.special}
         self.facts: Mapping[str, Any] = {
             "tokenizer_class": config.get("tokenizer_class"),
             "chat_template": source,
@@ -69,7 +69,7 @@ class Tokenizer:
         """The tokenizer class from tokenizer_config.json, the chat template, and the special tokens by name."""
         self.vocab_size: int = self._inner.get_vocab_size(with_added_tokens=True)
         """Number of token ids of the tokenizer; the model's embedding may have more rows."""
-        self._break_up([each.content for each in added.values() if each.special])
+        self._break_up([token.content for token in added.values() if token.special])
         mask = self._inner.encode("a").special_tokens_mask
         self._special_before = next((number for number, special in enumerate(mask) if not special), 0)
         self._length = token_length(self._inner, map(self.token_bytes, range(self.vocab_size)), _BYTE_OF)
@@ -110,11 +110,11 @@ class Tokenizer:
                 replace(turn, content=self._as_text(turn.content), extras=self._all_as_text(dict(turn.extras)))
                 for turn in turns
             ]
-            offered = [self._all_as_text(dict(each)) for each in tools]
+            offered = [self._all_as_text(dict(tool)) for tool in tools]
         except RecursionError:
             raise InvalidArgument("messages", "or tools are nested too deeply for the template") from None
         try:
-            given = {name: self._all_as_text(each) for name, each in variables.items()}
+            given = {name: self._all_as_text(value) for name, value in variables.items()}
         except RecursionError:
             raise InvalidArgument("chat_template_kwargs", "is nested too deeply for the template") from None
         return template.render(spelled, given, offered, end)
@@ -211,16 +211,16 @@ class Tokenizer:
 
     def _as_text(self, text: str) -> str:
         """Return `text` with a separator after the first character of each special token, which makes it plain text."""
-        return self._begins_special.sub(lambda found: found.group() + self._break, text)
+        return self._begins_special.sub(lambda match: match.group() + self._break, text)
 
     def _all_as_text(self, value: Any) -> Any:
         """Return the JSON value `value` with `_as_text` applied to each of its strings."""
         if isinstance(value, str):
             return self._as_text(value)
         if isinstance(value, list):
-            return [self._all_as_text(each) for each in value]
+            return [self._all_as_text(item) for item in value]
         if isinstance(value, dict):
-            return {self._as_text(name): self._all_as_text(each) for name, each in value.items()}
+            return {self._as_text(name): self._all_as_text(item) for name, item in value.items()}
         return value
 
     def _follow_bos_and_eos(self, config: dict[str, Any], special: dict[str, str]) -> None:
@@ -262,11 +262,11 @@ def _by_first(texts: Sequence[str]) -> dict[str, list[str]]:
 
 def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """Return the texts of the special tokens by name; older folders define them in special_tokens_map.json."""
-    found: dict[str, str] = {}
+    special_tokens: dict[str, str] = {}
     for source in (read_json(folder, "special_tokens_map.json"), config):
         for name in _SPECIAL_NAMES:
             value = source.get(name)
             text = value.get("content") if isinstance(value, dict) else value
             if isinstance(text, str):
-                found[name] = text
-    return found
+                special_tokens[name] = text
+    return special_tokens

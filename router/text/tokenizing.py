@@ -15,7 +15,7 @@ from tandem.protocol.errors import TandemError, Unavailable
 
 _T = TypeVar("_T")
 _JOB_BYTES_MIN = 4 << 10
-"""The size in bytes as which a smaller job is counted, because every job has a fixed cost."""
+"""Minimum size that a job counts as, in bytes, because every job has a fixed cost."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +40,7 @@ class TokenizerPool:
         waits: str = "prompts wait to be tokenized",
         threads_per_tenant: int | None = None,
     ) -> None:
-        """`retry_after_s` is the retry hint of rejections; their message is "more than N bytes of {waits}".
+        """`retry_after_s` is the retry hint of rejections; `waits` ends their message "more than N bytes of …".
 
         A tenant may run at most `threads_per_tenant` jobs at the same time; None = as many as there are threads.
         """
@@ -63,7 +63,7 @@ class TokenizerPool:
         return sum(map(len, self._waiting.values()))
 
     async def run(self, tenant: str, size: int, work: Callable[[], _T]) -> _T:
-        """Run `work` on `size` bytes of the tenant in a thread; return its result or raise its error.
+        """Run `work`, which processes `size` bytes of the tenant, in a thread; return its result or raise its error.
 
         Raises Refused if too many bytes wait already. If the caller is cancelled, a waiting job is removed, but a
         running job continues.
@@ -95,7 +95,7 @@ class TokenizerPool:
     def _free_capacity(self, tenant: str, size: int) -> None:
         """Make room for `size` more bytes by rejecting the newest jobs of the tenant with the most waiting bytes.
 
-        Raises Refused if the caller's tenant would be the one with the most waiting bytes.
+        Raises Refused if that tenant would be the caller's, counting the new bytes.
         """
         while self._bytes.total() + size > self._waiting_bytes_max:
             full = Refused(
@@ -124,7 +124,7 @@ class TokenizerPool:
 
     def _begin_next(self) -> None:
         while self._idle:
-            able = (each for each in self._waiting if self._running[each] < self._threads_per_tenant)
+            able = (candidate for candidate in self._waiting if self._running[candidate] < self._threads_per_tenant)
             if (tenant := next(able, None)) is None:
                 return
             jobs = self._waiting[tenant]

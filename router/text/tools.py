@@ -36,7 +36,7 @@ class ToolOptions:
     parallel: bool = True
     """False if only the first tool call of an answer is returned."""
     chars: int = field(init=False, default=0)
-    """Approximate number of characters of the tools, computed when the body is parsed, because it may take long."""
+    """The approximate size in characters; computed while the body is parsed (large bodies: in a thread)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "chars", len(str(self.tools)))
@@ -49,8 +49,8 @@ class ToolOptions:
     @property
     def schemas(self) -> dict[str, Mapping[str, Any]]:
         """The JSON schemas of the functions' parameters, by the functions' names."""
-        functions = [each["function"] for each in self.tools]
-        return {each["name"]: each.get("parameters", {}) for each in functions}
+        functions = [tool["function"] for tool in self.tools]
+        return {function["name"]: function.get("parameters", {}) for function in functions}
 
     @property
     def shown(self) -> tuple[Mapping[str, Any], ...]:
@@ -77,9 +77,9 @@ def call_arguments(field: str, text: str) -> Any:
         return {}
     try:
         check_json_items(text.encode(errors="replace"), _ARGUMENT_ITEMS_MAX)
-        found = json.loads(text)
+        arguments = json.loads(text)
     except InvalidArgument as error:
         raise InvalidArgument(field, error.problem) from error
     except (ValueError, RecursionError):
         return text
-    return found if isinstance(found, dict) else text
+    return arguments if isinstance(arguments, dict) else text

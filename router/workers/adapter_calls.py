@@ -45,7 +45,7 @@ class AdapterCalls:
         return adapter
 
     async def unload(self, name: str) -> None:
-        """Unload the adapter `name`, so that new requests cannot use it. Raises NotFound if it is not loaded."""
+        """Unload the adapter `name`; new requests cannot use it then. Raises NotFound if it is not loaded."""
         request = types_pb2.UnloadAdapterRequest(lora_name=name)
         await _typed(self._pool.controller.UnloadAdapter(request, timeout=_CHANGE_S))
         await self._wait_for_membership(lambda: all(adapter.name != name for adapter in self._pool.adapters))

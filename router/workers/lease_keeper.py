@@ -1,4 +1,4 @@
-"""Renews leases until the decode worker has admitted their requests, in one heartbeat for all leases of a worker.
+"""Renews leases until the decode workers have admitted their requests; a heartbeat renews all of a worker's leases.
 
 A lease that is not renewed expires, so that a decode worker gets its pages back even if the router dies.
 """
@@ -17,11 +17,14 @@ Beat = Callable[[Sequence[Lease], float], Awaitable[frozenset[Lease]]]
 """A function that sends one heartbeat with a deadline in seconds, and returns the leases unknown to the worker."""
 
 _ROUNDS_TO_BELIEVE = 3
-"""Number of consecutive heartbeats (one lease duration) that must not find a lease before it counts as lost."""
+"""Number of consecutive heartbeats that must report a lease as unknown before it counts as lost.
+
+They are sent within one lease duration.
+"""
 
 
 class LeaseKeeper:
-    """Renews the leases of one decode worker until it has admitted their requests.
+    """Renews the leases that one decode worker has granted, each until the worker has admitted the lease's request.
 
     The `WorkerLink` owns it; all calls are on the event loop. `on_lost` is called with each lease that the worker no
     longer holds.
@@ -38,7 +41,7 @@ class LeaseKeeper:
         return len(self._held)
 
     def keep(self, granted: GrantedLease) -> None:
-        """Renew the lease until `drop` is called; it replaces an earlier lease of the same request."""
+        """Renew the lease until `drop` is called; an earlier lease of the same request is no longer renewed."""
         self._held[granted.lease.request_id] = granted
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name="router-heartbeats")
@@ -56,7 +59,7 @@ class LeaseKeeper:
     async def _run(self) -> None:
         """Send a heartbeat every third of the shortest lease duration.
 
-        A heartbeat must be answered before the next one is due, so that a lease survives one stalled call.
+        The timeout of a heartbeat is the time until the next one, so that a lease survives one stalled call.
         """
         due = time.monotonic()
         while self._held:

@@ -1,6 +1,6 @@
-"""Heartbeats to a worker, which detect that its process is stopped or its event loop hangs.
+"""Heartbeats to a worker: they detect a stopped process and an event loop that hangs.
 
-A worker's event loop answers heartbeats while its engine computes, so that a long step does not count as silence.
+A worker's event loop answers heartbeats while its engine computes, so a long step does not count as silence.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class LivenessProbe:
             log.exception("a change of a worker's liveness was not processed completely")
 
     def _ask(self) -> None:
-        """Send a heartbeat, unless one is in flight: its reply would prove the same."""
+        """Send a heartbeat, unless an earlier one is in flight, whose reply shows as well that the worker responds."""
         if not self._needed():
             self._heartbeat.beat()
         elif self._asking is None or self._asking.done():

@@ -8,9 +8,9 @@ from router.placement.prefix_index import PrefixIndex
 from tandem.protocol.prefixes import PrefixChanges, PrefixList
 
 _KEPT_MAX = 1024
-"""Maximum number of batches kept while a full list is loaded; if more arrive, the oldest are dropped.
+"""Maximum number of batches kept while a full list is loaded.
 
-Another full list is needed then.
+If more arrive, the oldest are dropped, and another full list must be loaded.
 """
 
 
@@ -33,7 +33,7 @@ class PrefixFeed:
         return self._sequence is not None
 
     def take(self, changes: PrefixChanges) -> None:
-        """Apply the worker's next batch; ignore a repeated batch, and keep a batch after a lost one for `load`."""
+        """Apply the worker's next batch; drop a repeated batch, and keep for `load` a batch that follows a lost one."""
         if self._sequence is not None:
             if changes.sequence <= self._sequence:
                 return  # the full list already includes this batch

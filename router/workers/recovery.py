@@ -1,4 +1,4 @@
-"""Decides whether requests wait, instead of failing, while the only worker of a role is being replaced."""
+"""Decides whether requests wait or fail while the only worker of a role is being replaced."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Recovery:
         return waited != self.waits
 
     def waited_s(self, since_s: float) -> float:
-        """Return the seconds since `since_s`, when a request was queued, or since the end of a later recovery.
+        """Return the seconds since a request was queued (`since_s`) or the last recovery ended, whichever is later.
 
-        During a recovery it is 0: the queue timeout does not count times in which no request could be served.
+        Returns 0 during a recovery. So the queue timeout does not count time in which no request could be served.
         """
         return 0.0 if self.waits else self._clock() - max(since_s, self._ended_s)

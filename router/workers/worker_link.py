@@ -39,7 +39,10 @@ log = logging.getLogger(__name__)
 _RECONNECT_S = (0.05, 1.0)
 """Minimum and maximum pause before the event stream is reopened, in seconds."""
 _ABORT_TRIES = 3
-"""Maximum number of tries of an Abort call that fails with an error other than DeadlineExceeded or Unavailable."""
+"""Maximum number of tries of an Abort call, not counting tries that end with DeadlineExceeded.
+
+After Unavailable the call is not tried again.
+"""
 _LIST_PAUSE_S = 1.0
 """Pause before a failed ListPrefixes call is retried, in seconds."""
 
@@ -123,7 +126,7 @@ class WorkerLink:
     def may_return(self) -> bool:
         """True if the worker is not live, but will be once it connects or responds again.
 
-        If it does neither, its supervisor replaces it.
+        A worker that does neither is replaced by its supervisor.
         """
         gone = self.retired or self.info.open is None
         return not (self.live or gone or self.info.not_ready)

@@ -47,7 +47,7 @@ class ServedModel:
     decode_tokens_min: int
     """Number of tokens whose KV every decode worker can hold for answers."""
     page_tokens: int = 0
-    """Tokens per KV page; 0 if the workers' page sizes differ, so that they have no common page digests."""
+    """Tokens per KV page; 0 if the workers' page sizes differ: then page digests are not comparable."""
 
 
 class PoolObserver(LinkObserver, Protocol):
@@ -74,7 +74,7 @@ class WorkerPool:
         self.mode = config.mode.value
         """The placement mode set by the controller, the value of a `Mode`."""
         self.adapters: tuple[AdapterFacts, ...] = ()
-        """The adapters that the controller lists; () if the workers still have the adapters with which they started."""
+        """The adapters that the controller last listed; () before that, while those of the workers' start are used."""
         self._expected: tuple[ExpectedWorker, ...] = ()
         self._channel = open_channel(config.controller_address, config.token)
         self.controller: Any = cluster_pb2_grpc.ClusterStub(self._channel)
@@ -107,15 +107,15 @@ class WorkerPool:
     def coming(self) -> dict[str, Role]:
         """The roles of workers that do not serve now but are expected to, by worker id.
 
-        They are being started, or they are members of the cluster that are not connected or do not respond; their
-        supervisor replaces them.
+        Some are being started. The others are members of the cluster that are not connected or do not respond; if that
+        does not change, their supervisors replace them.
         """
         absent = {link.info.peer.worker_id: link.info.role for link in self._links.values() if link.may_return}
-        return absent | {each.worker_id: each.role for each in self._expected}
+        return absent | {worker.worker_id: worker.role for worker in self._expected}
 
     @property
     def recovering(self) -> bool:
-        """True if no request can be served now, but requests can be served once all workers in `coming` are ready."""
+        """True if no request can be served now, but requests can be once the workers in `coming` are ready."""
         if self._model is None or self.ready:
             return False
         serving = [link.info.role for link in self._live() if not link.info.not_ready]
@@ -131,7 +131,7 @@ class WorkerPool:
         live = self._live()
         if not _has_both(live) or self._fit(live):
             return ""
-        prefills, decodes = ([link.info.peer for link in each] for each in _by_role(live))
+        prefills, decodes = ([link.info.peer for link in links] for links in _by_role(live))
         return f"no prefill worker fits a decode worker; {self.fleet.incompatible.why(prefills, decodes)}"
 
     @property
@@ -142,7 +142,7 @@ class WorkerPool:
     @property
     def prefill_capacity(self) -> int:
         """Number of tokens whose KV fits into the largest live prefill worker; 0 if there is none."""
-        return max((each.kv_tokens_total for each in self.fleet.live if each.prefills), default=0)
+        return max((worker.kv_tokens_total for worker in self.fleet.live if worker.prefills), default=0)
 
     def views(self) -> list[WorkerState]:
         """Return the placement states of the live workers."""
@@ -154,7 +154,7 @@ class WorkerPool:
             await self._followed.wait()
 
     def link(self, peer: PeerRef) -> WorkerLink:
-        """Return the link to `peer`; placement has just chosen this worker, so that its link must be open."""
+        """Return the link to `peer`; placement has just chosen this worker, so its link must be open."""
         return self._links[peer]
 
     def sweep(self) -> None:
@@ -189,14 +189,20 @@ class WorkerPool:
         return self._model is not None and _has_both(links) and self._fit(links)
 
     def _fit(self, links: list[WorkerLink]) -> bool:
-        """Return True if the workers can serve a request: one worker of both roles, or a compatible pair."""
+        """Return True if two of the workers are a compatible pair, or if one worker of both roles may serve alone.
+
+        The caller has checked that the workers cover both roles.
+        """
         incompatible = self.fleet.incompatible
         if not incompatible:
             return True
         alone = self.mode != Mode.DISAGGREGATED or len(links) == 1
         prefills, decodes = _by_role(links)
         pairs = ((prefill, decode) for prefill in prefills for decode in decodes)
-        return any(alone if one is other else incompatible.fit(one.info.peer, other.info.peer) for one, other in pairs)
+        return any(
+            alone if prefill is decode else incompatible.fit(prefill.info.peer, decode.info.peer)
+            for prefill, decode in pairs
+        )
 
     async def _watch_forever(self) -> None:
         pause = _RETRY_S[0]

@@ -117,7 +117,7 @@ class ClientTool(Body):
 
 
 class ClientToolChoice(Body):
-    """The choice of tools: the answer may call any, must call any, must call the tool `name`, or must call none."""
+    """The tool choice: the answer may call a tool, must call one, must call the tool `name`, or must not call any."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -147,7 +147,7 @@ class OutputConfig(Body):
 
 
 class ContextEdit(Body):
-    """An edit of the conversation; only removing earlier reasoning is accepted, which chat templates do anyway."""
+    """An edit of the conversation; only the removal of earlier reasoning is accepted: chat templates always do it."""
 
     inert = frozenset({"keep"})
     type: str

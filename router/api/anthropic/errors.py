@@ -32,7 +32,7 @@ _TYPES = {
 _DETAILS: Mapping[str, Mapping[str, Any]] = {
     "thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 }
-"""Error details by name of the rejected field; Anthropic's clients then send the request again without the field."""
+"""Error details by name of the rejected field; they make Anthropic's clients repeat the request without the field."""
 
 
 def error_content(path: str, error: TandemError) -> bytes:
@@ -41,7 +41,7 @@ def error_content(path: str, error: TandemError) -> bytes:
 
 
 def message_error(error: TandemError) -> str:
-    """Return Anthropic's error object; for a missing key it also names the x-api-key header."""
+    """Return Anthropic's error object; its message about a missing key also names the x-api-key header."""
     message, details = error.message, None
     if isinstance(error, ContextLengthExceeded):
         message = _too_long(error)
@@ -76,7 +76,7 @@ def error_response(path: str, error: TandemError) -> Response:
 
 
 def add_error_handlers(app: Starlette) -> None:
-    """Make `app` reply to all errors, also routing errors and unexpected exceptions, in the form of the path's API."""
+    """Make `app` reply to all errors, even routing errors and unexpected exceptions, in the form of the path's API."""
     app.add_exception_handler(TandemError, _on_tandem_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_defect)

@@ -17,7 +17,7 @@ from tandem.protocol.messages import FinishReason
 
 Event = dict[str, Any]
 _FIELDS = {"text": "text", "thinking": "thinking"}
-"""The name of the field that has a content block's text, by the block's type."""
+"""The name of the field with the text of a content block, by the block's type."""
 
 
 class ContentBlocks:

@@ -71,7 +71,7 @@ def _add_texts_and_results(made: Turns, field: str, role: str, blocks: Sequence[
                 made.add(field, role, "".join(texts))
                 texts = []
             text = _result(block.content or "")
-            # Chat templates cannot mark a result as failed, so that the text must say it.
+            # Chat templates cannot mark a result as failed, so the text must say it.
             made.result(here, block.tool_use_id, f"Error: {text}" if block.is_error else text)
         else:
             raise _misplaced(here, block)
@@ -86,7 +86,7 @@ def _misplaced(field: str, block: Block) -> InvalidArgument:
 def _result(content: str | Sequence[TextBlock | ToolReferenceBlock]) -> str:
     """Return the text of a tool result.
 
-    A tool reference becomes a sentence that the tool can be called; its definition is in the prompt's list of tools.
+    A tool reference becomes the sentence that the tool can be called; the prompt's list of tools defines the tool.
     """
     if isinstance(content, str):
         return content

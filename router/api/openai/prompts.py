@@ -51,8 +51,8 @@ _Text = Annotated[str, Field(min_length=1)]
 _Ids = Annotated[list[Natural], Field(min_length=1)]
 _Several = Annotated[list[_Text | _Ids], Field(min_length=1, max_length=PROMPTS_MAX)]
 Prompts = Annotated[tuple[Prompt, ...], PlainValidator(_prompts, json_schema_input_type=_Text | _Ids | _Several)]
-"""All prompts of a body, of which a list of token ids may have hundreds of thousands of entries.
+"""The type of the prompts of a body; its validator raises InvalidArgument for an invalid prompt.
 
-They are checked in Python, so that other threads can run meanwhile. The validator raises InvalidArgument for an invalid
-prompt.
+A list of token ids may have hundreds of thousands of entries. It is checked by Python code, not by pydantic's, so that
+other threads can run during the check.
 """

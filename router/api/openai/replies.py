@@ -181,7 +181,8 @@ class OpenAIReply:
     def _usage_so_far(self) -> dict[str, Any]:
         """Return the field `usage` that a stream event shows before all answers have ended.
 
-        It has the counts so far with `continuous_usage`; else it is null with `include_usage`, and absent without.
+        With `continuous_usage` it has the counts so far. Otherwise it is null if `include_usage` is set, and absent if
+        it is not.
         """
         if self._call.continuous_usage:
             return {"usage": _counts(self._prompt_tokens, self._completion_tokens)}

@@ -211,7 +211,7 @@ class _ReasoningTokens:
         """Count the next parts of the answer; `tokens` is the number of tokens since the last call."""
         self._waiting += tokens
         reasoning = len(delta.reasoning)
-        other = len(delta.content) + sum(len(call.name) + len(call.arguments) for call in delta.calls)
-        if reasoning or other:
-            self.count += round(self._waiting * reasoning / (reasoning + other))
+        other_chars = len(delta.content) + sum(len(call.name) + len(call.arguments) for call in delta.calls)
+        if reasoning or other_chars:
+            self.count += round(self._waiting * reasoning / (reasoning + other_chars))
             self._waiting = 0

@@ -32,8 +32,8 @@ class OfferedTools:
     def __init__(self, tools: Sequence[ResponseTool], unknown: UnknownFields, *, required: bool) -> None:
         """Collect the functions of `tools`; tools of other types are left out and recorded in `unknown`.
 
-        Raises InvalidArgument for a tool of another type if a tool call is `required` or unknown fields are rejected,
-        and for a function with the flat name of another function.
+        Raises InvalidArgument for two functions with the same flat name. Raises it for a tool of another type if a tool
+        call is `required` or if `unknown` rejects fields.
         """
         self.functions: list[tuple[str, dict[str, Any]]] = []
         self.namespaced: dict[str, tuple[str, str]] = {}

@@ -47,7 +47,7 @@ _MARKERS: Mapping[str, tuple[str, ...]] = {
 }
 """For each parser, the markers that some tokenizers have as special tokens."""
 _TAGGED = {"qwen3_coder": "<function=", "glm45": "<arg_key>"}
-"""For each parser, the text that a chat template contains if its `<tool_call>` blocks are tagged instead of JSON."""
+"""For each parser of tagged calls, the text by which a chat template with such `<tool_call>` blocks is recognized."""
 FORCED_CALLS = "llama3_json"
 """The parser of tool calls that a grammar forces (`tandem.tokenizers.grammars.of_tool_calls`), for all models."""
 TOOL_CALL_PARSERS = (*_CALLS, _HARMONY_CALLS)

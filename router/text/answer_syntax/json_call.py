@@ -71,7 +71,7 @@ def _read_head(reader: AnswerReader, head: list[str]) -> Steps[str]:
     name = "".join(head[at:-1])
     if head[-1] != '"' or not (yield from expect(",")):
         return ""
-    if not (yield from expect(*(f'"{each}"' for each in _ARGUMENTS))) or not (yield from expect(":")):
+    if not (yield from expect(*(f'"{key}"' for key in _ARGUMENTS))) or not (yield from expect(":")):
         return ""
     head.append((yield from reader.space()))
     return name if (yield from reader.ahead("{")) else ""
@@ -85,5 +85,5 @@ def _parsed(text: str) -> tuple[str, str] | None:
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
         return None
-    found = next((call[each] for each in _ARGUMENTS if isinstance(call.get(each), dict)), None)
-    return None if found is None else (call["name"], json.dumps(found, ensure_ascii=False))
+    arguments = next((call[key] for key in _ARGUMENTS if isinstance(call.get(key), dict)), None)
+    return None if arguments is None else (call["name"], json.dumps(arguments, ensure_ascii=False))

@@ -1,6 +1,6 @@
 """Reads an answer's text as it is generated.
 
-Parsers are generators: each `yield` waits for more text, so that a parser can be written as if it had the whole answer.
+Parsers are generators: each `yield` waits for more text, so a parser can be written as if it had the whole answer.
 All text is scanned once, except for the few characters that may begin a marker.
 """
 
@@ -47,9 +47,9 @@ class AnswerReader:
         Returns the marker, or "" at the end of the answer. No marker may contain another marker.
         """
         while True:
-            found = [(at, marker) for marker in markers if (at := self._text.find(marker)) >= 0]
-            if found:
-                at, marker = min(found)
+            matches = [(at, marker) for marker in markers if (at := self._text.find(marker)) >= 0]
+            if matches:
+                at, marker = min(matches)
                 to(self._take(at))
                 self._take(len(marker))
                 return marker
@@ -123,8 +123,8 @@ class JsonScan:
         if self._escaped:
             self._escaped = False
             return at + 1
-        found = _QUOTED.match(text, at)
-        at = found.end() if found else at
+        match = _QUOTED.match(text, at)
+        at = match.end() if match else at
         if at == len(text):
             return at
         self._escaped = text[at] == "\\"
@@ -132,8 +132,8 @@ class JsonScan:
         return at + 1
 
     def _outside(self, text: str, at: int) -> int:
-        found = _UNQUOTED.match(text, at) if self._open else None
-        at = found.end() if found else at
+        match = _UNQUOTED.match(text, at) if self._open else None
+        at = match.end() if match else at
         if at == len(text):
             return at
         sign = text[at]

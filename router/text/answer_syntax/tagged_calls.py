@@ -135,13 +135,13 @@ def _read_value(reader: AnswerReader, parts: AnswerParts, types: frozenset[str],
     """
     if types == _STRING:
         parts.arguments('"')
-        found = yield from reader.until(ends, lambda text: parts.arguments(_quoted(text)[1:-1]))
-        parts.arguments('"' if found else "")
-        return bool(found)
+        marker = yield from reader.until(ends, lambda text: parts.arguments(_quoted(text)[1:-1]))
+        parts.arguments('"' if marker else "")
+        return bool(marker)
     text: list[str] = []
-    found = yield from reader.until(ends, text.append)
-    parts.arguments(_as_json("".join(text), types) if found else "")
-    return bool(found)
+    marker = yield from reader.until(ends, text.append)
+    parts.arguments(_as_json("".join(text), types) if marker else "")
+    return bool(marker)
 
 
 def _types_of(schema: Mapping[str, Any], key: str) -> frozenset[str]:
@@ -158,12 +158,12 @@ def _types(schema: Any, *, nested: bool = True) -> Iterator[str]:
     if isinstance(named, str):
         yield named
     elif isinstance(named, list):
-        yield from (each for each in named if isinstance(each, str))
+        yield from (name for name in named if isinstance(name, str))
     elif isinstance(schema.get("enum"), list):
-        yield from (name for each in schema["enum"] for name in _TYPES[type(each)])
+        yield from (name for value in schema["enum"] for name in _TYPES[type(value)])
     if nested:
-        for each in (*_listed(schema.get("anyOf")), *_listed(schema.get("oneOf"))):
-            yield from _types(each, nested=False)
+        for alternative in (*_listed(schema.get("anyOf")), *_listed(schema.get("oneOf"))):
+            yield from _types(alternative, nested=False)
 
 
 def _listed(value: Any) -> list[Any]:
@@ -173,19 +173,19 @@ def _listed(value: Any) -> list[Any]:
 def _as_json(text: str, types: frozenset[str]) -> str:
     """Return a value between tags as JSON, of one of `types` if possible.
 
-    Python's `True`, `False` and `None` become JSON if a type allows it. Text that is JSON of one of the types other
-    than a string is kept, and so is any JSON if the types do not include strings. Other text becomes a JSON string.
+    Python's `True`, `False` and `None` become JSON if `types` has their type. Text that is JSON stays unchanged if its
+    type is in `types` and is not string, or if `types` lacks string. Any other text becomes a JSON string.
     """
     value = text.strip()
     for kind, words in _WORDS.items():
         if kind in types and value in words:
             return words[value]
     try:
-        found = json.loads(value, parse_constant=_no_constant)
+        parsed = json.loads(value, parse_constant=_no_constant)
     except (ValueError, RecursionError):
         return _quoted(text)
-    other = not types.isdisjoint(_TYPES[type(found)]) and not isinstance(found, str)
-    return value if other or "string" not in types else _quoted(text)
+    fits_type = not types.isdisjoint(_TYPES[type(parsed)]) and not isinstance(parsed, str)
+    return value if fits_type or "string" not in types else _quoted(text)
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -79,9 +79,9 @@ def _read_list(reader: AnswerReader, parts: AnswerParts, before: list[str]) -> S
 
 def _read_named(reader: AnswerReader, parts: AnswerParts, before: list[str]) -> Steps[bool]:
     name: list[str] = []
-    found = yield from reader.until((ARGS, CALL_ID), name.append)
-    after = [found]
-    if found == CALL_ID:
+    marker = yield from reader.until((ARGS, CALL_ID), name.append)
+    after = [marker]
+    if marker == CALL_ID:
         after.append((yield from reader.until((ARGS,), after.append)))
     return (
         yield from _read_arguments(reader, parts, "".join(name), [*before, *name, *after], marked=after[-1] == ARGS)
@@ -121,14 +121,14 @@ def read_deepseek(reader: AnswerReader, parts: AnswerParts, _names: Collection[s
 
 def _read_fenced(reader: AnswerReader, parts: AnswerParts, before: list[str]) -> Steps[bool]:
     name: list[str] = []
-    found = yield from reader.until((SEPARATOR,), name.append)
-    before = [*before, *name, found]
+    marker = yield from reader.until((SEPARATOR,), name.append)
+    before = [*before, *name, marker]
     fence = ""
     if "".join(name).strip() == "function":
         name = []
         before_fence = yield from reader.until(("```json",), name.append)
-        before, found, fence = [*before, *name, before_fence], before_fence, "```"
-    called = yield from _read_arguments(reader, parts, "".join(name), before, marked=bool(found))
+        before, marker, fence = [*before, *name, before_fence], before_fence, "```"
+    called = yield from _read_arguments(reader, parts, "".join(name), before, marked=bool(marker))
     if called:
         yield from read_end(reader, parts, *([fence] if fence else []), CALL_END)
     return called
