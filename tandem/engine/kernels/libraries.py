@@ -43,10 +43,12 @@ class Wanted:
     @property
     def kinds(self) -> tuple[AttentionKind, ...]:
         """The different kinds of grouped-query attention among the model's layers."""
-        found = (layer.attention for layer in self.model.layers)
+        attentions = (layer.attention for layer in self.model.layers)
         return tuple(
             dict.fromkeys(
-                AttentionKind(each.shape, each.sinks) for each in found if isinstance(each, GroupedQueryAttention)
+                AttentionKind(attention.shape, attention.sinks)
+                for attention in attentions
+                if isinstance(attention, GroupedQueryAttention)
             )
         )
 

@@ -64,8 +64,8 @@ class ReferenceKernels(Kernels):
             tokens, ranks = torch.where((chosen == expert) & valid)
             inner = self.linear(x[tokens], Linear(experts.gate_up[expert], _row(experts.gate_up_bias, expert)))
             down = Linear(experts.down[expert], _row(experts.down_bias, expert))
-            found = self.linear(activate(inner, spec.activation), down)
-            mixed.index_add_(0, tokens, found * weights[tokens, ranks, None].to(found.dtype))
+            output = self.linear(activate(inner, spec.activation), down)
+            mixed.index_add_(0, tokens, output * weights[tokens, ranks, None].to(output.dtype))
         if experts.shared_gate_up is not None and experts.shared_down is not None:
             shared = self.linear(activate(self.linear(x, experts.shared_gate_up), "silu"), experts.shared_down)
             if experts.shared_gate is not None:
@@ -158,8 +158,8 @@ def choose_experts(logits: Tensor, choice_bias: Tensor | None, spec: MixtureOfEx
     """Return the weights and the ids of each token's experts, each [T, top_k], as `ExpertRouter` defines them."""
     router = spec.router
     if router.score == "softmax_of_top_k":
-        found, chosen = logits.topk(spec.top_k, dim=-1)
-        return found.softmax(-1) * router.scaling, chosen
+        top_logits, chosen = logits.topk(spec.top_k, dim=-1)
+        return top_logits.softmax(-1) * router.scaling, chosen
     scores = logits.sigmoid() if router.score == "sigmoid" else logits.softmax(-1)
     ranked = scores if choice_bias is None else scores + choice_bias
     chosen = _within_groups(ranked, router).topk(spec.top_k, dim=-1).indices

@@ -26,8 +26,8 @@ def tanh(x):
     near = near * square - 3.33332819422e-1
     near = near * square * low + low
     falling = tl.exp(-2.0 * size)
-    found = tl.where(size < 0.625, near, (1.0 - falling) / (1.0 + falling))
-    return tl.where(x < 0, -found, found)
+    magnitude = tl.where(size < 0.625, near, (1.0 - falling) / (1.0 + falling))
+    return tl.where(x < 0, -magnitude, magnitude)
 
 
 @triton.jit

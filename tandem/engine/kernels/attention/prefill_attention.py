@@ -179,8 +179,8 @@ class FlashPrefill:
             window_size=(None if shape.window is None else shape.window - 1, None if shape.window is None else 0),
             **special,
         )
-        found: Tensor = out[0] if isinstance(out, tuple) else out
-        return found
+        result: Tensor = out[0] if isinstance(out, tuple) else out
+        return result
 
     def _rounded(self, sinks: Tensor) -> Tensor:
         """Return a layer's sinks in bfloat16, the only dtype that flash-attn-4 takes; each tensor is rounded once.

@@ -38,8 +38,8 @@ def dequantize_pages(
     _, _, _, kv_heads, page_tokens, head_dim = cache.shape
     contexts, table = layout.context_lens[rows.start : rows.stop], layout.page_table[rows.start : rows.stop]
     codes = cache.codes
-    each = max(1, min(-(-table.shape[1] * page_tokens // _TOKENS), _PROGRAMS // (len(rows) * kv_heads)))
-    _dequantize[(each, kv_heads, len(rows))](
+    row_programs = max(1, min(-(-table.shape[1] * page_tokens // _TOKENS), _PROGRAMS // (len(rows) * kv_heads)))
+    _dequantize[(row_programs, kv_heads, len(rows))](
         codes,
         contexts,
         layout.row_starts[rows.start :],
@@ -91,8 +91,8 @@ def _dequantize(
     context = tl.load(contexts_ptr + row)
     first_page = 0
     for first in tl.range(0, row, _ROWS):
-        other = first + tl.arange(0, _ROWS)
-        first_page += tl.sum(tl.cdiv(tl.load(contexts_ptr + other, mask=other < row, other=0), PAGE_TOKENS))
+        earlier = first + tl.arange(0, _ROWS)
+        first_page += tl.sum(tl.cdiv(tl.load(contexts_ptr + earlier, mask=earlier < row, other=0), PAGE_TOKENS))
     begin = 0
     if WINDOW > 0:
         tokens = tl.load(starts_ptr + row + 1) - tl.load(starts_ptr + row)
@@ -167,7 +167,7 @@ class QuantizedPrefill:
             rows = len(layout.context_lens)
             at_once = self._rows_at_once(layout, rows - first_row)
             parts = [range(first, min(first + at_once, rows)) for first in range(first_row, rows, at_once)]
-            self._begun.parts = [self._part(layout, each) for each in parts]
+            self._begun.parts = [self._part(layout, part_rows) for part_rows in parts]
 
     def _rows_at_once(self, layout: StepLayout, rows: int) -> int:
         if self._copies.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -201,7 +201,7 @@ class QuantizedPrefill:
             dequantize_pages(cache, layer.index, layout, rows, layer.shape.window, self._copies)
             # The wrapped attention indexes the copies by layer, so every layer index has to lead to the same copies.
             copies = self._copies[:, None].expand(-1, layer.index + 1, -1, -1, -1, -1)
-            found = self._attention(q, layer, copies, part, 0)
-            out = found if out is None else torch.where(later, found, out)
+            result = self._attention(q, layer, copies, part, 0)
+            out = result if out is None else torch.where(later, result, out)
         assert out is not None
         return out

@@ -285,12 +285,12 @@ def _merge(partial, blocks, stride, out, head_dim, tag):  # type: ignore[no-unty
     The partial results are `stride` bytes apart.
     """
     for block in range(1, blocks):
-        other = partial + block * stride
-        before, after = load(partial, head_dim, F32), load(other, head_dim, F32)
+        next_partial = partial + block * stride
+        before, after = load(partial, head_dim, F32), load(next_partial, head_dim, F32)
         now = max(before, after)
         kept, added = exp(before - now), exp(after - now)
-        combine_row(partial, kept, other, added, head_dim, F32)
-        total = load(partial, head_dim + 1, F32) * kept + load(other, head_dim + 1, F32) * added
+        combine_row(partial, kept, next_partial, added, head_dim, F32)
+        total = load(partial, head_dim + 1, F32) * kept + load(next_partial, head_dim + 1, F32) * added
         store(partial, head_dim, now, F32)
         store(partial, head_dim + 1, total, F32)
     factor = np.float32(1.0) / load(partial, head_dim + 1, F32)

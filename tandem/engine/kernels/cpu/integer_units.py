@@ -93,7 +93,7 @@ def add_products(builder: Builder, weights: list[Value], activations: list[Value
     if lanes == LANES:
         return builder.call(multiply, [sums, *weights, *activations])
     halves = [
-        builder.call(multiply, [_lanes(builder, each, first, lanes) for each in (sums, *weights, *activations)])
+        builder.call(multiply, [_lanes(builder, vector, first, lanes) for vector in (sums, *weights, *activations)])
         for first in (0, lanes)
     ]
     return builder.shuffle_vector(*halves, ir.Constant(INTS, list(range(LANES))))
@@ -105,7 +105,7 @@ def _multiply_words(builder: Builder, a: Value, b: Value) -> Value:
     The code is written so that LLVM emits the single x86 instruction for it.
     """
     wide = ir.VectorType(I32, 2 * LANES)
-    products = builder.mul(*(builder.sext(builder.bitcast(each, _WORDS), wide) for each in (a, b)))
+    products = builder.mul(*(builder.sext(builder.bitcast(words, _WORDS), wide) for words in (a, b)))
     return builder.add(
         _lanes(builder, products, 0, LANES, step=2),
         _lanes(builder, products, 1, LANES, step=2),

@@ -144,12 +144,12 @@ def fold(builder: Builder, vectors: list[Value], combine: Callable[[Value, Value
 def _halves(builder: Builder, first: Value, second: Value | None, width: int) -> tuple[Value, Value]:
     """Return the lower and the upper `width` lanes of every group of 2 · `width` lanes, of one vector or of two."""
     lanes = first.type.count * (1 if second is None else 2)
-    other = ir.Constant(first.type, ir.Undefined) if second is None else second
+    second_vector = ir.Constant(first.type, ir.Undefined) if second is None else second
     lower = [lane for lane in range(lanes) if lane % (2 * width) < width]
     kind = ir.VectorType(I32, len(lower))
     return (
-        builder.shuffle_vector(first, other, ir.Constant(kind, lower)),
-        builder.shuffle_vector(first, other, ir.Constant(kind, [lane + width for lane in lower])),
+        builder.shuffle_vector(first, second_vector, ir.Constant(kind, lower)),
+        builder.shuffle_vector(first, second_vector, ir.Constant(kind, [lane + width for lane in lower])),
     )
 
 
@@ -289,5 +289,5 @@ def hyperbolic_tangent(builder: Builder, x: Value) -> Value:
     near = multiply_add(builder, builder.fmul(near, square), size, size)
     falling = exponential(builder, builder.fmul(size, number(-2.0)))
     far = builder.fdiv(builder.fsub(number(1.0), falling), builder.fadd(number(1.0), falling))
-    found = builder.select(builder.fcmp_ordered("<", size, number(0.625)), near, far)
-    return builder.select(negative, builder.fneg(found), found)
+    magnitude = builder.select(builder.fcmp_ordered("<", size, number(0.625)), near, far)
+    return builder.select(negative, builder.fneg(magnitude), magnitude)

@@ -86,8 +86,10 @@ class CpuKernels(Kernels):
         host memory: the machine code would misread it.
         """
         linear = replace(linear, weight=self._prepared(linear.weight))
-        tensors = [each for each in (linear.weight, linear.bias) if isinstance(each, Tensor)]
-        if not all(each.is_contiguous() and each.dtype == self._dtype and is_cpu(each.device) for each in tensors):
+        tensors = [tensor for tensor in (linear.weight, linear.bias) if isinstance(tensor, Tensor)]
+        if not all(
+            tensor.is_contiguous() and tensor.dtype == self._dtype and is_cpu(tensor.device) for tensor in tensors
+        ):
             raise Internal(f"CPU kernels for {self._dtype} were given a weight or bias of another dtype, or strided.")
         return linear
 
@@ -101,7 +103,7 @@ class CpuKernels(Kernels):
         gate_up = self.prepare(Linear(experts.gate_up, experts.gate_up_bias)).weight
         down = self.prepare(Linear(experts.down, experts.down_bias)).weight
         shared = (experts.shared_gate_up, experts.shared_down)
-        shared_gate_up, shared_down = (None if each is None else self.prepare(each) for each in shared)
+        shared_gate_up, shared_down = (None if linear is None else self.prepare(linear) for linear in shared)
         return with_wide_router(
             replace(experts, gate_up=gate_up, down=down, shared_gate_up=shared_gate_up, shared_down=shared_down)
         )

@@ -125,7 +125,7 @@ def _mix_tile(tokens: int, vectors: int) -> "Function":
         def body(j: Value, *sums: Value) -> list[Value]:
             row = builder.add(v, builder.mul(j, v_stride))
             vs = [load_vector(builder, builder.add(row, I64(d * step)), tag) for d in range(vectors)]
-            ps = [splat(builder, load_element(builder, at(builder, each, j, 4), types.float32)) for each in p_rows]
+            ps = [splat(builder, load_element(builder, at(builder, p_row, j, 4), types.float32)) for p_row in p_rows]
             return [
                 multiply_add(builder, vs[d], ps[t], sums[t * vectors + d])
                 for t in range(tokens)

@@ -81,8 +81,8 @@ def packed_tile_kernel(
 def prepared_experts(experts: Experts, dtype: torch.dtype) -> Experts:
     """Return the experts with packed weights as kernels read them, or dequantized if no kernel multiplies them."""
     shared_gate_up, shared_down = (
-        None if each is None else products.prepared(each, dtype)
-        for each in (experts.shared_gate_up, experts.shared_down)
+        None if linear is None else products.prepared(linear, dtype)
+        for linear in (experts.shared_gate_up, experts.shared_down)
     )
     gate_up, down = _prepared(experts.gate_up, dtype), _prepared(experts.down, dtype)
     return replace(experts, gate_up=gate_up, down=down, shared_gate_up=shared_gate_up, shared_down=shared_down)

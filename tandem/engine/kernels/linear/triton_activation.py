@@ -31,7 +31,7 @@ def gelu_mul(gate_up: Tensor, *, pdl: bool) -> Tensor:
 def _launch(gate_up: Tensor, *, gelu: bool, pdl: bool) -> Tensor:
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, width)
-    block = next((each for each in COLUMN_BLOCKS if width % each == 0), RAGGED_BLOCK)
+    block = next((columns for columns in COLUMN_BLOCKS if width % columns == 0), RAGGED_BLOCK)
     _gated[(tokens, triton.cdiv(width, block))](
         gate_up, out, width,
         GELU=gelu, BLOCK=block, PDL=pdl, num_warps=max(block // ELEMENTS_PER_WARP, 1), launch_pdl=pdl,

@@ -183,12 +183,12 @@ def finish_split(
         slot: tl.constexpr = (2 if OP == GATE_UP else 1) * area + TOKENS
         within = tl.arange(0, ROWS)[:, None] + tl.arange(0, TOKENS)[None, :] * ROWS
         base = partials + tile.to(tl.int64) * (SPLITS * slot)
-        mine = base + split * slot
-        tl.store(mine + within, sums)
+        slot_at = base + split * slot
+        tl.store(slot_at + within, sums)
         if OP == GATE_UP:
-            tl.store(mine + area + within, sums_up)
+            tl.store(slot_at + area + within, sums_up)
         if NORM == NORM_LAST:
-            tl.store(mine + (slot - TOKENS) + tl.arange(0, TOKENS), squares)
+            tl.store(slot_at + (slot - TOKENS) + tl.arange(0, TOKENS), squares)
         tl.debug_barrier()
         # The barrier before makes the stores of all warps come before the increment. The last program to arrive adds
         # the parts in a fixed order, so that the same inputs give the same bits, and leaves the counter at 0 for the
@@ -203,8 +203,8 @@ def finish_split(
                 if OP == GATE_UP:
                     sums_up += tl.load(base + part * slot + area + within, cache_modifier=".cg")
                 if NORM == NORM_LAST:
-                    theirs = base + part * slot + (slot - TOKENS) + tl.arange(0, TOKENS)
-                    squares += tl.load(theirs, cache_modifier=".cg")
+                    squares_at = base + part * slot + (slot - TOKENS) + tl.arange(0, TOKENS)
+                    squares += tl.load(squares_at, cache_modifier=".cg")
             _finish(sums, sums_up, squares, bias, out, rows, tokens, T, N, eps, K, OP, GELU, NORM, BIAS)
             tl.store(counters + tile, 0)
 

@@ -33,8 +33,8 @@ class PlainUpdates(LoraUpdates):
             return None
         parts = []
         for slot, some in tokens.items():
-            mine = x[some] if norm is None else rms_norm(x[some], norm.weight, norm.eps)
-            parts.append((slot, some, mine @ tables.a[slot].T))
+            inputs = x[some] if norm is None else rms_norm(x[some], norm.weight, norm.eps)
+            parts.append((slot, some, inputs @ tables.a[slot].T))
         return _PlainUpdate(tables, parts)
 
 

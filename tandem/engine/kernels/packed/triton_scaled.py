@@ -68,11 +68,11 @@ def quantize_kernel(
     # The maximum of the bits, because a maximum of numbers ignores NaN. The scale of a NaN becomes NaN, whatever its
     # code is.
     most = tl.max(tl.abs(grouped).to(tl.int32, bitcast=True), axis=1).to(tl.float32, bitcast=True)
-    found = tl.reshape(grouped * _to_codes(most, largest)[:, None], (BLOCK,))
-    tl.store(codes + token * K + column, as_codes(found, largest, codes.dtype.element_ty), mask=inside)
+    scaled = tl.reshape(grouped * _to_codes(most, largest)[:, None], (BLOCK,))
+    tl.store(codes + token * K + column, as_codes(scaled, largest, codes.dtype.element_ty), mask=inside)
     groups = tl.arange(0, BLOCK // GROUP)
-    found_scales = tl.div_rn(most, tl.zeros_like(most) + largest) * root
-    tl.store(scales + groups * stride + token, found_scales, mask=groups * GROUP < K)
+    group_scales = tl.div_rn(most, tl.zeros_like(most) + largest) * root
+    tl.store(scales + groups * stride + token, group_scales, mask=groups * GROUP < K)
 
 
 @triton.jit
@@ -88,8 +88,8 @@ def _products(held, taken, sums, scale, token_scale, GROUPED: tl.constexpr, SUM:
     """Add products of codes to `sums`; if GROUPED the products are scaled first, as each group has its own scales."""
     if GROUPED:
         nothing = tl.zeros((held.shape[0], taken.shape[1]), SUM)
-        found = tl.dot(held, taken, nothing, out_dtype=SUM).to(tl.float32)
-        sums += found * (scale[:, None] * token_scale[None, :])
+        products = tl.dot(held, taken, nothing, out_dtype=SUM).to(tl.float32)
+        sums += products * (scale[:, None] * token_scale[None, :])
     else:
         sums = tl.dot(held, taken, sums, out_dtype=SUM)
     return sums

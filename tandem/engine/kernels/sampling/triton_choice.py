@@ -94,24 +94,24 @@ def _draw_filtered(params_ptr, weights_ptr, ids_ptr, found_ptr, vocab, total, TI
 
     kept = all_mass
     if top_k < length:
-        heavier, heavier_mass, each, _, _ = _narrow(
+        heavier, heavier_mass, token_mass, _, _ = _narrow(
             weights_ptr, length, all_mass, (top_k - 1).to(tl.int64), True, TILE, SHIFT
         )
-        kept = heavier_mass + (top_k - heavier) * each
+        kept = heavier_mass + (top_k - heavier) * token_mass
     top_p_mass = _mass_of(top_p, tl.where(whole, total, kept))
     if min_bits > 0:
         _, mass = _measure(weights_ptr, length, min_bits, TILE, SHIFT)
         kept = tl.minimum(kept, mass)
     if (top_p < 1) & (top_p_mass < kept):
-        _, heavier_mass, each, _, _ = _narrow(weights_ptr, length, all_mass, top_p_mass - 1, False, TILE, SHIFT)
-        equal = (top_p_mass - heavier_mass + each - 1) // each
-        kept = tl.minimum(kept, heavier_mass + equal * each)
+        _, heavier_mass, token_mass, _, _ = _narrow(weights_ptr, length, all_mass, top_p_mass - 1, False, TILE, SHIFT)
+        equal = (top_p_mass - heavier_mass + token_mass - 1) // token_mass
+        kept = tl.minimum(kept, heavier_mass + equal * token_mass)
     # The best token is kept by any filter.
     kept = tl.minimum(tl.maximum(kept, 1 << SHIFT), all_mass)
 
     target = _share(tl.load(params_ptr + UNIFORM), kept)
-    _, heavier_mass, each, low, high = _narrow(weights_ptr, length, all_mass, target, False, TILE, SHIFT)
-    place = _find(weights_ptr, length, low, high, (target - heavier_mass) // each, True, TILE, SHIFT)
+    _, heavier_mass, token_mass, low, high = _narrow(weights_ptr, length, all_mass, target, False, TILE, SHIFT)
+    place = _find(weights_ptr, length, low, high, (target - heavier_mass) // token_mass, True, TILE, SHIFT)
     return tl.where(settled, tl.load(ids_ptr + place, mask=settled, other=0), place).to(tl.int64)
 
 

@@ -270,8 +270,8 @@ def collect(
         cut = tl.min(tl.where(at_least <= CANDIDATES, tl.arange(0, BINS), BINS), axis=0)
         place = tl.sum(tl.sum(tl.where((part < split) & (bins >= cut), histograms, 0), axis=1), axis=0)
         if split == 0:
-            found = tl.sum(tl.sum(tl.where(bins >= cut, histograms, 0), axis=1), axis=0)
-            tl.store(found_ptr + row * 2, found)
+            count = tl.sum(tl.sum(tl.where(bins >= cut, histograms, 0), axis=1), axis=0)
+            tl.store(found_ptr + row * 2, count)
             tl.store(found_ptr + row * 2 + 1, tl.where(cut == 0, 0, (cut + BELOW_BINS) << BIN_SHIFT))
         start = split * split_tokens
         end = tl.minimum(start + split_tokens, vocab)
