@@ -80,8 +80,8 @@ class StepLayout:
 class DeferredTokens:
     """Tokens whose ids only the device knows: where sources[t] >= 0, token t of the step is drawn[sources[t]].
 
-    `sources` is [T] int32. `drawn` [n] int64 has the tokens that the previous step sampled; an entry NO_TOKEN counts
-    as token 0.
+    `sources` is [T] int32. `drawn` [n] int64 has the tokens that the previous step sampled; an entry NO_TOKEN counts as
+    token 0.
     """
 
     sources: Tensor

@@ -42,8 +42,8 @@ def compile_apart(jobs: Sequence[Job], folder: Path, device_name: str) -> Callab
     """Start each of `jobs` in a separate process, and return a function that waits for them.
 
     No process is started if a file in `folder` records that an earlier start has completed the same jobs, for a device
-    of this name and with the same versions of the libraries. If a job fails or takes too long, the engine compiles
-    the kernel itself or reports the error.
+    of this name and with the same versions of the libraries. If a job fails or takes too long, the engine compiles the
+    kernel itself or reports the error.
     """
     facts = [device_name, *map(_version, _PACKAGES), *((job.function.__qualname__, job.arguments) for job in jobs)]
     mark = folder / hashlib.sha256(repr(facts).encode()).hexdigest()

@@ -193,7 +193,7 @@ def _row(stacked: Tensor | None, index: int) -> Tensor | None:
 
 
 def _norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Norm x [T, heads, head_dim] head by head, or the whole row if the weight is as long as a row."""
+    """Apply RMSNorm to x [T, heads, head_dim]: to each head, or to whole rows if the weight is as long as a row."""
     if weight.numel() == x.shape[-1]:
         return rms_norm(x, weight, eps)
     return rms_norm(x.flatten(1), weight, eps).view(x.shape)
@@ -222,9 +222,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def first_read(context: int, tokens: int, window: int | None, page_tokens: int) -> int:
-    """Return the first position of the first page that the last `tokens` tokens of a context read.
+    """Return the first position of the first page that the last `tokens` tokens of a context may read.
 
-    Pages before it must not be read: they may belong to other requests.
+    Earlier pages must not be read, because they may belong to other requests.
     """
     return 0 if window is None else max(context - tokens - window + 1, 0) // page_tokens * page_tokens
 
@@ -234,7 +234,7 @@ def gather_row(
 ) -> tuple[Tensor, Tensor]:
     """Return copies of a row's keys and values at the positions `first` .. `context` - 1; `first` begins a page.
 
-    Each is [kv_heads, context - first, head_dim]. Those of a quantized cache are dequantized to `dtype`.
+    Both are [kv_heads, context - first, head_dim]; those of a quantized cache are dequantized to `dtype`.
     """
     page_tokens = cache.shape[4]
     used = page_ids[first // page_tokens : -(-context // page_tokens)].long()

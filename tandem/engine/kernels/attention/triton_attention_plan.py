@@ -20,9 +20,9 @@ With more programs, some of the next call would start before this call has ended
 ROUNDS = 2
 """Factor on the number of programs if there are enough rows: multiprocessors that finish early run another program."""
 NEARLY = 15 / 16
-"""The number of programs is reduced to a multiple of the number of rows, but at most to this fraction.
+"""Minimum fraction of the programs that must remain when their number is rounded to a multiple of the number of rows.
 
-Rows of equal length are then divided evenly among the programs.
+If fewer would remain, the number is not rounded. With a multiple, rows of equal length are divided evenly.
 """
 MOST_SPLITS = 32
 """Maximum number of splits of a row: with more, the merge by the last program takes longer than the splits save."""
@@ -126,7 +126,7 @@ def group_rows(shapes: Iterable[AttentionShape], drafts: int) -> int:
     """Return the maximum number of rows of a group (`DraftGroups`) in steps of up to `drafts` draft tokens a request.
 
     A group's tile has LEAST_DOT queries if those of all rows of a request fit, else `GROUP_TILE_MAX`. Returns 1 if the
-    query heads of one key head fill the tile with a single row, or if there are no shapes.
+    query heads of one key head fill the tile, or if there are no shapes.
     """
     heads = max((1 << (shape.heads // shape.kv_heads - 1).bit_length() for shape in shapes), default=GROUP_TILE_MAX)
     tile = LEAST_DOT if (drafts + 1) * heads <= LEAST_DOT else GROUP_TILE_MAX

@@ -13,8 +13,8 @@ _WARPS = 4
 def clear_value_tails(cache: Tensor, layout: StepLayout, first_row: int, *, pdl: bool) -> None:
     """Zero the values after a row's context in the row's last page, in all layers, for each row from `first_row` on.
 
-    cache [pages, layers, 2, kv_heads, page_tokens, head_dim]. The keys there are not zeroed, because masked scores
-    are not used.
+    cache [pages, layers, 2, kv_heads, page_tokens, head_dim]. The keys there are not zeroed, because masked scores are
+    not used.
     """
     _, layers, _, kv_heads, page_tokens, head_dim = cache.shape
     contexts, table = layout.context_lens[first_row:], layout.page_table[first_row:]

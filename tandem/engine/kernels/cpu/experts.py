@@ -20,7 +20,7 @@ from tandem.engine.kernels.reference import choose_experts, count_experts
 
 
 class Products(Protocol):
-    """The matrix products that `add_experts` needs, which `CpuKernels` has; their input is already normed."""
+    """The matrix products that `add_experts` needs, of inputs that are already normed; `CpuKernels` has them."""
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         """Return x · weightᵀ + bias → [T, N]."""
@@ -30,7 +30,7 @@ class Products(Protocol):
 
 
 def with_wide_router(experts: Experts) -> Experts:
-    """Convert the router's weight and bias to float32, once, and return the experts with them."""
+    """Return the experts with the router's weight and bias in float32. Called once, when the weights are loaded."""
     bias = experts.router_bias
     return replace(experts, router=experts.router.float(), router_bias=None if bias is None else bias.float())
 

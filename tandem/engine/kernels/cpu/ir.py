@@ -125,8 +125,8 @@ def prefetch(builder: Builder, address: Value) -> None:
 def fold(builder: Builder, vectors: list[Value], combine: Callable[[Value, Value], Value]) -> Value:
     """Combine the lanes of each vector into one number, and return the numbers as adjacent lanes of one vector.
 
-    The number of vectors is a power of two up to 16. Lanes i and i + half are combined until one is left; once vectors
-    are narrow enough, several share an instruction.
+    The number of vectors is a power of two up to 16. In each step, lane i of a vector is combined with lane i + half of
+    its lanes, until one lane is left. Vectors that have become narrow share an instruction.
     """
     width = LANES
     while width > 1:
@@ -191,7 +191,7 @@ def loop(
 
 
 def _not_unrolled(module: Any) -> Any:
-    """Return metadata that forbids the unrolling of one loop; LLVM requires its first operand to be the node itself."""
+    """Return a metadata node that forbids LLVM to unroll one loop; the node's first operand must be the node itself."""
     rule = module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")])
     node = ir.values.MDValue(module, [rule], name=str(len(module.metadata)))
     node.operands = (node, rule)
@@ -233,8 +233,8 @@ class Function:
 def steps(builder: Builder, stop: Value, sizes: Sequence[int], body: Callable[[Value, int], None]) -> None:
     """Emit body(i, size) for consecutive pieces of 0 .. `stop`.
 
-    Pieces of the largest size come first, as often as they fit, then those of the next size, and so on down to 1. Sizes
-    are powers of two.
+    There are as many pieces of the largest size as fit, then as many of the next size, and so on down to 1. `sizes` are
+    descending powers of two.
     """
     start: Value = I64(0)
     for size in sizes:

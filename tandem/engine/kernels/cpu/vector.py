@@ -139,7 +139,7 @@ _SOFTEN, _COMBINE = _rowwise("soften", _emit_soften), _rowwise("combine", _emit_
 
 
 def _calls(function: Function) -> Any:
-    """Return the code generator of an intrinsic: its last argument is the tag, the others are passed to `function`."""
+    """Return the code generator of an intrinsic that calls `function`; the intrinsic's last argument is the tag."""
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         function.call(builder, signature.args[-1], args[:-1])

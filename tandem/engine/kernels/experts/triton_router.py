@@ -1,9 +1,9 @@
 """The router of a mixture of experts: its product, the choice of experts, and the list of each expert's tokens.
 
 The product multiplies in the model's dtype and sums in float32; the logits stay float32. A program of the choice kernel
-chooses for a few tokens. If one program can hold the whole step, it also sorts. Else the programs count each expert's
-tokens with integer atomics, and a second kernel sorts, with one program per expert. The list is in the order of the
-tokens, so the results do not depend on the order in which programs run.
+chooses for a few tokens. If one program can hold the whole step, the program also lists each expert's tokens. Else the
+programs count each expert's tokens with integer atomics, and a second kernel makes the list, with one program per
+expert. The list is in the order of the tokens, so the results do not depend on the order in which programs run.
 
 A pair is one token and one of its experts; it has the number token · top_k + rank. A tile is `tokens` entries of the
 list, all of one expert; the last tile of an expert is partly empty. tiles [max_tiles + 1] int32 holds for each tile
@@ -27,7 +27,7 @@ SORT = tl.constexpr(2)
 """The tasks of the choice kernel: choose, choose and count each expert's tokens, or choose, count and sort."""
 
 PAIRS_BASE = tl.constexpr(256)
-"""The factor of the expert in an entry of `tiles`: expert · PAIRS_BASE + the tile's number of pairs."""
+"""Base of an entry of `tiles`, which is expert · PAIRS_BASE + the tile's number of pairs."""
 
 _LOWEST = tl.constexpr(-1e30)
 """The score of experts that may be chosen only after all others; experts that are already chosen have -inf."""

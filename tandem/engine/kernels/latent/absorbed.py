@@ -36,7 +36,7 @@ _GROUPS_TILE = 128
 _MERGED_ELEMENTS = 8192
 """Number of elements of partial results (float32) that a merging program loads at a time."""
 _MERGED_DIMS, _MANY_MERGES = 64, 512
-"""Number of dimensions that a program merges if tokens · heads is less than the second number; otherwise all."""
+"""Number of dimensions that a merging program computes if tokens · heads is less than `_MANY_MERGES`; else all."""
 
 
 class _Step(NamedTuple):

@@ -9,12 +9,12 @@ from tandem.engine.kernels.triton_math import gelu_tanh
 STORE = tl.constexpr(0)
 GATE_UP = tl.constexpr(1)
 ADD = tl.constexpr(2)
-"""The use of a product in a kernel: it is stored, activation(gate) · up is stored, or it is added to the output."""
+"""The operations `OP` of a kernel: store the product, store activation(gate) · up, or add the product to the output."""
 
 NO_NORM = tl.constexpr(0)
 NORM_LAST = tl.constexpr(1)
 NORM_FIRST = tl.constexpr(2)
-"""The time at which a kernel divides by the input's root mean square: never, after the product, or before it.
+"""The values of `NORM`: divide by the input's root mean square never, after the product, or before the product.
 
 float16 cannot represent x ∘ norm for every x, so float16 inputs are divided before the product, which reads x twice.
 """
@@ -25,7 +25,7 @@ PREFETCH_BYTES = tl.constexpr(256)
 
 @triton.jit
 def _load_columns(pointers, columns, K, EVEN: tl.constexpr, POLICY: tl.constexpr):
-    """Load the pointers [rows, columns], with 0 from column K on."""
+    """Load from `pointers` [rows, columns]; columns from K on are 0."""
     if EVEN:
         return tl.load(pointers, eviction_policy=POLICY)
     return tl.load(pointers, mask=columns[None, :] < K, other=0.0, eviction_policy=POLICY)

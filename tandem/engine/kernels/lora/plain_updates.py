@@ -12,7 +12,7 @@ from tandem.engine.kernels.reference import activate, rms_norm
 
 
 class PlainUpdates(LoraUpdates):
-    """LoRA updates with one small product per adapter in the step; steps without an adapter need no additional work."""
+    """LoRA updates with one small product per adapter in the step, and none in steps without adapters."""
 
     def __init__(self) -> None:
         self._step = threading.local()

@@ -29,10 +29,10 @@ _GATED_OUTPUTS = 64
 _SPLITS = ((1, 16), (4, 4))
 """Pairs (maximum number of token tiles, maximum number of splits of the columns of x).
 
-Separate programs compute the splits. With more tiles than in the last pair the columns are not split. With one tile, a
-product of several parts (`LoraTables`) has half as many splits, because each part has programs of its own. The kernels
-that add B · (A · x) are compiled for each number of splits; with two pairs, the steps of `TRIAL_TOKENS` compile all
-variants.
+Each split is computed by separate programs. With more tiles than in the last pair the columns are not split. With one
+tile, a product of several parts (`LoraTables`) has half as many splits, because each part has programs of its own. The
+kernels that add B · (A · x) are compiled for each number of splits; with two pairs, the steps of `TRIAL_TOKENS` compile
+all variants.
 """
 TRIAL_TOKENS = (16, 32, 64, 128, 512)
 """Numbers of tokens of trial steps that together use all kernels."""
@@ -50,8 +50,8 @@ class TritonUpdate:
     def __init__(self, x: Tensor, norm: Norm | None, numbers: Tensor, tables: LoraTables, *, pdl: bool) -> None:
         """Launch the first product.
 
-        x [T, K] and the norm's weight [K] are contiguous; numbers [T] int32 is each token's adapter, counted from 1, 0
-        = none.
+        x [T, K] and the norm's weight [K] are contiguous. numbers [T] int32 has the adapter of each token, counted from
+        1; 0 = none.
         """
         tokens, self._columns = x.shape
         self._numbers, self._tables, self._pdl = numbers, tables, pdl
@@ -100,7 +100,7 @@ class TritonUpdate:
 
 
 def _columns_of_a_program(k: int, tiles: int, parts: int) -> int:
-    """Return how many of the k columns of x a program multiplies, given the numbers of token tiles and of parts."""
+    """Return the number of columns of x, of k, that a program multiplies, for `tiles` token tiles and `parts` parts."""
     splits = next((splits for most, splits in _SPLITS if tiles <= most), 1)
     if tiles == 1 and parts > 1:
         splits //= 2

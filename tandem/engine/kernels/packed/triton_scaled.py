@@ -11,9 +11,9 @@ from tandem.engine.kernels.triton_math import LARGEST_FP8, LARGEST_INT8, as_code
 
 @triton.jit
 def _to_codes(most, largest):
-    """Return largest ÷ most for each group: values times this factor are codes with magnitudes of at most `largest`.
+    """Return the factor largest / most of each group: values times this factor have magnitudes of at most `largest`.
 
-    `most` [groups] holds the largest magnitude of each group's values; 0 counts as 1.
+    `most` [groups] is the largest magnitude in each group; 0 counts as 1.
     """
     return tl.div_rn(tl.zeros_like(most) + largest, tl.where(most > 0, most, 1.0))
 
@@ -85,7 +85,7 @@ def _columns_at(pointers, inside, EVEN: tl.constexpr, POLICY: tl.constexpr):
 
 @triton.jit
 def _products(held, taken, sums, scale, token_scale, GROUPED: tl.constexpr, SUM: tl.constexpr):
-    """Add products of codes to `sums`; if GROUPED the products are scaled first, as each group has its own scales."""
+    """Return `sums` plus the products of codes; if GROUPED, the products are scaled first, with the group's scales."""
     if GROUPED:
         nothing = tl.zeros((held.shape[0], taken.shape[1]), SUM)
         products = tl.dot(held, taken, nothing, out_dtype=SUM).to(tl.float32)

@@ -43,7 +43,7 @@ def choose(
     PENALTIES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Choose a row's token → out [rows] int64: the best if greedy, else by inverting the cumulative distribution."""
+    """Choose a row's token → out [rows] int64: the best if greedy, else a sample (by inverting the cumulative sum)."""
     launch_dependents(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -75,7 +75,7 @@ def choose(
 
 @triton.jit
 def _draw_filtered(params_ptr, weights_ptr, ids_ptr, found_ptr, vocab, total, TILE: tl.constexpr, SHIFT: tl.constexpr):
-    """Sample from the tokens that the filters keep: the leading ones in the order of falling weight, then rising id."""
+    """Sample from the tokens that the filters keep: the first ones by falling weight, and by rising id if equal."""
     top_k = tl.load(params_ptr + TOP_K).to(tl.int32)
     top_k = tl.where(top_k > 0, tl.minimum(top_k, vocab), vocab)
     top_p = tl.load(params_ptr + TOP_P)
@@ -129,7 +129,7 @@ def _mass_of(top_p, mass):
 
 @triton.jit
 def _load(weights_ptr, place, length):
-    """Load the weights at `place`; 0 from `length`, rounded up to a multiple of ALIGNED, on.
+    """Load the weights at `place`, with 0 for places beyond `length` rounded up to a multiple of ALIGNED.
 
     The length is rounded up so that the mask does not prevent wide loads.
     """
