@@ -67,9 +67,9 @@ class DecodeAttention:
     dtype      dtype of queries, and of keys and values that are not quantized
     kv_dtype   dtype of the cache; None = dtype
     pdl        launch with programmatic dependent launch (see `triton_launch`)
-    early      the caller guarantees that no kernel of the same chain of overlapped launches writes page tables or
-               context lengths (a copy or another graph may). With `pdl` the kernel then reads them, and prefetches the
-               first keys and values into the L2 cache, while the previous kernel still runs
+    early      the caller guarantees that page tables and context lengths are not written by kernels in the same chain
+               of overlapped launches, but for example by a copy or another graph. With `pdl` the kernel then reads
+               them, and prefetches the first keys and values into the L2 cache, while the previous kernel still runs
     choose     the function that returns the plan of a call; tuning and tests pass their own
     tokens     maximum number of rows of a group; 1 = each row is computed separately, and calls have no groups
     """

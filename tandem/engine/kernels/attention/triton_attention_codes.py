@@ -39,8 +39,8 @@ LEAST_SCALE = tl.constexpr(2.0**-60)
 def _split_query(at, held, dtype: tl.constexpr):
     """Load queries, and return their even dimensions, their odd dimensions (both in `dtype`) and a divisor.
 
-    `at` points to the even dimensions. All queries are divided by the divisor, a power of 2 that makes them smaller
-    than 2, so that float16 can represent them.
+    `at` points to the even dimensions; elements are loaded where the mask `held` is True, and 0 elsewhere. All queries
+    are divided by the divisor, a power of 2 that makes them smaller than 2, so that float16 can represent them.
     """
     even = tl.load(at, mask=held, other=0.0).to(tl.float32)
     odd = tl.load(at + 1, mask=held, other=0.0).to(tl.float32)

@@ -32,7 +32,7 @@ MOST_GROUP_SPLITS, LEAST_GROUP_TILES = 16, 4
 The program that merges the results of a group has several times as much to merge as that of a single row.
 """
 GROUP_TILE_MAX = 32
-"""Maximum number of queries in a group's tile: with larger tiles, two programs need more registers than there are."""
+"""Maximum number of queries in a group's tile: larger ones need too many registers for two programs."""
 GROUP_ROWS_MAX = 8
 """The maximum number of rows of a group: those of a request with seven draft tokens."""
 EXACT_SPLITS, EXACT_TOKENS = 8, 512

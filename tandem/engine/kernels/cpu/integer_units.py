@@ -47,9 +47,9 @@ def store_codes(builder: Builder, address: Value, codes: Value) -> None:
 
 
 def load_weights(builder: Builder, address: Value, bits: int) -> list[list[Value]]:
-    """Load a panel's next 64 bytes, and return their units as operands.
+    """Load a panel's line of 64 bytes, and return the operands of each unit of four columns.
 
-    There is one unit of 8-bit codes, or two units of 4-bit codes.
+    The line is one unit of 8-bit codes, or two units of 4-bit codes.
     """
     line = builder.load(pointer(builder, address, INTS), align=4)
 
@@ -67,7 +67,7 @@ def load_weights(builder: Builder, address: Value, bits: int) -> list[list[Value
 
 
 def load_activation(builder: Builder, address: Value) -> list[Value]:
-    """Load one unit of a token's activation codes; return operands with the same value in every lane."""
+    """Load a unit of four activation codes of a token, and return it as operands with the same value in every lane."""
     places = [builder.add(address, I64(4 * part)) for part in range(unit_bytes() // 4)]
     return [splat_int(builder, builder.load(pointer(builder, place, I32), align=4)) for place in places]
 

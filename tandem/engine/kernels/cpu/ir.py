@@ -125,8 +125,8 @@ def prefetch(builder: Builder, address: Value) -> None:
 def fold(builder: Builder, vectors: list[Value], combine: Callable[[Value, Value], Value]) -> Value:
     """Combine the lanes of each vector into one number, and return the numbers as adjacent lanes of one vector.
 
-    The number of vectors is a power of two up to 16. In each step, lane i of a vector is combined with lane i + half of
-    its lanes, until one lane is left. Vectors that have become narrow share an instruction.
+    The number of vectors is a power of two up to 16. Each step combines the lower half of a vector's lanes with the
+    upper half, and joins pairs of vectors, until each number is one lane.
     """
     width = LANES
     while width > 1:
