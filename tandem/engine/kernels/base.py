@@ -23,8 +23,8 @@ class DraftGroups:
     positions after it, which follow one another in the step.
 
     table [groups + 1, 3] int32, on the device: a group's first row, the row of the next position, and the number of the
-          group's rows. Unused entries have 0 rows and come after all groups. The last entry begins with the number of
-          rows that belong to groups: the rows after these are padding.
+          group's rows. Unused entries have 0 rows and come after all groups. The first number of the last entry is the
+          number of rows in all groups; the step's rows after these are padding.
     rows  host int, the largest number of rows in a group
     """
 
@@ -42,16 +42,16 @@ class StepLayout:
     slots         [T]     int64: page_id · page_tokens + offset, the place at which each token's KV is stored
     row_starts    [R + 1] token t of the step belongs to row r if row_starts[r] <= t < row_starts[r + 1]
     context_lens  [R]     tokens in the cache once this step's tokens are stored
-    page_table    [R, max_pages] page ids of each row, padded with 0. Entries before the pages that the row's tokens see
-                  hold the id of some page that they do see.
+    page_table    [R, max_pages] page ids of each row, padded with 0. If the KV group has a window, the entries of pages
+                  before it hold the id of the first page in the window.
     max_row_tokens, max_context: host ints, the tokens of the largest row and the largest context
     single_rows   host int, the number of rows with one token, which come first
     max_cached    host int, an upper bound of the tokens that the other rows had in the cache before the step; None =
                   unknown
     group         host int, the number of the KV group: only `slots` and `page_table` differ between groups
     adapters      [T] each token's adapter, counted from 1; 0 = no adapter; None = the model has no adapters
-    draft_groups  the rows that attention computes together, in a step whose rows all have one token and some of which
-                  verify draft tokens; else None
+    draft_groups  the rows that attention computes together, if all rows of the step have one token and some rows verify
+                  draft tokens; else None
 
     In steps of fixed size (CUDA graphs) a row may be padding: its slot is -1, so that nothing is stored, and its
     context is 0.
@@ -78,9 +78,9 @@ class StepLayout:
 
 @dataclass(frozen=True, slots=True)
 class DeferredTokens:
-    """Tokens that only the device knows: where sources[t] >= 0, token t of the step is drawn[sources[t]].
+    """Tokens whose ids only the device knows: where sources[t] >= 0, token t of the step is drawn[sources[t]].
 
-    `sources` is [T] int32. `drawn` [n] int64 has the tokens that the previous step sampled; NO_TOKEN in it is read as
+    `sources` is [T] int32. `drawn` [n] int64 has the tokens that the previous step sampled; an entry NO_TOKEN counts as
     token 0.
     """
 
@@ -129,9 +129,9 @@ class Products(ABC):
     def experts(self, hidden: Tensor, layer: ExpertsLayer, slots: Tensor, out: Tensor) -> None:
         """Add the output of a mixture of experts for RMSNorm(hidden) to `out` in place, which may be `hidden` itself.
 
-        The router's product accumulates in float32 and its result stays in float32, because rounding it to bfloat16
-        would change the choice of experts. slots [T] int64 as in `StepLayout`: tokens with slot -1 are padding, choose
-        no expert, and may get any value.
+        The router's product accumulates in float32 and is not rounded to bfloat16, because that would change the choice
+        of experts. slots [T] int64 as in `StepLayout`: tokens with slot -1 are padding; they choose no expert, and
+        their output is undefined.
         """
 
     def feed_forward(self, hidden: Tensor, layer: DenseLayer) -> None:
@@ -198,8 +198,8 @@ class Kernels(Products):
     def begin_step(self, cache: KvCache, layout: StepLayout) -> None:
         """Do the work of a step that all layers of a KV group share.
 
-        Called once per group, before the step's first layer. Group 0 comes last: launches that serve all groups can
-        wait for it, and `embed` directly follows them. The default does nothing.
+        Called once per KV group, before the step's first layer. Group 0 comes last, so that launches for all groups
+        together can be made in its call, directly before `embed`. The default does nothing.
         """
 
     @abstractmethod
@@ -231,7 +231,7 @@ class Kernels(Products):
 
     @abstractmethod
     def latent_store(self, q: Tensor, latents: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
-        """Apply rotary embedding to the queries of latent attention, and norm and store its latents.
+        """Rotate the queries of latent attention, and store the normed latents and the rotated shared keys.
 
         q       [T, heads·(nope + rope)], rows may be strided; may be overwritten
         latents [T, latent + rope], rows may be strided: the latent, then the key that all heads share

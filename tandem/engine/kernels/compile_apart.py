@@ -1,7 +1,7 @@
 """Compiles libraries' kernels in separate processes, into the folder in which the libraries look for them.
 
-Such a compiler holds the GIL nearly all the time. In the engine's process, several compilations, the import of the
-library and Triton's compiler would have to take turns, which would dominate the start (docs/decisions/startup.md).
+The libraries' compilers hold the GIL nearly all the time. In the engine's process, they would run one after another,
+and also delay imports and Triton's compiler, which would dominate the start (docs/decisions/startup.md).
 """
 
 import contextlib
@@ -26,7 +26,7 @@ function, arguments = pickle.load(sys.stdin.buffer)
 function(*arguments)
 """
 _COMPILE_TIMEOUT_S = 60.0
-"""Time in seconds after which a compiling process is killed, and the engine compiles the kernel itself."""
+"""Maximum duration of all compilations in seconds; then the processes are killed, and the engine compiles instead."""
 _PACKAGES = ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "torch")
 
 
@@ -41,9 +41,9 @@ class Job:
 def compile_apart(jobs: Sequence[Job], folder: Path, device_name: str) -> Callable[[], None]:
     """Start each of `jobs` in a separate process, and return a function that waits for them.
 
-    No process is started if an earlier start has completed the same jobs, for a device of this name and with the same
-    versions of the libraries: a file in `folder` records that. If a job fails or takes too long, the engine compiles
-    the kernel itself or reports the error.
+    No process is started if a file in `folder` records that an earlier start has completed the same jobs, for a device
+    of this name and with the same versions of the libraries. If a job fails or takes too long, the engine compiles the
+    kernel itself or reports the error.
     """
     facts = [device_name, *map(_version, _PACKAGES), *((job.function.__qualname__, job.arguments) for job in jobs)]
     mark = folder / hashlib.sha256(repr(facts).encode()).hexdigest()

@@ -174,7 +174,7 @@ class CudaKernels(Kernels):
         return embed(token_ids, sources, drawn, table, pdl=self._pdl)
 
     def norm_linear(self, hidden: Tensor, norm: Norm, linear: Linear) -> Tensor:
-        """Compute RMSNorm and the product: with a streaming kernel for few tokens, else with cuBLAS."""
+        """Compute RMSNorm and the product; the kernel is chosen as in `linear`."""
         linear = dequantized_for(len(hidden), linear, self._dtype)
         if isinstance(linear.weight, PackedWeight):
             return products.products_of(linear.weight).norm_linear(hidden, norm, linear, pdl=self._pdl)
@@ -184,7 +184,7 @@ class CudaKernels(Kernels):
         return triton_linear.norm_linear(x, due, linear, pdl=self._pdl)
 
     def norm_gate_up(self, hidden: Tensor, norm: Norm, gate_up: Linear, activation: str = "silu") -> Tensor:
-        """Compute RMSNorm and the gated product, with a streaming kernel for few tokens."""
+        """Compute RMSNorm and the gated product; the kernel is chosen as in `linear`."""
         gate_up = dequantized_for(len(hidden), gate_up, self._dtype)
         if isinstance(gate_up.weight, PackedWeight):
             return self._gate_up(hidden, norm, gate_up, activation)
@@ -207,7 +207,10 @@ class CudaKernels(Kernels):
         return self._gated(x, gate_up)
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        """Compute the product: with a streaming kernel for few tokens, else with cuBLAS."""
+        """Compute the product: with a streaming kernel for few tokens, else with cuBLAS.
+
+        A packed weight has kernels of its own (`packed/products.py`), or is dequantized first for many tokens.
+        """
         linear = dequantized_for(len(x), linear, self._dtype)
         if isinstance(linear.weight, PackedWeight):
             return products.products_of(linear.weight).norm_linear(x, None, linear, pdl=self._pdl)
@@ -216,7 +219,7 @@ class CudaKernels(Kernels):
         return _product(x, linear)
 
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
-        """Compute the product and add it to `hidden`: with a streaming kernel for few tokens, else with cuBLAS."""
+        """Compute the product and add it to `hidden`; the kernel is chosen as in `linear`."""
         linear = dequantized_for(len(x), linear, self._dtype)
         if isinstance(linear.weight, PackedWeight):
             products.products_of(linear.weight).linear_add(x, linear, hidden, pdl=self._pdl)
@@ -229,7 +232,7 @@ class CudaKernels(Kernels):
         hidden.addmm_(x, linear.matrix.t())
 
     def feed_forward(self, hidden: Tensor, layer: DenseLayer) -> None:
-        """Compute the feed-forward network. With 8-bit inputs, one launch computes the activation and quantizes it."""
+        """Compute the feed-forward network. With 8-bit inputs, the activation's kernel also quantizes the result."""
         if isinstance(layer.gate_up.weight, ScaledWeight) and isinstance(layer.down.weight, ScaledWeight):
             scaled_products.feed_forward(hidden, layer, pdl=self._pdl)
         else:

@@ -35,7 +35,7 @@ class QuantizedKv:
 
 
 KvCache = Tensor | QuantizedKv
-"""A cache [pages, layers, parts, kv_heads, page_tokens, head_dim]."""
+"""A cache [pages, layers, parts, kv_heads, page_tokens, head_dim]; the 2 parts are keys and values, 1 is latents."""
 
 
 def is_quantized(dtype: torch.dtype) -> bool:

@@ -43,10 +43,12 @@ class Wanted:
     @property
     def kinds(self) -> tuple[AttentionKind, ...]:
         """The different kinds of grouped-query attention among the model's layers."""
-        found = (layer.attention for layer in self.model.layers)
+        attentions = (layer.attention for layer in self.model.layers)
         return tuple(
             dict.fromkeys(
-                AttentionKind(each.shape, each.sinks) for each in found if isinstance(each, GroupedQueryAttention)
+                AttentionKind(attention.shape, attention.sinks)
+                for attention in attentions
+                if isinstance(attention, GroupedQueryAttention)
             )
         )
 
@@ -68,7 +70,7 @@ class Wanted:
         return choose_block_attention(self.device, self.dtype, self.latent_shapes)
 
     def gated_product(self) -> GatedProduct:
-        """Choose, compile and return the product of gate and up."""
+        """Choose, compile and return the gated product."""
         widths = self.model.dense_widths | self.model.shared_widths
         if not widths:  # all layers are mixtures of experts
             return PlainGated(self.pdl)
@@ -77,7 +79,7 @@ class Wanted:
 
 
 class Libraries:
-    """Futures of the library kernels: prefill attention, attention of expanded latents, product of gate and up."""
+    """Futures of the library kernels: prefill attention, attention of expanded latents, and the gated product."""
 
     def __init__(self, wanted: Wanted) -> None:
         """Start choosing and compiling at once, in a thread, and on a GPU also in separate processes.

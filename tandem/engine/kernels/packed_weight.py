@@ -25,8 +25,8 @@ class PackedWeight:
     offsets likewise; None = zero for 8-bit codes, and -`CENTRE` · scales for 4-bit codes
     group   columns that share a scale; it divides K, and K itself means one scale per row
 
-    With `quantized_inputs` products also quantize their inputs, to codes of the same dtype, with a scale for each token
-    and group; such a weight has no offsets.
+    With `quantized_inputs`, products also quantize their inputs, to codes of the weight's dtype with a scale for each
+    token and group; then the weight has no offsets.
     """
 
     codes: Tensor

@@ -64,8 +64,8 @@ class ReferenceKernels(Kernels):
             tokens, ranks = torch.where((chosen == expert) & valid)
             inner = self.linear(x[tokens], Linear(experts.gate_up[expert], _row(experts.gate_up_bias, expert)))
             down = Linear(experts.down[expert], _row(experts.down_bias, expert))
-            found = self.linear(activate(inner, spec.activation), down)
-            mixed.index_add_(0, tokens, found * weights[tokens, ranks, None].to(found.dtype))
+            output = self.linear(activate(inner, spec.activation), down)
+            mixed.index_add_(0, tokens, output * weights[tokens, ranks, None].to(output.dtype))
         if experts.shared_gate_up is not None and experts.shared_down is not None:
             shared = self.linear(activate(self.linear(x, experts.shared_gate_up), "silu"), experts.shared_down)
             if experts.shared_gate is not None:
@@ -158,8 +158,8 @@ def choose_experts(logits: Tensor, choice_bias: Tensor | None, spec: MixtureOfEx
     """Return the weights and the ids of each token's experts, each [T, top_k], as `ExpertRouter` defines them."""
     router = spec.router
     if router.score == "softmax_of_top_k":
-        found, chosen = logits.topk(spec.top_k, dim=-1)
-        return found.softmax(-1) * router.scaling, chosen
+        top_logits, chosen = logits.topk(spec.top_k, dim=-1)
+        return top_logits.softmax(-1) * router.scaling, chosen
     scores = logits.sigmoid() if router.score == "sigmoid" else logits.softmax(-1)
     ranked = scores if choice_bias is None else scores + choice_bias
     chosen = _within_groups(ranked, router).topk(spec.top_k, dim=-1).indices
@@ -193,7 +193,7 @@ def _row(stacked: Tensor | None, index: int) -> Tensor | None:
 
 
 def _norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Norm x [T, heads, head_dim] head by head, or the whole row if the weight is as long as a row."""
+    """Apply RMSNorm to x [T, heads, head_dim]: to each head, or to whole rows if the weight is as long as a row."""
     if weight.numel() == x.shape[-1]:
         return rms_norm(x, weight, eps)
     return rms_norm(x.flatten(1), weight, eps).view(x.shape)
@@ -222,9 +222,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def first_read(context: int, tokens: int, window: int | None, page_tokens: int) -> int:
-    """Return the first position of the first page that the last `tokens` tokens of a context read.
+    """Return the first position of the first page that the last `tokens` tokens of a context may read.
 
-    Pages before it must not be read: they may belong to other requests.
+    Earlier pages must not be read, because they may belong to other requests.
     """
     return 0 if window is None else max(context - tokens - window + 1, 0) // page_tokens * page_tokens
 
@@ -234,7 +234,7 @@ def gather_row(
 ) -> tuple[Tensor, Tensor]:
     """Return copies of a row's keys and values at the positions `first` .. `context` - 1; `first` begins a page.
 
-    Each is [kv_heads, context - first, head_dim]. Those of a quantized cache are dequantized to `dtype`.
+    Both are [kv_heads, context - first, head_dim]; those of a quantized cache are dequantized to `dtype`.
     """
     page_tokens = cache.shape[4]
     used = page_ids[first // page_tokens : -(-context // page_tokens)].long()

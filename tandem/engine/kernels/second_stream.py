@@ -21,8 +21,8 @@ class SecondStream:
     def joined(self) -> Iterator[None]:
         """Fork the second stream from the current one, and join both at the end of the context.
 
-        Inside, work on the second stream waits for earlier work on the current one; work after the context waits for
-        both.
+        Inside the context, work on the second stream waits only for work launched on the current stream before the
+        context. Work after the context waits for both streams.
         """
         if self._stream is None:
             yield

@@ -26,18 +26,18 @@ OVERLAPPED_CAPABILITY = (9, 0)
 
 
 def overlaps_launches() -> bool:
-    """Return True if this process launches kernels with `launch_pdl=True` and `PDL=True`."""
+    """Return True if this process launches kernels with PDL (`launch_pdl=True` and `PDL=True`)."""
     return not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() >= OVERLAPPED_CAPABILITY
 
 
 def prefer_shared_memory(compiled: Any, percent: int) -> None:
     """Make multiprocessors use about `percent` of their memory as shared memory for this kernel, the rest as L1 cache.
 
-    `compiled` is the return value of a launch. By default a kernel with large tiles gets as much shared memory as there
-    is. A multiprocessor runs two kernels concurrently only if they use the same split. The kernels before and after
-    attention have no tiles, so they could not overlap with it, and overlapping is the whole gain of PDL in a decode
-    step. The split also bounds the number of programs that run at a time: their tiles must fit. Both are measured in
-    docs/decisions/attention_kernels.md.
+    `compiled` is the return value of a launch. By default a kernel with large tiles gets the maximum of shared memory.
+    But a multiprocessor runs two kernels concurrently only if both use the same split, and the kernels before and after
+    attention have no tiles: with the default they could not overlap with attention, and a decode step would gain
+    nothing from PDL. The split also bounds the number of programs that run concurrently, because their tiles must fit
+    into shared memory. docs/decisions/attention_kernels.md measures both effects.
     """
     if not INTERPRETED:
         _prefer_carveout(compiled.function, percent)

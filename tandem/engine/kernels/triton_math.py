@@ -6,7 +6,7 @@ import triton.language as tl
 LARGEST_INT8, LARGEST_FP8 = tl.constexpr(127.0), tl.constexpr(448.0)
 """The largest codes of int8 and float8_e4m3fn."""
 ROUNDER = tl.constexpr(1.5 * 2**23)
-"""A constant whose sum with a float32 below 2²² has the rounded number (ties to even) in its lowest bits."""
+"""A constant that rounds: a float32 below 2²² plus this has the rounded number, ties to even, in its lowest bits."""
 
 
 @triton.jit
@@ -26,8 +26,8 @@ def tanh(x):
     near = near * square - 3.33332819422e-1
     near = near * square * low + low
     falling = tl.exp(-2.0 * size)
-    found = tl.where(size < 0.625, near, (1.0 - falling) / (1.0 + falling))
-    return tl.where(x < 0, -found, found)
+    magnitude = tl.where(size < 0.625, near, (1.0 - falling) / (1.0 + falling))
+    return tl.where(x < 0, -magnitude, magnitude)
 
 
 @triton.jit

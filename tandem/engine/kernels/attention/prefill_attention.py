@@ -36,7 +36,7 @@ _FLASH_PAGE = 128
 def leaves_idle(tokens: int, heads: int, multiprocessors: int) -> bool:
     """Return True if attention of `tokens` prompt tokens occupies at most three quarters of the multiprocessors.
 
-    A multiprocessor computes one tile of tokens of one head, with all keys that the tile attends to.
+    Each multiprocessor computes the attention of one tile of tokens for one head.
     """
     return 4 * -(-tokens // TILE_TOKENS) * heads <= 3 * multiprocessors
 
@@ -71,7 +71,7 @@ def choose_prefill_attention(
 ) -> PrefillAttention:
     """Return the fastest implementation for layers of these kinds on this device, not compiled yet.
 
-    The choice is logged, with a warning if the page size is slow.
+    The choice is logged, with a warning if flash-attn-4 is slower with pages of `page_tokens` tokens.
     """
     reason = _why_no_flash(device, dtype, kinds, page_tokens)
     if reason:
@@ -111,7 +111,7 @@ def _why_no_flash(device: torch.device, dtype: torch.dtype, kinds: Collection[At
 
 
 def _what_flash_lacks(kinds: Collection[AttentionKind]) -> str:
-    """Return the reason why the installed flash-attn-4 lacks an argument that these kinds need, or "" if it has all."""
+    """Return an error that names an argument that these kinds need and the installed flash-attn-4 lacks, else ""."""
     from flash_attn.cute import flash_attn_varlen_func
 
     wanted = {_SOFTCAP for kind in kinds if kind.shape.softcap is not None}
@@ -123,9 +123,10 @@ def _what_flash_lacks(kinds: Collection[AttentionKind]) -> str:
 class FlashPrefill:
     """Prefill attention by flash-attn-4 for all rows in one launch, which reads keys and values in place.
 
-    TMA loads whole pages, and positions after a row's context get a weight of zero. But zero times a value that is not
-    finite is not zero, and the request that owned the page before may have left such values (a model that overflowed, a
-    transfer whose checksum did not match). So the values there are zeroed before any layer reads them.
+    TMA loads whole pages of `_FLASH_PAGE` tokens, and positions after a row's context get a weight of zero. But zero
+    times an infinite value or NaN is NaN, and the request that owned the page before may have left such values (after
+    an overflow in the model, or a transfer whose checksum did not match). So the values at these positions are zeroed
+    before any layer reads them. Pages of other sizes need no zeroing.
     """
 
     def __init__(self, page_tokens: int, pdl: bool) -> None:
@@ -155,7 +156,7 @@ class FlashPrefill:
             self(q, layer, cache, _one_prompt(tokens, pages, device), 0)
 
     def begin_step(self, cache: KvCache, layout: StepLayout, first_row: int) -> None:
-        """Zero the values after each row's context in the row's last page."""
+        """Zero the values after each row's context in the row's last page, if TMA loads whole pages."""
         if self._page_tokens == _FLASH_PAGE:
             clear_value_tails(unquantized(cache), layout, first_row, pdl=self._pdl)
 
@@ -179,8 +180,8 @@ class FlashPrefill:
             window_size=(None if shape.window is None else shape.window - 1, None if shape.window is None else 0),
             **special,
         )
-        found: Tensor = out[0] if isinstance(out, tuple) else out
-        return found
+        result: Tensor = out[0] if isinstance(out, tuple) else out
+        return result
 
     def _rounded(self, sinks: Tensor) -> Tensor:
         """Return a layer's sinks in bfloat16, the only dtype that flash-attn-4 takes; each tensor is rounded once.

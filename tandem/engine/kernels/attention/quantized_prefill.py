@@ -30,16 +30,16 @@ def dequantize_pages(
 ) -> None:
     """Dequantize the keys and values of `layer` that the tokens of `rows` see, and write them to `pages` row by row.
 
-    pages is [n, 2, kv_heads, page_tokens, head_dim] float16, bfloat16 or float32. Each row takes as many pages as its
-    whole context has, and follows the row before it; pages from number n on are not written. In the last page of a row,
-    positions after its context are set to 0. Pages before the window of a row's first token are neither read nor
-    written. The launch does not overlap with others.
+    pages is [n, 2, kv_heads, page_tokens, head_dim] float16, bfloat16 or float32. Each row gets as many consecutive
+    pages as its whole context fills, and begins after the last page of the row before; pages beyond number n - 1 are
+    not written. In the last page of a row, positions after the row's context are set to 0. Pages before the window of a
+    row's first token are neither read nor written. The launch does not overlap with others.
     """
     _, _, _, kv_heads, page_tokens, head_dim = cache.shape
     contexts, table = layout.context_lens[rows.start : rows.stop], layout.page_table[rows.start : rows.stop]
     codes = cache.codes
-    each = max(1, min(-(-table.shape[1] * page_tokens // _TOKENS), _PROGRAMS // (len(rows) * kv_heads)))
-    _dequantize[(each, kv_heads, len(rows))](
+    row_programs = max(1, min(-(-table.shape[1] * page_tokens // _TOKENS), _PROGRAMS // (len(rows) * kv_heads)))
+    _dequantize[(row_programs, kv_heads, len(rows))](
         codes,
         contexts,
         layout.row_starts[rows.start :],
@@ -86,13 +86,13 @@ def _dequantize(
     KV_HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Program (n, head, row) copies tiles n, n + num_programs(0), … of the row's tokens."""
+    """Program (n, head, row) dequantizes tiles n, n + num_programs(0), … of the row's tokens."""
     head, row = tl.program_id(1), tl.program_id(2)
     context = tl.load(contexts_ptr + row)
     first_page = 0
     for first in tl.range(0, row, _ROWS):
-        other = first + tl.arange(0, _ROWS)
-        first_page += tl.sum(tl.cdiv(tl.load(contexts_ptr + other, mask=other < row, other=0), PAGE_TOKENS))
+        earlier = first + tl.arange(0, _ROWS)
+        first_page += tl.sum(tl.cdiv(tl.load(contexts_ptr + earlier, mask=earlier < row, other=0), PAGE_TOKENS))
     begin = 0
     if WINDOW > 0:
         tokens = tl.load(starts_ptr + row + 1) - tl.load(starts_ptr + row)
@@ -118,18 +118,21 @@ def _dequantize(
 
 
 _LEAST_TOKENS = 32768
-"""Minimum capacity of the copies in tokens, for models with a short context: 134 MB for 8 heads of 128 dimensions."""
+"""Minimum capacity of the dequantized copies, in tokens: 134 MB in 16 bits for 8 key heads of 128 dimensions."""
 
 
 def make_copies(model: ModelSpec, page_tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate the copies for at least the model's longest context: [pages, 2, kv_heads, page_tokens, head_dim]."""
+    """Allocate memory for the dequantized copies of one layer: [pages, 2, kv_heads, page_tokens, head_dim].
+
+    The pages hold the longest context of the model, and at least `_LEAST_TOKENS` tokens.
+    """
     shape = model.attention_shapes[0]  # all layers have the same number of key heads
     pages = pages_for(max(model.max_context, _LEAST_TOKENS), page_tokens)
     return torch.zeros(pages, 2, shape.kv_heads, page_tokens, shape.head_dim, dtype=dtype, device=device)
 
 
 class _Part(NamedTuple):
-    """A part of a step's rows: those whose copies exist at the same time."""
+    """Consecutive rows of a step whose copies are in memory at the same time."""
 
     rows: range
     layout: StepLayout
@@ -142,9 +145,9 @@ class QuantizedPrefill:
     """Prefill attention that dequantizes a layer's keys and values into 16-bit copies and attends to the copies.
 
     The step's own tokens also attend to dequantized keys and values, so that a prompt token sees the same numbers for
-    any division of the prompt into chunks. Decode attention differs: it does not round code · scale to 16 bits. Rows
-    whose copies do not fit into the memory together are computed one after another. In the copies, positions after a
-    row's context are 0.
+    any division of the prompt into chunks. Decode attention differs: it does not round code · scale to 16 bits. If the
+    copies of all rows do not fit into memory at the same time, the rows are computed in several parts. In the copies,
+    positions after a row's context are 0.
     """
 
     def __init__(self, attention: PrefillAttention, copies: Tensor) -> None:
@@ -155,7 +158,7 @@ class QuantizedPrefill:
 
     @property
     def most_pages(self) -> int:
-        """Maximum number of pages of all rows in a step that a CUDA graph contains; other steps may have any number."""
+        """Maximum number of pages of all rows in a step that a CUDA graph contains; other steps have no limit."""
         return len(self._copies)
 
     def begin_step(self, cache: KvCache, layout: StepLayout, first_row: int) -> None:
@@ -167,7 +170,7 @@ class QuantizedPrefill:
             rows = len(layout.context_lens)
             at_once = self._rows_at_once(layout, rows - first_row)
             parts = [range(first, min(first + at_once, rows)) for first in range(first_row, rows, at_once)]
-            self._begun.parts = [self._part(layout, each) for each in parts]
+            self._begun.parts = [self._part(layout, part_rows) for part_rows in parts]
 
     def _rows_at_once(self, layout: StepLayout, rows: int) -> int:
         if self._copies.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -201,7 +204,7 @@ class QuantizedPrefill:
             dequantize_pages(cache, layer.index, layout, rows, layer.shape.window, self._copies)
             # The wrapped attention indexes the copies by layer, so every layer index has to lead to the same copies.
             copies = self._copies[:, None].expand(-1, layer.index + 1, -1, -1, -1, -1)
-            found = self._attention(q, layer, copies, part, 0)
-            out = found if out is None else torch.where(later, found, out)
+            result = self._attention(q, layer, copies, part, 0)
+            out = result if out is None else torch.where(later, result, out)
         assert out is not None
         return out

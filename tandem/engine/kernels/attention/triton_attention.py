@@ -2,12 +2,12 @@
 
 Flash-Decoding (Dao et al. 2023) over a block-major cache. A program takes one key head and a range of the tiles that
 rows see. It holds all query heads that share the key head as the rows of one tile, so that every key and value is read
-from memory once. The tiles of all rows are concatenated and cut into ranges of equal length, so that the length of one
-row does not make others wait: there are as many ranges as programs that run at a time, or twice as many. A single row,
-and rows of float32, are split individually. The grid depends only on the number of rows, as CUDA graphs require: the
-length of the ranges, and the rows that each range meets, are computed on the device from the rows' contexts, once per
-step. The last program of a row and key head to finish merges the partial results in the order of the ranges, so the
-same inputs give the same bits.
+from memory once. The tiles of all rows are concatenated and cut into ranges of equal length, one for each program, so
+that no program waits for a long row. There are as many ranges as programs that run concurrently, or twice as many. A
+single row, and each row in float32, is split on its own. The grid depends only on the number of rows, as CUDA graphs
+require: the length of the ranges, and the rows that each range contains, are computed on the device from the rows'
+contexts, once per step. Of the programs that share a row and key head, the last to finish merges the partial results in
+the order of the ranges, so the same inputs give the same bits.
 
 Rows that verify draft tokens are computed in groups of up to `tokens` rows of one request: the queries of all rows of
 the group fill one tile, each query sees the positions up to its own, and the request's KV is read once.
@@ -58,18 +58,18 @@ class _Step(NamedTuple):
 class DecodeAttention:
     """Decode attention of rows with one token each. Call `begin_step` once per step, then the object once per layer.
 
-    It owns scratch memory that all calls share, so calls must not overlap. Calls on one stream never do, with or
-    without programmatic dependent launch. The scratch memory takes some MiB: as many float32 partial results as a step
-    may have at most, and a counter for each row and key head, which is 0 between calls.
+    It owns scratch memory that all calls share, so calls must not overlap. Calls on one stream never overlap, with or
+    without programmatic dependent launch. The scratch memory takes some MiB: float32 partial results, as many as a step
+    can have, and a counter for each row and key head, which is 0 between calls.
 
     shape      heads, scale, window and soft cap; head_dim is a multiple of 16
     max_rows   maximum number of rows of a call, or of groups
     dtype      dtype of queries, and of keys and values that are not quantized
     kv_dtype   dtype of the cache; None = dtype
     pdl        launch with programmatic dependent launch (see `triton_launch`)
-    early      the caller guarantees that no kernel of the same chain of overlapped launches writes page tables or
-               context lengths (a copy or another graph may). With `pdl` the kernel then reads them, and prefetches the
-               first keys and values into the L2 cache, while the previous kernel still runs
+    early      the caller guarantees that page tables and context lengths are not written by kernels in the same chain
+               of overlapped launches, but for example by a copy or another graph. With `pdl` the kernel then reads
+               them, and prefetches the first keys and values into the L2 cache, while the previous kernel still runs
     choose     the function that returns the plan of a call; tuning and tests pass their own
     tokens     maximum number of rows of a group; 1 = each row is computed separately, and calls have no groups
     """
@@ -173,7 +173,8 @@ class DecodeAttention:
         out          memory for the contiguous result; None = it is allocated
         sinks        [heads] float32 as in `AttentionLayer.sinks`, never written by an earlier kernel, or None
         alone        the launch does not overlap with the one before it on its stream
-        → [R, heads·head_dim], dtype of q. Raises ValueError if the step did not begin with as many rows
+        → [R, heads·head_dim], dtype of q. Raises ValueError unless `begin_step` was called for as many rows and a page
+        table of the same width
         """
         tokens, heads, head_dim = q.shape
         shape, held = self._shape, codes_of(cache)
@@ -264,10 +265,10 @@ class DecodeAttention:
     def _tile_ranges(self, rows: int, units: int) -> Tensor:
         """Return this thread's memory for the tile ranges of `rows` rows and `units` programs: [units, fields] int32.
 
-        The fields are those of `TileRange`. Each thread has its own memory, because trial steps run concurrently during
-        the start. Each pair of `rows` and `units` has its own memory too, because a trial step may skip the launch that
-        fills it; `units` also depends on the width of the page table. The memory is kept after the thread has ended,
-        because CUDA graphs that the thread captured read and write it.
+        The fields are those of `TileRange`. Each thread has separate memory, because trial steps run concurrently
+        during the start; and so has each pair of `rows` and `units`, because a trial step may skip the launch that
+        fills the memory. `units` also depends on the width of the page table. The memory is kept after the thread has
+        ended, because CUDA graphs that the thread captured read and write it.
         """
         key = threading.get_ident(), rows, units
         if key not in self._all_tile_ranges:

@@ -4,8 +4,9 @@ Codes are loaded as 16-bit words that hold the codes of an even dimension and of
 words are loaded into the layout of the tensor cores like 16-bit numbers. One permutation of bytes turns two words into
 two float16 numbers of even dimensions, another into two of odd dimensions; even and odd dimensions are then multiplied
 separately. Float16 holds all codes of either dtype exactly. The scales of keys multiply the scores. The scales of
-values would make weights too small for float16: instead their logarithms are added to the scores, which makes the
-largest weight 1, and where the weights are summed, they are divided by the scales.
+values cannot multiply the softmax weights, because small products would underflow in float16. Instead, the scales'
+logarithms are added to the scores before the maximum is subtracted, so that the largest product is 1; for the sum of
+the weights, each product is divided by its scale again.
 """
 
 import triton
@@ -38,8 +39,8 @@ LEAST_SCALE = tl.constexpr(2.0**-60)
 def _split_query(at, held, dtype: tl.constexpr):
     """Load queries, and return their even dimensions, their odd dimensions (both in `dtype`) and a divisor.
 
-    `at` points to the even dimensions. All queries are divided by the divisor, a power of 2 that makes them smaller
-    than 2, so that float16 can represent them.
+    `at` points to the even dimensions; elements are loaded where the mask `held` is True, and 0 elsewhere. All queries
+    are divided by the divisor, a power of 2 that makes them smaller than 2, so that float16 can represent them.
     """
     even = tl.load(at, mask=held, other=0.0).to(tl.float32)
     odd = tl.load(at + 1, mask=held, other=0.0).to(tl.float32)
@@ -87,7 +88,7 @@ def _numbers(words, ODD: tl.constexpr, BIASED: tl.constexpr, FP8: tl.constexpr, 
 
 @triton.jit
 def _log2(x):
-    """Return the binary logarithm, with an error of 2^-22."""
+    """Return the binary logarithm of x, with an error of up to 2^-22."""
     if _WIDE:
         return tl.log2(x)
     return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -95,7 +96,7 @@ def _log2(x):
 
 @triton.jit
 def _reciprocal(x):
-    """Return 1 / x, with a relative error of 2^-23."""
+    """Return 1 / x, with a relative error of up to 2^-23."""
     if _WIDE:
         return 1.0 / x
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)

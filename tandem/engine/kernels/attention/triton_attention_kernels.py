@@ -62,9 +62,10 @@ def split_attention_kernel(
     EARLY: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
-    """Program (key head, row, split) computes a range of the row's tiles: an equal part, or at least `least_tiles`.
+    """Program (key head, row, split) computes one of the equal ranges of the row's tiles.
 
-    Every tile has a visible position, so the running maximum is finite after the first tile.
+    A range has at least `least_tiles` tiles, so the last programs of a short row compute nothing. Every tile has a
+    visible position, so the running maximum is finite after the first tile.
     """
     launch_dependents(PDL)
     kv_head = tl.program_id(0)
@@ -177,10 +178,10 @@ def persistent_attention_kernel(
     EARLY: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
-    """Program (key head, unit) computes the rows of its range one after another, so none waits for the longest row.
+    """Program (key head, unit) computes the part of each row that is in the unit's range, one row after another.
 
-    See `triton_attention_ranges.py`. The partial results of a row and key head are adjacent, from index row + first
-    unit of the row on.
+    See `triton_attention_ranges.py`. The partial results of a row and key head are adjacent; the first one is at index
+    row + the first unit whose range contains tiles of the row.
     """
     launch_dependents(PDL)
     kv_head = tl.program_id(0)

@@ -20,19 +20,19 @@ With more programs, some of the next call would start before this call has ended
 ROUNDS = 2
 """Factor on the number of programs if there are enough rows: multiprocessors that finish early run another program."""
 NEARLY = 15 / 16
-"""Minimum fraction to which the number of programs is reduced, to make it a multiple of the number of rows.
+"""Minimum fraction of the programs that must remain when their number is rounded to a multiple of the number of rows.
 
-Rows of equal length are then divided evenly.
+If fewer would remain, the number is not rounded. With a multiple, rows of equal length are divided evenly.
 """
 MOST_SPLITS = 32
 """Maximum number of splits of a row: with more, the merge by the last program takes longer than the splits save."""
 MOST_GROUP_SPLITS, LEAST_GROUP_TILES = 16, 4
 """Maximum number of splits, and minimum number of tiles of a range, for a group of several rows.
 
-The last program of a group has several times as much to merge as that of a single row.
+The program that merges the results of a group has several times as much to merge as that of a single row.
 """
 GROUP_TILE_MAX = 32
-"""Maximum number of queries in a group's tile: with larger tiles, two programs need more registers than there are."""
+"""Maximum number of queries in a group's tile: larger ones need too many registers for two programs."""
 GROUP_ROWS_MAX = 8
 """The maximum number of rows of a group: those of a request with seven draft tokens."""
 EXACT_SPLITS, EXACT_TOKENS = 8, 512
@@ -61,7 +61,7 @@ class Plan:
 
 
 SMALL_TILE = Plan(block_tokens=32, warps=2, stages=4, shared_percent=50)
-"""The tile for few rows, which is small, because small tiles are loaded soonest.
+"""The tile for few rows: it is small, so that its load takes little time.
 
 With half of a multiprocessor's memory as shared memory, the kernels before and after, which use the other half, can run
 at the same time.
@@ -83,7 +83,7 @@ CODE_TILES = {
     ROUNDS_TILE: Plan(block_tokens=128, warps=4, stages=3, shared_percent=72),
     NARROW_TILE: Plan(block_tokens=128, warps=2, stages=3),
 }
-"""For each tile, the one that replaces it over 8-bit keys and values; it loads about as many bytes at a time."""
+"""For each tile, the tile used instead for 8-bit keys and values, which loads about as many bytes at a time."""
 ONE_ROW_CODE_TILE = Plan(block_tokens=64, warps=2, stages=4, shared_percent=50)
 """The tile for one row over 8-bit keys and values.
 
@@ -97,8 +97,8 @@ PlanFunction = Callable[[int, int, int, int, torch.dtype, int], Plan]
 def make_plan(rows: int, kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype, sms: int) -> Plan:
     """Return the plan of `rows` rows that see at most `capacity` tokens, on a GPU of `sms` multiprocessors.
 
-    `dtype` is that of the cache, or float32 if queries are float32. Float32 rows are split the same way in every batch,
-    so that a row's bits do not depend on the other rows.
+    `dtype` is that of the cache, or float32 if queries are float32. In float32, rows are split the same way in every
+    batch, so that a row's bits do not depend on the other rows.
     """
     if dtype == torch.float32:
         block = LEAST_DOT
@@ -125,8 +125,8 @@ def make_plan(rows: int, kv_heads: int, head_dim: int, capacity: int, dtype: tor
 def group_rows(shapes: Iterable[AttentionShape], drafts: int) -> int:
     """Return the maximum number of rows of a group (`DraftGroups`) in steps of up to `drafts` draft tokens a request.
 
-    The queries of the rows fill the smallest tile of the tensor cores if it holds all rows of a request, else
-    `GROUP_TILE_MAX`. Returns 1 if the query heads of a key head alone fill that tile, and if there are no shapes.
+    A group's tile has LEAST_DOT queries if those of all rows of a request fit, else `GROUP_TILE_MAX`. Returns 1 if the
+    query heads of one key head fill the tile, or if there are no shapes.
     """
     heads = max((1 << (shape.heads // shape.kv_heads - 1).bit_length() for shape in shapes), default=GROUP_TILE_MAX)
     tile = LEAST_DOT if (drafts + 1) * heads <= LEAST_DOT else GROUP_TILE_MAX

@@ -14,9 +14,9 @@ class TileRange(NamedTuple):
     first_row: int
     """The first row that has tiles in the range."""
     last_row: int
-    """The row after the last row that has tiles in the range."""
+    """The end of the rows in the range, exclusive: one more than the last row that has tiles in the range."""
     before: int
-    """The position in the concatenation at which the first row's tiles start."""
+    """The position of the first row's first tile in the concatenation of all rows' tiles."""
     range_tiles: int
     """The length of every program's range, in tiles."""
     least: int

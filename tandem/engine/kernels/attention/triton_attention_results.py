@@ -1,4 +1,4 @@
-"""Device functions of decode attention that store results: a program's own, merged ones, and the zeros of padding."""
+"""Device functions of decode attention that store a program's result, merged results, and the zeros of padding rows."""
 
 import triton
 import triton.language as tl
@@ -78,11 +78,14 @@ def deliver(
 ):
     """Store the result of `attend` for one range of a group and key head; the last program merges the results.
 
-    `lane` is the number of the group and key head, `split` that of the range, `rows` the number of rows of the group,
-    and `active` the number of ranges of the group and key head. The result of a single range is final. Otherwise it
-    becomes partial result number `first_partial` + `split`, and the last program to arrive merges all of them. `lanes`
-    [GROUP_TILE] (or `lane`, if groups have one token) gives the row and key head of each query, where the final result
-    is stored.
+    lane    group · key heads + key head
+    split   the number of the range among the `active` ranges of the group and key head
+    rows    the number of rows in the group
+    lanes   [GROUP_TILE] row · key heads + key head of each query, which says where its final result is stored; `lane`
+            if groups have one token
+
+    If there is only one range, the result is final. Otherwise it becomes partial result `first_partial` + `split`, and
+    the last of the programs to arrive merges all partial results of the group and key head.
     """
     CELLS: tl.constexpr = TOKENS * GROUP
     head = heads_of(GROUP_TILE, GROUP_PADDED, TOKENS)

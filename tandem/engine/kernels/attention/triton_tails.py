@@ -11,10 +11,10 @@ _WARPS = 4
 
 
 def clear_value_tails(cache: Tensor, layout: StepLayout, first_row: int, *, pdl: bool) -> None:
-    """Zero the values of all layers that follow a row's context in its last page, for each row from `first_row` on.
+    """Zero the values after a row's context in the row's last page, in all layers, for each row from `first_row` on.
 
-    cache [pages, layers, 2, kv_heads, page_tokens, head_dim]. The keys after the context stay, because masked scores
-    are not used.
+    cache [pages, layers, 2, kv_heads, page_tokens, head_dim]. The keys there are not zeroed, because masked scores are
+    not used.
     """
     _, layers, _, kv_heads, page_tokens, head_dim = cache.shape
     contexts, table = layout.context_lens[first_row:], layout.page_table[first_row:]
@@ -51,7 +51,7 @@ def _clear(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (row, layer, head) zeroes the rest of one page's values."""
+    """Program (row, layer, head) zeroes the values after the context in the row's last page."""
     launch_dependents(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0)

@@ -153,7 +153,7 @@ def attention_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def
 
 @inlined
 def _plane(shared, row, head, key, values):  # type: ignore[no-untyped-def]
-    """Return the index in the layer's cache at which the keys (or values) of the page of position `key` begin."""
+    """Return the index in the layer's cache of the head's first key (or value) in the page of position `key`."""
     page_tokens = argument(shared, PAGE_TOKENS)
     page = load_int(argument(shared, PAGE_TABLE), row * argument(shared, COLUMNS) + key // page_tokens, INT32)
     plane = head * argument(shared, HEAD_ITEMS) + (argument(shared, PART_ITEMS) if values else 0)
@@ -162,7 +162,7 @@ def _plane(shared, row, head, key, values):  # type: ignore[no-untyped-def]
 
 @inlined
 def _keys_at_once(shared, key, stop):  # type: ignore[no-untyped-def]
-    """Return the number of keys to process at once from `key` on: the rest of its page, or fewer if quantized."""
+    """Return the number of keys to process at once from `key` on: the rest of the page, or fewer if quantized."""
     page_tokens = argument(shared, PAGE_TOKENS)
     n = min(page_tokens - key % page_tokens, stop - key)
     return min(n, WIDENED_KEYS) if argument(shared, QUANTIZED) != 0 else n
@@ -172,7 +172,7 @@ def _keys_at_once(shared, key, stop):  # type: ignore[no-untyped-def]
 def _rows(shared, plane, token, n, wide, tag):  # type: ignore[no-untyped-def]
     """Return the address of n keys or values of type `tag`: in the cache, or in `wide` if converted from codes.
 
-    They belong to the page's tokens from `token` on; `plane` is as in `_plane`.
+    They are those of the page's tokens from `token` on; `plane` is the result of `_plane`.
     """
     head_dim = argument(shared, HEAD_DIM)
     if argument(shared, QUANTIZED) == 0:
@@ -285,12 +285,12 @@ def _merge(partial, blocks, stride, out, head_dim, tag):  # type: ignore[no-unty
     The partial results are `stride` bytes apart.
     """
     for block in range(1, blocks):
-        other = partial + block * stride
-        before, after = load(partial, head_dim, F32), load(other, head_dim, F32)
+        next_partial = partial + block * stride
+        before, after = load(partial, head_dim, F32), load(next_partial, head_dim, F32)
         now = max(before, after)
         kept, added = exp(before - now), exp(after - now)
-        combine_row(partial, kept, other, added, head_dim, F32)
-        total = load(partial, head_dim + 1, F32) * kept + load(other, head_dim + 1, F32) * added
+        combine_row(partial, kept, next_partial, added, head_dim, F32)
+        total = load(partial, head_dim + 1, F32) * kept + load(next_partial, head_dim + 1, F32) * added
         store(partial, head_dim, now, F32)
         store(partial, head_dim + 1, total, F32)
     factor = np.float32(1.0) / load(partial, head_dim + 1, F32)

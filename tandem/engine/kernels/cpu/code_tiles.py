@@ -70,7 +70,7 @@ def _code_tile(bits: int, offset: bool, tokens: int) -> Function:
         codes, scales, offsets, factors, x, x_stride, x_scales, x_sums, blocks, groups, length, out, out_stride = args
         x_rows = row_addresses(builder, x, x_stride, tokens)
         stride = builder.mul(blocks, I64(4))
-        scale_rows, sum_rows = (row_addresses(builder, each, stride, tokens) for each in (x_scales, x_sums))
+        scale_rows, sum_rows = (row_addresses(builder, array, stride, tokens) for array in (x_scales, x_sums))
 
         def group(g: Value, *totals: Value) -> list[Value]:
             first = builder.mul(g, length)
@@ -79,7 +79,7 @@ def _code_tile(bits: int, offset: bool, tokens: int) -> Function:
 
             def block(b: Value, *totals: Value) -> list[Value]:
                 sums = [builder.load(pointer(builder, at(builder, row, b, 4), I32), align=4) for row in sum_rows]
-                found = [splat_int(builder, builder.mul(each, I32(-centre))) for each in sums]
+                products = [splat_int(builder, builder.mul(code_sum, I32(-centre))) for code_sum in sums]
                 line_at = at(builder, codes, b, lines * LINE_BYTES)
                 for line in range(lines):
                     place = builder.add(line_at, I64(line * LINE_BYTES))
@@ -89,12 +89,12 @@ def _code_tile(bits: int, offset: bool, tokens: int) -> Function:
                         unit = builder.add(builder.mul(b, I64(UNITS_A_BLOCK)), I64(line * len(units) + number))
                         for t in range(tokens):
                             activations = load_activation(builder, at(builder, x_rows[t], unit, unit_bytes()))
-                            found[t] = add_products(builder, weights, activations, found[t])
+                            products[t] = add_products(builder, weights, activations, products[t])
                 results = []
                 for t in range(tokens):
                     x_scale = load_element(builder, at(builder, scale_rows[t], b, 4), types.float32)
                     scale = builder.fmul(row_scales, splat(builder, x_scale))
-                    total = multiply_add(builder, builder.sitofp(found[t], VEC), scale, totals[t])
+                    total = multiply_add(builder, builder.sitofp(products[t], VEC), scale, totals[t])
                     if row_offsets is not None:
                         x_sum = builder.fmul(builder.sitofp(sums[t], F32), x_scale)
                         total = multiply_add(builder, row_offsets, splat(builder, x_sum), total)
@@ -127,10 +127,10 @@ def _load_scales(builder: Builder, address: Value, group: Value, otherwise: floa
         scaled = builder.fmul(builder.bitcast(size, VEC), constant(VEC, 2.0**112))
         loaded = builder.bitcast(builder.or_(builder.bitcast(scaled, INTS), sign), VEC)
         inside = builder.block
-    found = builder.phi(VEC)
-    found.add_incoming(constant(VEC, otherwise), entry)
-    found.add_incoming(loaded, inside)
-    return found
+    result = builder.phi(VEC)
+    result.add_incoming(constant(VEC, otherwise), entry)
+    result.add_incoming(loaded, inside)
+    return result
 
 
 def _emit_code_rows(builder: Builder, tag: Any, args: Any) -> None:
@@ -173,8 +173,8 @@ def _emit_code_rows(builder: Builder, tag: Any, args: Any) -> None:
                     variant(width, offset=False)
 
 
-def _unless_none(builder: Builder, address: Value, found: Value) -> Value:
-    return builder.select(builder.icmp_signed("!=", address, I64(0)), found, I64(0))
+def _unless_none(builder: Builder, address: Value, shifted: Value) -> Value:
+    return builder.select(builder.icmp_signed("!=", address, I64(0)), shifted, I64(0))
 
 
 def _emit_quantize(builder: Builder, tag: Any, args: Any) -> None:
@@ -193,12 +193,12 @@ def _emit_quantize(builder: Builder, tag: Any, args: Any) -> None:
         positive = builder.fcmp_ordered(">", largest, F32(0.0))
         inverse = builder.select(positive, builder.fdiv(F32(float(TOP_CODE)), largest), F32(0.0))
         scale = builder.fdiv(largest, F32(float(TOP_CODE)))
-        found = [_rounded(builder, builder.fmul(half, splat(builder, inverse))) for half in halves]
+        code_halves = [_rounded(builder, builder.fmul(half, splat(builder, inverse))) for half in halves]
         target = at(builder, codes, b, UNITS_A_BLOCK * unit_bytes())
-        for half, some in enumerate(found):
+        for half, some in enumerate(code_halves):
             store_codes(builder, builder.add(target, I64(half * UNITS_A_BLOCK // 2 * unit_bytes())), some)
         builder.store(scale, pointer(builder, at(builder, scales, b, 4), F32), align=4)
-        total = _reduce(builder, "add", builder.add(*found))
+        total = _reduce(builder, "add", builder.add(*code_halves))
         builder.store(total, pointer(builder, at(builder, sums, b, 4), I32), align=4)
         return []
 
@@ -207,12 +207,12 @@ def _emit_quantize(builder: Builder, tag: Any, args: Any) -> None:
 
 def _rounded(builder: Builder, x: Value) -> Value:
     """Round sixteen float32 to int32; NaN, and numbers that round to a magnitude above TOP_CODE, become 0."""
-    found = nearest(builder, x)
+    rounded = nearest(builder, x)
     inside = builder.and_(
-        builder.fcmp_ordered("<=", found, constant(VEC, TOP_CODE)),
-        builder.fcmp_ordered(">=", found, constant(VEC, -TOP_CODE)),
+        builder.fcmp_ordered("<=", rounded, constant(VEC, TOP_CODE)),
+        builder.fcmp_ordered(">=", rounded, constant(VEC, -TOP_CODE)),
     )
-    return builder.fptosi(builder.select(inside, found, constant(VEC, 0.0)), INTS)
+    return builder.fptosi(builder.select(inside, rounded, constant(VEC, 0.0)), INTS)
 
 
 def _reduce(builder: Builder, operation: str, vector: Value) -> Value:

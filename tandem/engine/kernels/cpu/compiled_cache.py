@@ -32,7 +32,7 @@ def cached_entry(function: Any, *, nogil: bool = True) -> Any:
 
 
 class _OneFolder(UserProvidedCacheLocator):  # type: ignore[misc]  # numba has no types
-    """Makes numba keep compiled code in the configured folder itself, without a sub-folder for the source's path."""
+    """Makes numba keep compiled code directly in the configured folder, without a sub-folder for the source's path."""
 
     @classmethod
     def get_suitable_cache_subpath(cls, py_file: str) -> str:

@@ -20,7 +20,7 @@ from tandem.engine.kernels.reference import choose_experts, count_experts
 
 
 class Products(Protocol):
-    """The matrix products that `add_experts` needs, which `CpuKernels` has; their input is already normed."""
+    """The matrix products that `add_experts` needs, of inputs that are already normed; `CpuKernels` has them."""
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         """Return x · weightᵀ + bias → [T, N]."""
@@ -30,7 +30,7 @@ class Products(Protocol):
 
 
 def with_wide_router(experts: Experts) -> Experts:
-    """Convert the router's weight and bias to float32, once, and return the experts with them."""
+    """Return the experts with the router's weight and bias in float32. Called once, when the weights are loaded."""
     bias = experts.router_bias
     return replace(experts, router=experts.router.float(), router_bias=None if bias is None else bias.float())
 
@@ -51,9 +51,9 @@ def add_experts(products: Products, x: Tensor, out: Tensor, layer: ExpertsLayer,
         tokens, ranks = torch.where(chosen == expert)
         gate_up = Linear(experts.gate_up[expert], _row(experts.gate_up_bias, expert))
         down = Linear(experts.down[expert], _row(experts.down_bias, expert))
-        found = products.linear(products.gate_up(x[tokens], gate_up, spec.activation), down)
+        output = products.linear(products.gate_up(x[tokens], gate_up, spec.activation), down)
         # An expert has a token at most once, so no element is added twice.
-        mixed[tokens] += found.float() * weights[tokens, ranks, None]
+        mixed[tokens] += output.float() * weights[tokens, ranks, None]
     if experts.shared_gate_up is not None and experts.shared_down is not None:
         shared = products.linear(products.gate_up(x, experts.shared_gate_up, "silu"), experts.shared_down).float()
         if experts.shared_gate is not None:
@@ -76,8 +76,8 @@ def _choose(logits: Tensor, experts: Experts, spec: MixtureOfExperts) -> tuple[T
     """
     if spec.router.score != "sigmoid":
         return choose_experts(logits, experts.choice_bias, spec)
-    found = [choose_experts(token.unsqueeze(0), experts.choice_bias, spec) for token in logits]
-    return torch.cat([weights for weights, _ in found]), torch.cat([chosen for _, chosen in found])
+    choices = [choose_experts(token.unsqueeze(0), experts.choice_bias, spec) for token in logits]
+    return torch.cat([weights for weights, _ in choices]), torch.cat([chosen for _, chosen in choices])
 
 
 def _row(stacked: Tensor | None, index: int) -> Tensor | None:

@@ -47,9 +47,9 @@ def store_codes(builder: Builder, address: Value, codes: Value) -> None:
 
 
 def load_weights(builder: Builder, address: Value, bits: int) -> list[list[Value]]:
-    """Load a panel's next 64 bytes, and return their units as operands.
+    """Load a panel's line of 64 bytes, and return the operands of each unit of four columns.
 
-    There is one unit of 8-bit codes, or two units of 4-bit codes.
+    The line is one unit of 8-bit codes, or two units of 4-bit codes.
     """
     line = builder.load(pointer(builder, address, INTS), align=4)
 
@@ -67,7 +67,7 @@ def load_weights(builder: Builder, address: Value, bits: int) -> list[list[Value
 
 
 def load_activation(builder: Builder, address: Value) -> list[Value]:
-    """Load one unit of a token's activation codes; return operands with the same value in every lane."""
+    """Load a unit of four activation codes of a token, and return it as operands with the same value in every lane."""
     places = [builder.add(address, I64(4 * part)) for part in range(unit_bytes() // 4)]
     return [splat_int(builder, builder.load(pointer(builder, place, I32), align=4)) for place in places]
 
@@ -93,7 +93,7 @@ def add_products(builder: Builder, weights: list[Value], activations: list[Value
     if lanes == LANES:
         return builder.call(multiply, [sums, *weights, *activations])
     halves = [
-        builder.call(multiply, [_lanes(builder, each, first, lanes) for each in (sums, *weights, *activations)])
+        builder.call(multiply, [_lanes(builder, vector, first, lanes) for vector in (sums, *weights, *activations)])
         for first in (0, lanes)
     ]
     return builder.shuffle_vector(*halves, ir.Constant(INTS, list(range(LANES))))
@@ -105,7 +105,7 @@ def _multiply_words(builder: Builder, a: Value, b: Value) -> Value:
     The code is written so that LLVM emits the single x86 instruction for it.
     """
     wide = ir.VectorType(I32, 2 * LANES)
-    products = builder.mul(*(builder.sext(builder.bitcast(each, _WORDS), wide) for each in (a, b)))
+    products = builder.mul(*(builder.sext(builder.bitcast(words, _WORDS), wide) for words in (a, b)))
     return builder.add(
         _lanes(builder, products, 0, LANES, step=2),
         _lanes(builder, products, 1, LANES, step=2),

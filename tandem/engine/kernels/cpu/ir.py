@@ -125,8 +125,8 @@ def prefetch(builder: Builder, address: Value) -> None:
 def fold(builder: Builder, vectors: list[Value], combine: Callable[[Value, Value], Value]) -> Value:
     """Combine the lanes of each vector into one number, and return the numbers as adjacent lanes of one vector.
 
-    The number of vectors is a power of two up to 16. Lanes i and i + half are combined until one is left; once vectors
-    are narrow enough, several share an instruction.
+    The number of vectors is a power of two up to 16. Each step combines the lower half of a vector's lanes with the
+    upper half, and joins pairs of vectors, until each number is one lane.
     """
     width = LANES
     while width > 1:
@@ -144,12 +144,12 @@ def fold(builder: Builder, vectors: list[Value], combine: Callable[[Value, Value
 def _halves(builder: Builder, first: Value, second: Value | None, width: int) -> tuple[Value, Value]:
     """Return the lower and the upper `width` lanes of every group of 2 · `width` lanes, of one vector or of two."""
     lanes = first.type.count * (1 if second is None else 2)
-    other = ir.Constant(first.type, ir.Undefined) if second is None else second
+    second_vector = ir.Constant(first.type, ir.Undefined) if second is None else second
     lower = [lane for lane in range(lanes) if lane % (2 * width) < width]
     kind = ir.VectorType(I32, len(lower))
     return (
-        builder.shuffle_vector(first, other, ir.Constant(kind, lower)),
-        builder.shuffle_vector(first, other, ir.Constant(kind, [lane + width for lane in lower])),
+        builder.shuffle_vector(first, second_vector, ir.Constant(kind, lower)),
+        builder.shuffle_vector(first, second_vector, ir.Constant(kind, [lane + width for lane in lower])),
     )
 
 
@@ -191,7 +191,7 @@ def loop(
 
 
 def _not_unrolled(module: Any) -> Any:
-    """Return metadata that forbids the unrolling of one loop; LLVM requires its first operand to be the node itself."""
+    """Return a metadata node that forbids LLVM to unroll one loop; the node's first operand must be the node itself."""
     rule = module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")])
     node = ir.values.MDValue(module, [rule], name=str(len(module.metadata)))
     node.operands = (node, rule)
@@ -233,8 +233,8 @@ class Function:
 def steps(builder: Builder, stop: Value, sizes: Sequence[int], body: Callable[[Value, int], None]) -> None:
     """Emit body(i, size) for consecutive pieces of 0 .. `stop`.
 
-    Pieces of the largest size come first, as often as they fit, then those of the next size, and so on down to 1. Sizes
-    are powers of two.
+    There are as many pieces of the largest size as fit, then as many of the next size, and so on down to 1. `sizes` are
+    descending powers of two.
     """
     start: Value = I64(0)
     for size in sizes:
@@ -289,5 +289,5 @@ def hyperbolic_tangent(builder: Builder, x: Value) -> Value:
     near = multiply_add(builder, builder.fmul(near, square), size, size)
     falling = exponential(builder, builder.fmul(size, number(-2.0)))
     far = builder.fdiv(builder.fsub(number(1.0), falling), builder.fadd(number(1.0), falling))
-    found = builder.select(builder.fcmp_ordered("<", size, number(0.625)), near, far)
-    return builder.select(negative, builder.fneg(found), found)
+    magnitude = builder.select(builder.fcmp_ordered("<", size, number(0.625)), near, far)
+    return builder.select(negative, builder.fneg(magnitude), magnitude)

@@ -1,4 +1,4 @@
-"""The single compiled function of the CPU kernels, which runs a job, or helps with a job of another thread."""
+"""The single compiled function of the CPU kernels: it runs a job, or helps another thread with its job."""
 
 from typing import Any
 

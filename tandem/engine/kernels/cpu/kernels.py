@@ -45,7 +45,7 @@ from tandem.protocol.errors import Internal
 _ALL_POSITIONS = 1 << 30
 _CHUNKS_A_THREAD = 8
 _LONG_CHUNK_ROWS = 64
-"""Number of rows of a packed weight in a chunk, in a step with many tokens: so few that they stay in the L2 cache."""
+"""Maximum number of rows of a packed weight in a chunk, in a step with many tokens: they must stay in the L2 cache."""
 
 
 class CpuKernels(Kernels):
@@ -86,8 +86,10 @@ class CpuKernels(Kernels):
         host memory: the machine code would misread it.
         """
         linear = replace(linear, weight=self._prepared(linear.weight))
-        tensors = [each for each in (linear.weight, linear.bias) if isinstance(each, Tensor)]
-        if not all(each.is_contiguous() and each.dtype == self._dtype and is_cpu(each.device) for each in tensors):
+        tensors = [tensor for tensor in (linear.weight, linear.bias) if isinstance(tensor, Tensor)]
+        if not all(
+            tensor.is_contiguous() and tensor.dtype == self._dtype and is_cpu(tensor.device) for tensor in tensors
+        ):
             raise Internal(f"CPU kernels for {self._dtype} were given a weight or bias of another dtype, or strided.")
         return linear
 
@@ -101,7 +103,7 @@ class CpuKernels(Kernels):
         gate_up = self.prepare(Linear(experts.gate_up, experts.gate_up_bias)).weight
         down = self.prepare(Linear(experts.down, experts.down_bias)).weight
         shared = (experts.shared_gate_up, experts.shared_down)
-        shared_gate_up, shared_down = (None if each is None else self.prepare(each) for each in shared)
+        shared_gate_up, shared_down = (None if linear is None else self.prepare(linear) for linear in shared)
         return with_wide_router(
             replace(experts, gate_up=gate_up, down=down, shared_gate_up=shared_gate_up, shared_down=shared_down)
         )
@@ -113,7 +115,7 @@ class CpuKernels(Kernels):
         return F.embedding(token_ids, table)
 
     def norm_linear(self, hidden: Tensor, norm: Norm, linear: Linear) -> Tensor:
-        """Compute RMSNorm and the product, as two jobs."""
+        """Compute RMSNorm as a job, then the product, with PyTorch or as a job like `linear`."""
         if _is_long(hidden, linear):
             return self.linear(self._norm(hidden, norm), linear)
         out = torch.empty(len(hidden), len(linear.weight), dtype=self._dtype)
@@ -121,7 +123,7 @@ class CpuKernels(Kernels):
         return out
 
     def norm_gate_up(self, hidden: Tensor, norm: Norm, gate_up: Linear, activation: str = "silu") -> Tensor:
-        """Compute RMSNorm and the gated product, as two jobs."""
+        """Compute RMSNorm as a job, then the gated product, with PyTorch or as a job like `linear`."""
         if _is_long(hidden, gate_up):
             return self._long.gate_up(self._norm(hidden, norm), gate_up, activation)
         if not _halves_are_apart(gate_up.weight):
@@ -220,10 +222,10 @@ class CpuKernels(Kernels):
         *,
         gelu: bool = False,
     ) -> None:
-        """Compute out [T, rows] = x · weightᵀ + bias with x = RMSNorm(source), or out += source · weightᵀ + bias.
+        """Run the job `operation` of `cpu_jobs`: a norm, a product, or both.
 
-        With a norm, `x` is memory for the normed source. Without one, `x` is the source itself and the product is
-        added.
+        With a norm, the input of the product is RMSNorm(source), which is stored in `x`, and the result replaces `out`
+        [T, rows]. Without one, `x` must be `source`; the product of `cpu_jobs.LINEAR` is then added to `out`.
         """
         tokens, k = source.shape
         rows, weight = out.shape[1], linear.weight
@@ -259,13 +261,13 @@ class CpuKernels(Kernels):
     def _chunk_rows(self, rows: int) -> int:
         """Return the number of weight rows in a chunk.
 
-        The rows are few enough that all threads end at about the same time, and enough to stream the weight.
+        A chunk has so few rows that all threads end at about the same time, and enough that the weight is streamed.
         """
         share = rows // (self._threads * _CHUNKS_A_THREAD)
         return min(max(share - share % 4, 8), MAX_CHUNK_ROWS)
 
     def _code_chunk_rows(self, rows: int, tokens: int) -> int:
-        """Return the number of weight rows in a chunk like `_chunk_rows`, as a multiple of a panel's rows."""
+        """Return the number of rows of a packed weight in a chunk, like `_chunk_rows`; a multiple of a panel's rows."""
         most = MAX_CHUNK_ROWS if tokens < LONG_TOKENS else _LONG_CHUNK_ROWS
         share = rows // (self._threads * _CHUNKS_A_THREAD)
         return min(max(share - share % LANES, LANES), most)
@@ -276,7 +278,7 @@ class CpuKernels(Kernels):
         return self._normed
 
     def _reserve_items(self, tokens: int, rows: int, max_context: int, shape: AttentionShape) -> None:
-        """Allocate memory for a step's items: long rows are divided by queries, one-token rows by blocks of keys."""
+        """Allocate memory for the largest list of attention items (`attention.py`) that the step may have."""
         group = shape.heads // shape.kv_heads
         blocks = -(-max_context // KEYS)
         decode = rows * shape.kv_heads * -(-group // QUERIES) * blocks
@@ -299,7 +301,7 @@ def _codes_of(weight: Weight) -> Tensor:
 def _halves_are_apart(weight: Weight) -> bool:
     """Return True if the gate rows and the up rows of a weight can be computed separately.
 
-    They cannot in a PanelWeight in which one panel of LANES rows has rows of both.
+    The exception is a PanelWeight with a panel of LANES rows that contains both gate rows and up rows.
     """
     return not isinstance(weight, PanelWeight) or weight.outputs // 2 % LANES == 0
 

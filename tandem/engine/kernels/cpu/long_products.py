@@ -21,7 +21,7 @@ LONG_TOKENS = 48
 _PIECE = 256
 """Number of weight rows in a piece.
 
-The rows are enough that the library's copy of the input costs little, and few enough that many threads have work.
+With fewer rows, the library's copy of the input would cost more; with more, fewer threads would have work.
 """
 
 

@@ -114,11 +114,11 @@ def in_panels(weight: PackedWeight) -> PanelWeight:
     )
 
 
-def _stacked(each: Sequence[PanelWeight]) -> PanelWeight:
+def _stacked(weights: Sequence[PanelWeight]) -> PanelWeight:
     codes, scales, *offsets, factors = (
-        torch.stack(parts) for parts in zip(*(one.parts() for one in each), strict=True)
+        torch.stack(parts) for parts in zip(*(weight.parts() for weight in weights), strict=True)
     )
-    first = each[0]
+    first = weights[0]
     return PanelWeight(
         codes, scales, offsets[0] if offsets else None, first.group, factors, first.outputs, first.inputs
     )
@@ -139,7 +139,7 @@ def _codes_in_panels(codes: Tensor, columns: int) -> Tensor:
     four_bit = codes.dtype == torch.uint8
     units = columns // (2 * UNIT if four_bit else UNIT)
     panels = -(-len(codes) // LANES)
-    found = torch.empty(panels, units, LANES, UNIT, dtype=codes.dtype)
+    rearranged = torch.empty(panels, units, LANES, UNIT, dtype=codes.dtype)
     step = max(_PIECE // columns // LANES, 1)
     for first in range(0, panels, step):
         piece = _padded(codes[first * LANES : (first + step) * LANES])
@@ -148,5 +148,5 @@ def _codes_in_panels(codes: Tensor, columns: int) -> Tensor:
             packed = pairs[:, :, :, 0] | pairs[:, :, :, 1] << 4
         else:
             packed = (piece ^ -128).view(-1, LANES, units, UNIT)
-        found[first : first + step] = packed.transpose(1, 2)
-    return found
+        rearranged[first : first + step] = packed.transpose(1, 2)
+    return rearranged

@@ -1,6 +1,6 @@
 """The threads of the CPU kernels, which run one job at a time, divided into chunks that free threads take.
 
-A job lasts microseconds, so the threads must get it in less than one microsecond. The caller writes the job into shared
+A job takes microseconds, so threads must receive it in less than one microsecond. The caller writes the job into shared
 memory, publishes it with one store, and works on its chunks like the helper threads. No thread has a fixed share, so a
 thread that is preempted or still asleep delays the job by one chunk and not by half of it.
 
@@ -195,8 +195,8 @@ def await_chunk(shared):  # type: ignore[no-untyped-def]
 class Pool:
     """The helper threads, and the memory that they share with the thread that submits jobs.
 
-    A helper calls `help_out(shared, scratch)`, which works on jobs and returns if none has come for a while or if STOP
-    is set. The threads end when `close` is called or the pool is collected.
+    A helper calls `help_out(shared, scratch)`, which works on jobs, and returns if STOP is set or if there has been no
+    job for a while. The threads end when `close` is called or the pool is collected.
     """
 
     def __init__(self, threads: int, help_out: Callable[[int, int], None]) -> None:

@@ -1,4 +1,4 @@
-"""Matrix products of the CPU kernels, with the operations before and after; a chunk is some weight rows and all tokens.
+"""Matrix products of the CPU kernels, and the operations fused with them; a chunk is some weight rows and all tokens.
 
 Every output is a dot product in the order of accumulation of `tiles._dot_tile`, so it depends neither on the other
 tokens of the step nor on how the work is divided. Tokens come in blocks of eight, because sixteen accumulators (two
@@ -30,7 +30,7 @@ from tandem.engine.kernels.cpu.vector import (
 from tandem.engine.kernels.held_weight import CODES_A_BLOCK
 
 F32 = np.float32(0)
-"""The tag of float32 memory."""
+"""The `tag` (see `ir.py`) of float32 elements."""
 F32_BYTES = 4
 TOKENS_A_CHUNK = 16
 """Number of tokens in a chunk, in jobs that process token by token."""

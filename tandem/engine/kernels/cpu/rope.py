@@ -9,7 +9,7 @@ from tandem.engine.kernels.cpu.products import F32, F32_BYTES, TOKENS_A_CHUNK, n
 from tandem.engine.kernels.cpu.vector import item_bytes, load, load_int, scale_row, store
 
 INT8, INT32, INT64 = np.int8(0), np.int32(0), np.int64(0)
-"""Values whose types are the tags of integers in memory."""
+"""Values whose types are the `tag` (see `ir.py`) of integer elements."""
 LARGEST_CODE = 127
 """The largest code of int8 keys and values."""
 (QKV, ANGLES, Q_NORM, K_NORM, WIDE_NORM, CACHE, PAGE_ITEMS, PART_ITEMS, HEAD_ITEMS, POSITIONS, SLOTS, TOKENS, HEADS,

@@ -48,8 +48,8 @@ def _dot_tile(rows: int, tokens: int) -> "Function":
 
     It computes out[t][r] = Σ w[r][i] · x[t][i] over i < k. w has `rows` rows and x `tokens` rows of elements of type
     `tag`, out is float32; strides are in bytes. If `more` is not 0 the sums are added to `out`. The weights two tiles
-    ahead are prefetched into the L2 cache. Without the prefetch, the few miss slots of the L1 cache would limit the
-    stream of a row to half of the memory's bandwidth, and the stream of a wide tile to a third.
+    ahead are prefetched into the L2 cache. Without the prefetch, the small number of concurrent L1 misses would limit
+    reading to half of the memory's bandwidth for one row, and to a third for a wide tile.
     """
 
     def emit(builder: Builder, tag: Any, args: Any) -> None:
@@ -125,7 +125,7 @@ def _mix_tile(tokens: int, vectors: int) -> "Function":
         def body(j: Value, *sums: Value) -> list[Value]:
             row = builder.add(v, builder.mul(j, v_stride))
             vs = [load_vector(builder, builder.add(row, I64(d * step)), tag) for d in range(vectors)]
-            ps = [splat(builder, load_element(builder, at(builder, each, j, 4), types.float32)) for each in p_rows]
+            ps = [splat(builder, load_element(builder, at(builder, p_row, j, 4), types.float32)) for p_row in p_rows]
             return [
                 multiply_add(builder, vs[d], ps[t], sums[t * vectors + d])
                 for t in range(tokens)
@@ -229,9 +229,9 @@ _NARROW_BLOCK = 2
 K_BLOCK = 768
 """Number of elements of a dot product that are summed at a time: those of eight tokens stay in the L1 cache."""
 MIX_BLOCK = 32
-"""Number of values that are summed in a lane before they are added to the output.
+"""Number of products that are summed in a lane before the sum is added to the output.
 
-In a longer sum, each value would lose more of its digits to rounding.
+In a longer sum, each product would lose more digits to rounding.
 """
 _DOT_TILES = {
     (rows, tokens): _dot_tile(rows, tokens)

@@ -1,6 +1,6 @@
 """Products of bfloat16 pairs, for hosts that have instructions for them, and loads of only a vector's first lanes.
 
-These products and those of codes (`integer_units.py`) are all that depends on an instruction set.
+This module and `integer_units.py` detect the host's instruction set, and generate the code that depends on it.
 """
 
 from typing import Any

@@ -126,9 +126,9 @@ def _emit_soften(builder: Builder, tag: Any, args: Any, fetch: Fetch, put: Put, 
 
 
 def _emit_combine(builder: Builder, tag: Any, args: Any, fetch: Fetch, put: Put, spread: Spread) -> None:
-    y, kept, other, added = args
+    y, kept, source, added = args
     first = builder.fmul(fetch(y, types.float32), spread(kept))
-    put(y, types.float32, multiply_add(builder, fetch(other, types.float32), spread(added), first))
+    put(y, types.float32, multiply_add(builder, fetch(source, types.float32), spread(added), first))
 
 
 _ADD, _SCALE = _rowwise("add", _emit_add), _rowwise("scale", _emit_scale)
@@ -139,7 +139,7 @@ _SOFTEN, _COMBINE = _rowwise("soften", _emit_soften), _rowwise("combine", _emit_
 
 
 def _calls(function: Function) -> Any:
-    """Return the code generator of an intrinsic: its last argument is the tag, the others are passed to `function`."""
+    """Return the code generator of an intrinsic that calls `function`; the intrinsic's last argument is the tag."""
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         function.call(builder, signature.args[-1], args[:-1])
@@ -209,8 +209,8 @@ def soften_row(typingctx, y, scale, largest, n, tag):  # type: ignore[no-untyped
 
 
 @intrinsic
-def combine_row(typingctx, y, kept, other, added, n, tag):  # type: ignore[no-untyped-def]
-    """Emit y = y · kept + other · added in float32; the tag must be that of float32."""
+def combine_row(typingctx, y, kept, source, added, n, tag):  # type: ignore[no-untyped-def]
+    """Emit y = y · kept + source · added in float32; the tag must be that of float32."""
     signature = types.void(types.int64, types.float32, types.int64, types.float32, types.int64, tag)
     return signature, _calls(_COMBINE)
 

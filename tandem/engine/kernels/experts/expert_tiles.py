@@ -1,9 +1,9 @@
 """The tiles of the experts' products, chosen by the average number of tokens per expert.
 
-A tile holds tokens of a single expert, so larger tiles read weights less often and compute more padding. The figures
-are for an H200: 227 KiB of shared memory per multiprocessor, of which loads in flight must fill about 32 KiB on each
-multiprocessor to reach the memory's full bandwidth. `python -m benchmarks.kernels experts --tune` measures other tiles
-and prints lines for `TUNED`. Nothing here needs torch or Triton.
+A tile holds tokens of a single expert, so larger tiles read weights less often and compute more padding. The tiles are
+for an H200: a multiprocessor has 227 KiB of shared memory, and must have about 32 KiB of loads in flight for the full
+memory bandwidth. `python -m benchmarks.kernels experts --tune` measures other tiles and prints lines for `TUNED`.
+Nothing here needs torch or Triton.
 """
 
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ class ExpertShape:
 TOKENS_OF_TILES = ((8, 16), (16, 32), (48, 64))
 """Pairs (maximum average number of tokens per expert, tokens of a tile); nearly all experts fill less than one tile."""
 MOST_TOKENS = 128
-"""Number of tokens of a tile for averages above those of `TOKENS_OF_TILES`."""
+"""Number of tokens of a tile if an expert has more tokens on average than `TOKENS_OF_TILES` lists."""
 
 TILES = {
     # 16 and 8 KiB of loads in flight for each of the eight programs that fit on a multiprocessor.
@@ -107,8 +107,8 @@ PACKED_TILES = {
 }
 """The tiles of packed weights in the 16-bit types, which have not been measured yet.
 
-For a packed weight, `held_weight.step_bytes` replaces `columns`. `columns` is used only if one of the layer's two
-weights is not packed.
+`columns` is used only for a weight that is not packed, if the layer's other weight is; for a packed weight it is
+replaced by `held_weight.step_bytes`.
 """
 PACKED_FLOAT_TILE = ExpertTile(16, gate_up=ProductTile(16, 32, 3, 4), down=ProductTile(32, 32, 3, 4))
 """The tile of packed weights for inputs in float32, the same for every step."""
@@ -119,9 +119,9 @@ _MOST_ROUTER_SPLITS = 16
 _ROUTER_CHUNK = 256
 """Minimum number of columns of a program of the router's product."""
 _ROUTER_PROGRAMS = 64
-"""Number of programs with which the router's product hides the latency of its loads.
+"""Number of programs for which the router's product is split: enough to hide the latency of loads.
 
-More splits mean more partial sums for the choice to read.
+With more splits, the choice kernel would have to read more partial sums.
 """
 
 

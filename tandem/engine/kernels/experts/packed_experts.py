@@ -1,7 +1,7 @@
 """Packed expert weights on GPUs: their preparation, and the launch of their products.
 
-Unlike with plain weights, steps of one token use tiles too. Inputs stay in the model's dtype for every quantization: an
-expert has few tokens, so reading its weights takes most of the time.
+Steps of one token also use tiles, unlike those with plain weights. Inputs stay in the model's dtype for every
+quantization: an expert has few tokens, so reading its weights takes most of the time.
 """
 
 from dataclasses import replace
@@ -40,7 +40,7 @@ def packed_tile_kernel(
     """Multiply as `tile_kernel` does, with packed weights: codes [E, 2·N or N, K / 32 · BITS] words of int32.
 
     The scale and offset of expert e, row r and group g are at e · expert_stride + r · row_stride + g · group_stride.
-    Codes, and the COLUMNS bytes that are read at a time, are as in `packed_kernel`.
+    The layout of the codes, and the COLUMNS bytes that are read at a time, are as in `packed_kernel`.
     """
     BYTES: tl.constexpr = K * BITS // 8
     EVEN: tl.constexpr = BYTES % COLUMNS == 0
@@ -81,8 +81,8 @@ def packed_tile_kernel(
 def prepared_experts(experts: Experts, dtype: torch.dtype) -> Experts:
     """Return the experts with packed weights as kernels read them, or dequantized if no kernel multiplies them."""
     shared_gate_up, shared_down = (
-        None if each is None else products.prepared(each, dtype)
-        for each in (experts.shared_gate_up, experts.shared_down)
+        None if linear is None else products.prepared(linear, dtype)
+        for linear in (experts.shared_gate_up, experts.shared_down)
     )
     gate_up, down = _prepared(experts.gate_up, dtype), _prepared(experts.down, dtype)
     return replace(experts, gate_up=gate_up, down=down, shared_gate_up=shared_gate_up, shared_down=shared_down)

@@ -58,7 +58,7 @@ FUSED_NORM_TOKENS = 64
 Each program of the product repeats the norm of the whole row.
 """
 _SORTED_NUMBERS = 4096
-"""Maximum of tokens · experts for which one program chooses and sorts: 16 registers of a thread per tensor."""
+"""Maximum of tokens · experts for which one program chooses and sorts: a tensor takes 16 registers of each thread."""
 _CHOICE_TOKENS = 4
 """Number of tokens per program of `choice_kernel`, unless one program chooses and sorts for the whole step.
 
@@ -80,7 +80,7 @@ class Choice:
 
 
 class TiledChoice(Choice):
-    """The chosen experts with the list of each expert's pairs, see `triton_router`."""
+    """The chosen experts, with the list of each expert's (token, expert) pairs, see `triton_router`."""
 
     def __init__(self, tokens: int, shape: ExpertShape, tile_tokens: int, device: torch.device) -> None:
         super().__init__(tokens, shape, device)
@@ -91,7 +91,7 @@ class TiledChoice(Choice):
 
 
 class ExpertKernels:
-    """The routed experts of any layer, owned by `CudaKernels`. It keeps no state."""
+    """Computes the routed experts of any layer. Owned by `CudaKernels`; keeps no state."""
 
     def __init__(self, pdl: bool) -> None:
         self._pdl = pdl
@@ -106,8 +106,8 @@ class ExpertKernels:
     ) -> Tensor:
         """Add the routed experts' output to `out` (see `Products.experts`), and return RMSNorm(hidden).
 
-        The norm is computed before the addition, which overwrites `hidden` if it is `out`. `tile` replaces the default
-        tile (`tile_for`, or `packed_tile` for packed weights).
+        `out` may be `hidden`: the norm is computed before the addition. `tile` replaces the default tile (`tile_for`,
+        or `packed_tile` for packed weights).
         """
         experts, spec, (tokens, width) = layer.experts, layer.spec, hidden.shape
         shape = ExpertShape(spec.experts, spec.top_k, width, spec.width)

@@ -1,9 +1,9 @@
 """The products of the chosen experts, and the sum over a token's experts.
 
 In steps of several tokens a program multiplies a tile of tokens of one expert with rows of the expert's weights, which
-are the left operand of `tl.dot`, as in `tandem/engine/kernels/linear`. A token's output from each of its experts is
-stored, rounded to the model's dtype, and added in the order of the ranks: there are no atomics, and no number depends
-on another token.
+are the left operand of `tl.dot`, as in `tandem/engine/kernels/linear`. The output of each of a token's experts is
+rounded to the model's dtype and stored; a second kernel adds a token's outputs in the order of the ranks. There are no
+atomics, so no token's result depends on another token.
 
 In a step of one token, programs of a few rows multiply in float32, without tiles; those of the down product hold the
 rows of all experts of the token and add their sums to the residual stream.

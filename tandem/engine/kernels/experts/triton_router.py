@@ -1,9 +1,9 @@
 """The router of a mixture of experts: its product, the choice of experts, and the list of each expert's tokens.
 
 The product multiplies in the model's dtype and sums in float32; the logits stay float32. A program of the choice kernel
-chooses for a few tokens. If one program can hold the whole step, it also sorts. Else the programs count each expert's
-tokens with integer atomics, and a second kernel sorts, with one program per expert. The list is in the order of the
-tokens, so the results do not depend on the order in which programs run.
+chooses for a few tokens. If one program can hold the whole step, the program also lists each expert's tokens. Else the
+programs count each expert's tokens with integer atomics, and a second kernel makes the list, with one program per
+expert. The list is in the order of the tokens, so the results do not depend on the order in which programs run.
 
 A pair is one token and one of its experts; it has the number token · top_k + rank. A tile is `tokens` entries of the
 list, all of one expert; the last tile of an expert is partly empty. tiles [max_tiles + 1] int32 holds for each tile
@@ -27,7 +27,7 @@ SORT = tl.constexpr(2)
 """The tasks of the choice kernel: choose, choose and count each expert's tokens, or choose, count and sort."""
 
 PAIRS_BASE = tl.constexpr(256)
-"""The factor of the expert in an entry of `tiles`: expert · PAIRS_BASE + the tile's number of pairs."""
+"""Base of an entry of `tiles`, which is expert · PAIRS_BASE + the tile's number of pairs."""
 
 _LOWEST = tl.constexpr(-1e30)
 """The score of experts that may be chosen only after all others; experts that are already chosen have -inf."""
@@ -162,7 +162,7 @@ def choice_kernel(
         ranked = _within_groups(ranked, TOKENS, TOP_GROUPS, TOP_2_SUM, BLOCK_G, BLOCK_S)
         ranked = tl.where(is_expert[None, :], ranked, float("-inf"))
     ranks = tl.arange(0, BLOCK_K)[None, :]
-    found = tl.zeros((TOKENS, BLOCK_K), tl.float32)
+    chosen_scores = tl.zeros((TOKENS, BLOCK_K), tl.float32)
     numbers = tl.zeros((TOKENS, BLOCK_K), tl.int32)
     rank_of = tl.full((TOKENS, LANES), -1, tl.int32)
     for rank in tl.range(0, TOP_K):
@@ -171,18 +171,18 @@ def choice_kernel(
         rank_of = tl.where(hit, rank, rank_of)
         value = tl.sum(tl.where(hit, scores, 0.0), axis=1)
         number = tl.sum(tl.where(hit, expert[None, :], 0), axis=1)
-        found = tl.where(ranks == rank, value[:, None], found)
+        chosen_scores = tl.where(ranks == rank, value[:, None], chosen_scores)
         numbers = tl.where(ranks == rank, number[:, None], numbers)
     is_rank = ranks < TOP_K
     if SCORE == SOFTMAX_OF_TOP_K:
-        highest = tl.max(tl.where(is_rank, found, _LOWEST), axis=1)
-        found = tl.where(is_rank, tl.exp(found - highest[:, None]), 0.0)
+        highest = tl.max(tl.where(is_rank, chosen_scores, _LOWEST), axis=1)
+        chosen_scores = tl.where(is_rank, tl.exp(chosen_scores - highest[:, None]), 0.0)
     if RENORMALIZE or SCORE == SOFTMAX_OF_TOP_K:
-        total_of = tl.sum(tl.where(is_rank, found, 0.0), axis=1)[:, None]
-        found = found / tl.where(total_of > 0, total_of, 1.0)
+        total_of = tl.sum(tl.where(is_rank, chosen_scores, 0.0), axis=1)[:, None]
+        chosen_scores = chosen_scores / tl.where(total_of > 0, total_of, 1.0)
     pair = tokens[:, None] * TOP_K + ranks
     valid = present & (slot >= 0)
-    tl.store(weights + pair, found * scaling, mask=present[:, None] & is_rank)
+    tl.store(weights + pair, chosen_scores * scaling, mask=present[:, None] & is_rank)
     tl.store(chosen + pair, tl.where(valid[:, None], numbers, -1), mask=present[:, None] & is_rank)
     counting = valid[:, None] & is_rank
     if COUNTED:
@@ -216,7 +216,7 @@ def sort_kernel(
     chosen [P] and counts [E] are those of `choice_kernel`; tiles and pairs are as in the module's docstring.
     """
     launch_dependents(PDL)
-    mine = tl.program_id(0)
+    expert = tl.program_id(0)
     experts = tl.arange(0, BLOCK_E)
     at = tl.arange(0, CHUNK)
     wait_for_inputs(PDL)
@@ -225,22 +225,22 @@ def sort_kernel(
     count_of = tl.load(counts + experts, mask=experts < E, other=0)
     count_of = tl.minimum(tl.maximum(count_of, 0), P)
     tiles_of = (count_of + TILE - 1) // TILE
-    first = tl.sum(tl.where(experts < mine, tiles_of, 0), axis=0)
-    count = tl.sum(tl.where(experts == mine, count_of, 0), axis=0)
-    if mine == 0:
+    first = tl.sum(tl.where(experts < expert, tiles_of, 0), axis=0)
+    count = tl.sum(tl.where(experts == expert, count_of, 0), axis=0)
+    if expert == 0:
         tl.store(tiles + MAX_TILES, tl.sum(tiles_of, axis=0))
     for start in tl.range(0, (count + TILE - 1) // TILE, BLOCK_E):
         number = start + experts
         left = count - number * TILE
         inside = (left > 0) & (first + number < MAX_TILES)
-        tl.store(tiles + first + number, mine * PAIRS_BASE + tl.minimum(left, TILE), mask=inside)
+        tl.store(tiles + first + number, expert * PAIRS_BASE + tl.minimum(left, TILE), mask=inside)
     # Pairs are read in the order of the tokens, a chunk at a time; a prefix sum over the chunk keeps that order.
     done = first * TILE
     end = MAX_TILES * TILE
     for start in tl.range(0, P, CHUNK):
-        found = (coming == mine).to(tl.int32)
+        hits = (coming == expert).to(tl.int32)
         later = start + CHUNK + at
         coming = tl.load(chosen + later, mask=later < P, other=-1)
-        place = done + tl.cumsum(found, axis=0) - 1
-        tl.store(pairs + place, start + at, mask=(found > 0) & (place < end))
-        done += tl.sum(found, axis=0)
+        place = done + tl.cumsum(hits, axis=0) - 1
+        tl.store(pairs + place, start + at, mask=(hits > 0) & (place < end))
+        done += tl.sum(hits, axis=0)

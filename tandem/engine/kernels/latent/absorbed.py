@@ -1,11 +1,12 @@
 """Absorbed attention over the paged latents, for decode rows and for chunks of few tokens.
 
-A head's score q · (W_uk · latent) is (q · W_uk) · latent, so that all heads read the latent itself, once: before
-attention, the queries are multiplied by the key matrices, and after attention, the mixed latents by the value matrices
-(DeepSeek-V2, arXiv:2405.04434, section 2.1.2). Attention itself is Flash-Decoding (Dao et al. 2023) in two launches.
-The first computes partial results: the tiles of all groups are concatenated and cut into ranges of equal length, one
-for each program, computed on the device once per step. The second merges the partial results in the order of the
-ranges, so that the same inputs give the same bits. The grids depend only on host numbers, as CUDA graphs require.
+A head's score q · (W_uk · latent) equals (q · W_uk) · latent, so all heads can use the latent itself, which is read
+once: before attention, the queries are multiplied by the key matrices, and after attention, the mixed latents by the
+value matrices (DeepSeek-V2, arXiv:2405.04434, section 2.1.2). Attention itself is Flash-Decoding (Dao et al. 2023) in
+two launches. The first computes partial results: the tiles of all groups are concatenated and cut into ranges of equal
+length, one for each program, computed on the device once per step. The second merges the partial results in the order
+of the ranges, so that the same inputs give the same bits. The grids depend only on host numbers, as CUDA graphs
+require.
 """
 
 import math
@@ -36,7 +37,7 @@ _GROUPS_TILE = 128
 _MERGED_ELEMENTS = 8192
 """Number of elements of partial results (float32) that a merging program loads at a time."""
 _MERGED_DIMS, _MANY_MERGES = 64, 512
-"""Number of dimensions that a program merges if tokens · heads is less than the second number; otherwise all."""
+"""Number of dimensions that a merging program computes if tokens · heads is less than `_MANY_MERGES`; else all."""
 
 
 class _Step(NamedTuple):

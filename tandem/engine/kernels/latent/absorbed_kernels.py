@@ -13,9 +13,9 @@ from tandem.engine.kernels.latent.triton_products import dot
 from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
 RANGE_FIELDS = tl.constexpr(4)
-"""Number of fields of a program's range: first group, group after the last, first tile in the first group, tiles."""
+"""Number of fields of a program's range: first group, last group + 1, first tile of the first group, tile count."""
 PART_FIELDS = tl.constexpr(2)
-"""Number of fields of a group's entry in `parts`: the slot of its first partial result, and their number."""
+"""Number of fields of a group's entry in `parts`: slot of the first partial result, number of partial results."""
 GROUP_FIELDS = tl.constexpr(3)
 """Number of fields of a group of several tokens: its row, its first token, its number of tokens."""
 

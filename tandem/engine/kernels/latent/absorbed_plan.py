@@ -16,12 +16,12 @@ class Plan:
     """The tile of a program, and the number of programs that share all tiles of a step."""
 
     rows: int
-    """Number of rows of the tile: the heads of one token, or of several tokens that share their context."""
+    """Number of rows of the tile: (token, head) pairs of one token, or of consecutive tokens of one row of the step."""
     block_tokens: int
     warps: int
     stages: int
     programs: int = 0
-    """Number of programs that run concurrently; 0 = each group is cut into `EXACT_SPLITS` ranges on its own."""
+    """Number of programs that run concurrently; 0 = each group alone is cut into `EXACT_SPLITS` ranges."""
 
 
 _TILES = {
@@ -53,7 +53,7 @@ def make_plan(shape: LatentShape, tokens: int, dtype: torch.dtype, sms: int) -> 
 
 
 def group_tokens(shape: LatentShape) -> int:
-    """Return the number of consecutive tokens that share a tile: as many as fill the largest tile with their heads."""
+    """Return the number of consecutive tokens in a group: as many as fit with all heads into the largest tile, or 1."""
     return max(1, max(_TILES) // shape.heads)
 
 

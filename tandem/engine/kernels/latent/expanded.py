@@ -1,8 +1,8 @@
 """Expanded attention of prompts, for which keys and values of all heads are computed from the latents, block by block.
 
-First, a step's own tokens attend to one another. Then the tokens of rows with earlier tokens in the cache attend to
-blocks of the cached positions, all of which every token of the row sees. The results are merged by the logarithms of
-the sums of weights, as in Flash-Decoding.
+First, a step's own tokens attend to one another. Then the tokens of rows that had tokens in the cache before the step
+attend to blocks of these positions, without a mask, because each token of the row sees all of them. The results are
+merged by the logarithms of the sums of weights, as in Flash-Decoding.
 """
 
 import threading
@@ -38,7 +38,10 @@ class _Block(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """The blocks of a step: its own tokens, and cached positions with the number of keys that each token [T] sees."""
+    """The blocks of keys of a step: `own` has the step's own tokens, `cached` the positions cached before the step.
+
+    With each cached block comes the number of the block's keys that each token sees: [T] int32.
+    """
 
     own: _Block
     cached: list[tuple[_Block, Tensor]]
@@ -123,7 +126,7 @@ class ExpandedAttention:
 
 
 def _pack(lengths: Tensor, first_positions: Tensor, longest: int, tokens: int) -> _Block:
-    """Return the block of the rows' ranges of positions ([R] int32); `tokens` is an upper bound of Σ `lengths`."""
+    """Return the block of a range of positions of each row; `tokens` is an upper bound of Σ `lengths` ([R] int32)."""
     starts = torch.nn.functional.pad((lengths + TAIL).cumsum(0, dtype=torch.int32), (1, 0))
     return _Block(starts, lengths, first_positions, longest, tokens + len(lengths) * TAIL)
 

@@ -19,7 +19,7 @@ from tandem.engine.kernels.latent.triton_store import latent_store
 from tandem.engine.kernels.layers import LatentLayer
 
 _ABSORBED_ROWS = 8
-"""Maximum number of chunk tokens of a step with absorbed attention, as a multiple of `absorbed_tokens`.
+"""Factor on `absorbed_tokens`: absorbed attention computes at most this multiple of chunk tokens in a step.
 
 The partial results of more tokens would take hundreds of megabytes.
 """

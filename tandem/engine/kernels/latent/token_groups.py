@@ -9,9 +9,9 @@ from tandem.engine.kernels.base import StepLayout
 
 
 class TokenGroups(NamedTuple):
-    """Groups of consecutive tokens of one row.
+    """Groups of tokens of a step's prompt chunks; each group has consecutive tokens of one row.
 
-    Tensors are int32 on the device; tokens are counted from `first_row` on.
+    Tensors are int32 on the device; tokens are counted from the first token of the chunks.
     """
 
     table: Tensor

@@ -14,15 +14,15 @@ _INNER = 64
 _SUMS = 1 << 15
 """Number of sums (float32) of a program: 128 registers of each thread of eight warps."""
 _MOST_TOKENS, _EXACT_TOKENS = 128, 32
-"""Maximum number of tokens of a program, and the number in float32, which uses no tensor cores."""
+"""Maximum number of tokens of a program in 16-bit types, and number of tokens in float32, without tensor cores."""
 _MERGED_HEADS = 16
 """Number of heads whose results a program merges."""
 TAIL = 128
 """Number of zeros after each row's keys and values, in tokens.
 
 flash-attn-4 multiplies whole tiles, which have at most this number of keys, and gives keys after a row's end a weight
-of zero. Without the zeros these would be keys of another row, whose values, if not finite, would spread to this row's
-request.
+of zero. Without the zeros, the tile would contain keys and values of another row, and an infinite value or NaN among
+them would make this row's result NaN.
 """
 
 

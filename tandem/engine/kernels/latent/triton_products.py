@@ -12,9 +12,9 @@ from tandem.engine.config.attention import LatentShape
 from tandem.engine.kernels.triton_launch import INTERPRETED, launch_dependents, wait_for_inputs
 
 _FEW_TOKENS, _MANY_TOKENS = 16, 256
-"""Maximum number of tokens of a step for programs of 16 tokens, and for programs of `_NARROW` columns.
+"""Maximum numbers of tokens of a step: the first for programs of 16 tokens, the second for `_NARROW` columns.
 
-In these steps, larger programs would be too few to fill the GPU.
+In these steps, there would be too few larger programs to fill the GPU.
 """
 _NARROW, _WIDE = 32, 128
 """Number of columns of a program's result, in small and in large steps."""

@@ -1,7 +1,7 @@
 """The gated product silu(x · gateᵀ) ∘ (x · upᵀ) for many tokens: quack's fused kernel if available, else cuBLAS.
 
-The product of gate and up is the largest intermediate result of a layer. Writing it and reading it again costs about a
-tenth of the product's own time, and, on a chip at its power limit, energy that the tensor cores lack
+The product of gate and up is the largest intermediate result of a layer. Writing it to memory and reading it again
+would take about a tenth of the time of the product, and would slow down the tensor cores of a GPU at its power limit
 (docs/decisions/gpu_steps.md).
 """
 
@@ -23,13 +23,13 @@ FUSED_TOKENS = 1024
 """Minimum number of tokens for which the fused product is faster; at 512 it is 3 % slower on the largest weights."""
 _CAPABILITY = (9, 0)
 _ALIGNED = 8
-"""Minimum number of 16-bit elements that TMA moves."""
+"""Row lengths must be a multiple of this number of 16-bit elements, because TMA moves 16 bytes at a time."""
 _WARM_UP_ROWS, _WARM_UP_COLUMNS = 256, 512
 
 
 @dataclass(frozen=True, slots=True)
 class GatedTile:
-    """The tile of a cluster of multiprocessors, each of which computes `rows` x `columns` elements of the product."""
+    """A thread block's tile, `rows` x `columns` elements of the product, and the size of a cluster in thread blocks."""
 
     rows: int
     columns: int
@@ -101,7 +101,7 @@ class PlainGated:
 
 
 class FusedGated:
-    """quack's fused product for many tokens and no bias; all other products are passed to `plain`."""
+    """quack's fused product for many tokens without a bias; all other products are computed by `plain`."""
 
     def __init__(self, plain: GatedProduct, tile: GatedTile = BEST_TILE) -> None:
         from quack.gemm_config import GemmConfig

@@ -8,12 +8,12 @@ from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inpu
 from tandem.engine.kernels.triton_math import gelu_tanh
 
 COLUMN_BLOCKS = (2048, 1024, 512, 256)
-"""Possible numbers of columns of a program; the largest that divides a row is used.
+"""Possible numbers of columns of a program; the largest that divides the length of a row is used.
 
-A partly empty program costs as much as a full one.
+Otherwise the last program of a row would be partly empty, and cost as much as a full one.
 """
 RAGGED_BLOCK = 1024
-"""Number of columns of a program if none of `COLUMN_BLOCKS` divides the row."""
+"""Number of columns of a program if none of `COLUMN_BLOCKS` divides the length of a row."""
 ELEMENTS_PER_WARP = 512
 """Number of elements of a warp: two 16-byte loads of a half-precision type for each thread and input."""
 
@@ -31,7 +31,7 @@ def gelu_mul(gate_up: Tensor, *, pdl: bool) -> Tensor:
 def _launch(gate_up: Tensor, *, gelu: bool, pdl: bool) -> Tensor:
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, width)
-    block = next((each for each in COLUMN_BLOCKS if width % each == 0), RAGGED_BLOCK)
+    block = next((columns for columns in COLUMN_BLOCKS if width % columns == 0), RAGGED_BLOCK)
     _gated[(tokens, triton.cdiv(width, block))](
         gate_up, out, width,
         GELU=gelu, BLOCK=block, PDL=pdl, num_warps=max(block // ELEMENTS_PER_WARP, 1), launch_pdl=pdl,

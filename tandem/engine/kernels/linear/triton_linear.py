@@ -4,17 +4,16 @@ y = RMSNorm(x) · weightᵀ = rsqrt(mean(x²) + eps) · ((x ∘ norm) · weight�
 squares, and their mean scales the result at the end. Activation and residual are applied before the result is stored.
 
 For one token in bfloat16 or float16 a program holds a few rows of the weight in registers and multiplies in float32.
-For more tokens, and for float32, `tl.dot` takes the weight as its left operand and sums in float32, with exact products
-for float32. If the outputs are few, several programs share the columns of a tile; the last to arrive adds their sums in
-a fixed order.
+For more tokens, and for float32, `tl.dot` takes the weight as its left operand and sums in float32; float32 operands
+are not rounded. If there are few outputs, several programs share the columns of a tile, and the last of them to arrive
+adds their sums in a fixed order.
 
 The same inputs give the same bits in every run. For float32 a token's bits depend only on that token, for any number of
 tokens in the step. For the 16-bit types that holds among steps with the same tile (see `triton_linear_plan`). Weights
 never depend on earlier kernels: they are loaded, or prefetched into L2, before the kernel waits for its input.
 
-Split launches share one scratch memory per device, so they must come from one stream at a time. The scratch memory is
-allocated at the first use, which must not be while a CUDA graph is captured (`reserve_scratch` allocates it in
-advance).
+Launches with split tiles share one scratch memory per device, so they must be on one stream at a time. The memory is
+allocated at the first use, or in advance by `reserve_scratch`, but never while a CUDA graph is captured.
 """
 
 from functools import lru_cache
@@ -96,7 +95,7 @@ def launch(
     tile: Tile | None = None,
     gelu: bool = False,
 ) -> None:
-    """Launch one product into `out`, for `op` STORE, GATE_UP or ADD; None as `tile` means the planned tile.
+    """Launch one product into `out`, for `op` STORE, GATE_UP or ADD; `tile` None = that of `tile_for`.
 
     GATE_UP applies SiLU, or GELU if `gelu`. Raises ValueError if the partial sums of a split tile do not fit the
     scratch memory.

@@ -9,12 +9,12 @@ from tandem.engine.kernels.triton_math import gelu_tanh
 STORE = tl.constexpr(0)
 GATE_UP = tl.constexpr(1)
 ADD = tl.constexpr(2)
-"""The use of a product in a kernel: it is stored, activation(gate) · up is stored, or it is added to the output."""
+"""The operations `OP` of a kernel: store the product, store activation(gate) · up, or add the product to the output."""
 
 NO_NORM = tl.constexpr(0)
 NORM_LAST = tl.constexpr(1)
 NORM_FIRST = tl.constexpr(2)
-"""The time at which a kernel divides by the input's root mean square: never, after the product, or before it.
+"""The values of `NORM`: divide by the input's root mean square never, after the product, or before the product.
 
 float16 cannot represent x ∘ norm for every x, so float16 inputs are divided before the product, which reads x twice.
 """
@@ -25,7 +25,7 @@ PREFETCH_BYTES = tl.constexpr(256)
 
 @triton.jit
 def _load_columns(pointers, columns, K, EVEN: tl.constexpr, POLICY: tl.constexpr):
-    """Load the pointers [rows, columns], with 0 from column K on."""
+    """Load from `pointers` [rows, columns]; columns from K on are 0."""
     if EVEN:
         return tl.load(pointers, eviction_policy=POLICY)
     return tl.load(pointers, mask=columns[None, :] < K, other=0.0, eviction_policy=POLICY)
@@ -183,12 +183,12 @@ def finish_split(
         slot: tl.constexpr = (2 if OP == GATE_UP else 1) * area + TOKENS
         within = tl.arange(0, ROWS)[:, None] + tl.arange(0, TOKENS)[None, :] * ROWS
         base = partials + tile.to(tl.int64) * (SPLITS * slot)
-        mine = base + split * slot
-        tl.store(mine + within, sums)
+        slot_at = base + split * slot
+        tl.store(slot_at + within, sums)
         if OP == GATE_UP:
-            tl.store(mine + area + within, sums_up)
+            tl.store(slot_at + area + within, sums_up)
         if NORM == NORM_LAST:
-            tl.store(mine + (slot - TOKENS) + tl.arange(0, TOKENS), squares)
+            tl.store(slot_at + (slot - TOKENS) + tl.arange(0, TOKENS), squares)
         tl.debug_barrier()
         # The barrier before makes the stores of all warps come before the increment. The last program to arrive adds
         # the parts in a fixed order, so that the same inputs give the same bits, and leaves the counter at 0 for the
@@ -203,8 +203,8 @@ def finish_split(
                 if OP == GATE_UP:
                     sums_up += tl.load(base + part * slot + area + within, cache_modifier=".cg")
                 if NORM == NORM_LAST:
-                    theirs = base + part * slot + (slot - TOKENS) + tl.arange(0, TOKENS)
-                    squares += tl.load(theirs, cache_modifier=".cg")
+                    squares_at = base + part * slot + (slot - TOKENS) + tl.arange(0, TOKENS)
+                    squares += tl.load(squares_at, cache_modifier=".cg")
             _finish(sums, sums_up, squares, bias, out, rows, tokens, T, N, eps, K, OP, GELU, NORM, BIAS)
             tl.store(counters + tile, 0)
 

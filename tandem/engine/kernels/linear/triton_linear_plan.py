@@ -26,9 +26,9 @@ In float32 a single order of accumulation for all batch sizes matters more than 
 """
 
 FUSED_NORM_TOKENS = 16
-"""Maximum number of tokens of a step for which the norm is cheaper inside the product.
+"""Maximum number of tokens of a step for which the product's kernel also computes the norm.
 
-In larger steps, scaling the input delays the tensor cores.
+In larger steps a separate kernel is faster, because scaling the input would delay the tensor cores.
 """
 
 MULTIPROCESSORS = 132

@@ -162,5 +162,5 @@ STREAMED_TOKENS: dict[tuple[int, int], int] = {
 }
 """For (rows, columns) of a weight: the maximum number of tokens for which the streaming product is faster than cuBLAS.
 
-The time of cuBLAS includes that of the kernels that a fusion saves.
+The time of cuBLAS includes the kernels that the streaming product makes unnecessary, such as the norm.
 """

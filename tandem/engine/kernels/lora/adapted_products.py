@@ -13,7 +13,7 @@ from tandem.engine.kernels.lora_tables import LoraTables
 
 
 class LoraUpdate(Protocol):
-    """The LoRA update of one product in one step: A · x of the step's tokens, each token with its own adapter."""
+    """The LoRA update of one product in one step. Holds A · x of the step's tokens, each with the A of its adapter."""
 
     def add_to(self, out: Tensor) -> None:
         """Add B · (A · x) to the product `out` [T, N] in place."""
@@ -30,19 +30,19 @@ class LoraUpdates(ABC):
 
     @property
     def trial_tokens(self) -> tuple[int, ...]:
-        """Numbers of tokens of additional trial prefill steps, for kernels that no other trial step compiles."""
+        """Numbers of tokens of additional trial prefill steps, to compile kernels that no other trial step needs."""
         return ()
 
     @abstractmethod
     def begin_step(self, numbers: Tensor | None) -> None:
         """Begin a step; `numbers` [T] int32 has the adapter of each token, counted from 1; 0 = no adapter.
 
-        None means that no token has an adapter.
+        `numbers` None = no token has an adapter.
         """
 
     @abstractmethod
     def keep_tokens(self, kept: Tensor) -> None:
-        """Restrict the step to the tokens with the indices `kept` [D] int64: later products have only these."""
+        """Restrict the step to the tokens with the indices `kept` [D] int64: later products get only these tokens."""
 
     @abstractmethod
     def start(self, x: Tensor, norm: Norm | None, tables: LoraTables) -> LoraUpdate | None:
@@ -52,7 +52,7 @@ class LoraUpdates(ABC):
 class AdaptedProducts(Products):
     """The products of `base` plus the LoRA updates of the adapters of the step's tokens.
 
-    Products whose weights have no tables stay as they are.
+    Products whose weights have no tables are those of `base`.
     """
 
     def __init__(self, base: Products, updates: LoraUpdates, tables: Mapping[int, LoraTables]) -> None:

@@ -12,7 +12,7 @@ from tandem.engine.kernels.reference import activate, rms_norm
 
 
 class PlainUpdates(LoraUpdates):
-    """LoRA updates with one small product per adapter in the step; steps without an adapter need no additional work."""
+    """LoRA updates with one small product per adapter in the step, and none in steps without adapters."""
 
     def __init__(self) -> None:
         self._step = threading.local()
@@ -33,8 +33,8 @@ class PlainUpdates(LoraUpdates):
             return None
         parts = []
         for slot, some in tokens.items():
-            mine = x[some] if norm is None else rms_norm(x[some], norm.weight, norm.eps)
-            parts.append((slot, some, mine @ tables.a[slot].T))
+            inputs = x[some] if norm is None else rms_norm(x[some], norm.weight, norm.eps)
+            parts.append((slot, some, inputs @ tables.a[slot].T))
         return _PlainUpdate(tables, parts)
 
 

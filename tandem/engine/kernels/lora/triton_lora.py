@@ -29,10 +29,10 @@ _GATED_OUTPUTS = 64
 _SPLITS = ((1, 16), (4, 4))
 """Pairs (maximum number of token tiles, maximum number of splits of the columns of x).
 
-Separate programs compute the splits. With more tiles than in the last pair the columns are not split. With one tile, a
-product of several parts (`LoraTables`) has half as many splits, because each part has programs of its own. The kernels
-that add B · (A · x) are compiled for each number of splits; with two pairs, the steps of `TRIAL_TOKENS` compile all
-variants.
+Each split is computed by separate programs. With more tiles than in the last pair the columns are not split. With one
+tile, a product of several parts (`LoraTables`) has half as many splits, because each part has programs of its own. The
+kernels that add B · (A · x) are compiled for each number of splits; with two pairs, the steps of `TRIAL_TOKENS` compile
+all variants.
 """
 TRIAL_TOKENS = (16, 32, 64, 128, 512)
 """Numbers of tokens of trial steps that together use all kernels."""
@@ -50,8 +50,8 @@ class TritonUpdate:
     def __init__(self, x: Tensor, norm: Norm | None, numbers: Tensor, tables: LoraTables, *, pdl: bool) -> None:
         """Launch the first product.
 
-        x [T, K] and the norm's weight [K] are contiguous; numbers [T] int32 is each token's adapter, counted from 1, 0
-        = none.
+        x [T, K] and the norm's weight [K] are contiguous. numbers [T] int32 has the adapter of each token, counted from
+        1; 0 = none.
         """
         tokens, self._columns = x.shape
         self._numbers, self._tables, self._pdl = numbers, tables, pdl
@@ -100,7 +100,7 @@ class TritonUpdate:
 
 
 def _columns_of_a_program(k: int, tiles: int, parts: int) -> int:
-    """Return how many of the k columns of x a program multiplies, given the numbers of token tiles and of parts."""
+    """Return the number of columns of x, of k, that a program multiplies, for `tiles` token tiles and `parts` parts."""
     splits = next((splits for most, splits in _SPLITS if tiles <= most), 1)
     if tiles == 1 and parts > 1:
         splits //= 2
@@ -121,8 +121,8 @@ def _shrink(
     split, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     slot = tl.program_id(1)
     token = tl.program_id(2).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    mine = tl.load(numbers_ptr + token, mask=token < tokens, other=0) == slot + 1
-    if tl.max(mine.to(tl.int32), axis=0) > 0:
+    selected = tl.load(numbers_ptr + token, mask=token < tokens, other=0) == slot + 1
+    if tl.max(selected.to(tl.int32), axis=0) > 0:
         rank = tl.arange(0, RANK)
         a_rows = a_ptr + ((slot.to(tl.int64) * PARTS + part) * RANK + rank)[:, None] * k
         acc = tl.zeros((TOKENS, RANK), dtype=tl.float32)
@@ -133,38 +133,40 @@ def _shrink(
             column = start + tl.arange(0, COLUMNS)
             inside = column < k
             a = tl.load(a_rows + column[None, :], mask=inside[None, :], other=0.0)
-            x = tl.load(x_ptr + token[:, None] * k + column[None, :], mask=mine[:, None] & inside[None, :], other=0.0)
+            x = tl.load(
+                x_ptr + token[:, None] * k + column[None, :], mask=selected[:, None] & inside[None, :], other=0.0
+            )
             if NORM:
                 wide = x.to(tl.float32)
                 square += tl.sum(wide * wide, axis=1)
                 x = (wide * tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]).to(a.dtype)
             acc = dot(x, tl.trans(a), acc, WIDE_DOT)
         at = split.to(tl.int64) * tokens + token
-        tl.store(sums_ptr + at[:, None] * (PARTS * RANK) + part * RANK + rank[None, :], acc, mask=mine[:, None])
+        tl.store(sums_ptr + at[:, None] * (PARTS * RANK) + part * RANK + rank[None, :], acc, mask=selected[:, None])
         if NORM:
-            tl.store(squares_ptr + at, square, mask=mine & (part == 0))
+            tl.store(squares_ptr + at, square, mask=selected & (part == 0))
     else:
         wait_for_inputs(PDL)
 
 
 @triton.jit
 def _summed(
-    sums_ptr, squares_ptr, token, mine, tokens, k, eps, part,
+    sums_ptr, squares_ptr, token, selected, tokens, k, eps, part,
     SPLITS: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Return A · RMSNorm(x) of one part, [TOKENS, RANK] float32, by adding the partial sums."""
     rank = tl.arange(0, RANK)
-    found = tl.zeros((TOKENS, RANK), dtype=tl.float32)
+    summed = tl.zeros((TOKENS, RANK), dtype=tl.float32)
     square = tl.zeros((TOKENS,), dtype=tl.float32)
     for split in tl.static_range(SPLITS):
         at = token + split * tokens
         sums = sums_ptr + at[:, None] * (PARTS * RANK) + part * RANK + rank[None, :]
-        found += tl.load(sums, mask=mine[:, None], other=0.0)
+        summed += tl.load(sums, mask=selected[:, None], other=0.0)
         if NORM:
-            square += tl.load(squares_ptr + at, mask=mine, other=0.0)
+            square += tl.load(squares_ptr + at, mask=selected, other=0.0)
     if NORM:
-        found *= tl.rsqrt(square / k + eps)[:, None]
-    return found
+        summed *= tl.rsqrt(square / k + eps)[:, None]
+    return summed
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -176,8 +178,8 @@ def _add(
     launch_dependents(PDL)
     block, slot = tl.program_id(0), tl.program_id(1)
     token = tl.program_id(2).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    mine = tl.load(numbers_ptr + token, mask=token < tokens, other=0) == slot + 1
-    if tl.max(mine.to(tl.int32), axis=0) > 0:
+    selected = tl.load(numbers_ptr + token, mask=token < tokens, other=0) == slot + 1
+    if tl.max(selected.to(tl.int32), axis=0) > 0:
         part, begin, end = 0, block * OUTPUTS, n
         if PARTS > 1:
             first = tl.cdiv(first_end, OUTPUTS)
@@ -195,13 +197,13 @@ def _add(
         b = tl.load(b_rows + tl.arange(0, RANK)[None, :], mask=inside[:, None], other=0.0)
         wait_for_inputs(PDL)
         h = _summed(
-            sums_ptr, squares_ptr, token, mine, tokens, k, eps, part, SPLITS, NORM, PARTS, RANK, TOKENS
+            sums_ptr, squares_ptr, token, selected, tokens, k, eps, part, SPLITS, NORM, PARTS, RANK, TOKENS
         ).to(b.dtype)  # fmt: skip
         here = out_ptr + token[:, None] * n + row[None, :]
-        kept = mine[:, None] & inside[None, :]
+        kept = selected[:, None] & inside[None, :]
         before = tl.load(here, mask=kept, other=0.0).to(tl.float32)
-        found = dot(h, tl.trans(b), before, WIDE_DOT)
-        tl.store(here, found.to(out_ptr.dtype.element_ty), mask=kept)
+        updated = dot(h, tl.trans(b), before, WIDE_DOT)
+        tl.store(here, updated.to(out_ptr.dtype.element_ty), mask=kept)
     else:
         wait_for_inputs(PDL)
 
@@ -215,8 +217,8 @@ def _add_gated(
     launch_dependents(PDL)
     number = tl.program_id(1)
     token = tl.program_id(2).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    mine = tl.load(numbers_ptr + token, mask=token < tokens, other=-1) == number
-    if tl.max(mine.to(tl.int32), axis=0) > 0:
+    selected = tl.load(numbers_ptr + token, mask=token < tokens, other=-1) == number
+    if tl.max(selected.to(tl.int32), axis=0) > 0:
         row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
         inside = row < width
         adapted = inside & (number > 0)  # no B is read for tokens without an adapter
@@ -226,15 +228,15 @@ def _add_gated(
         up_b = tl.load(b_rows + width * RANK, mask=adapted[:, None], other=0.0)
         wait_for_inputs(PDL)
         here = gate_up_ptr + token[:, None] * (2 * width) + row[None, :]
-        kept = mine[:, None] & inside[None, :]
+        kept = selected[:, None] & inside[None, :]
         gate = tl.load(here, mask=kept, other=0.0).to(tl.float32)
         up = tl.load(here + width, mask=kept, other=0.0).to(tl.float32)
         if number > 0:
             gate_h = _summed(
-                sums_ptr, squares_ptr, token, mine, tokens, k, eps, 0, SPLITS, NORM, 2, RANK, TOKENS
+                sums_ptr, squares_ptr, token, selected, tokens, k, eps, 0, SPLITS, NORM, 2, RANK, TOKENS
             ).to(gate_b.dtype)  # fmt: skip
             up_h = _summed(
-                sums_ptr, squares_ptr, token, mine, tokens, k, eps, 1, SPLITS, NORM, 2, RANK, TOKENS
+                sums_ptr, squares_ptr, token, selected, tokens, k, eps, 1, SPLITS, NORM, 2, RANK, TOKENS
             ).to(up_b.dtype)  # fmt: skip
             gate = dot(gate_h, tl.trans(gate_b), gate, WIDE_DOT)
             up = dot(up_h, tl.trans(up_b), up, WIDE_DOT)

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 def library_product(x: QuantizedInput, weight: ScaledWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return x · weightᵀ + bias [T, N], computed by the library, for a weight that `uses_library`.
+    """Return x · weightᵀ + bias [T, N], computed by the library; `uses_library` must be True.
 
     The bias is added separately: with a bias the library refuses some sizes, such as 65 tokens, 1,536 rows and 14,336
     columns.
@@ -41,8 +41,8 @@ def _block_product(codes: Tensor, scales: Tensor, weight: Tensor, block_scales: 
 def block_scales(codes: Tensor, scales: Tensor, group: int) -> Tensor | None:
     """Return the scales of a weight [N, K] in the form of `ScaledWeight.block_scales`, or None.
 
-    The scales are [N, K / group]. None means that the library lacks the product, or that the scales do not cover whole
-    blocks of rows.
+    `scales` is [N, K / group]. Returns None if the library cannot multiply the weight in blocks: the library lacks the
+    product, `group` is not BLOCK, or rows of the same block have different scales.
     """
     rows, columns = codes.shape
     if group != BLOCK or group == columns or rows % BLOCK or not codes.is_cuda or codes.dtype == torch.int8:

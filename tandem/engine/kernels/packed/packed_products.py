@@ -1,9 +1,10 @@
 """Products with a packed weight on GPUs, by the number of tokens that share the weight.
 
-Up to FUSED_TOKENS tokens, the codes are unpacked in registers, as the left operand of the tensor cores: with few tokens
-the product reads codes instead of 16-bit numbers, and with some dozens the tokens of a tile share the unpacking. For
-more tokens the weight is dequantized into scratch memory for the products of plain weights (`dequantized_for`). A
-weight of more than SCRATCH_ITEMS elements is dequantized some rows at a time, for the library's product.
+Up to FUSED_TOKENS tokens, the codes are unpacked in registers, as the left operand of the tensor cores. With few tokens
+this saves time because codes are read instead of 16-bit numbers; with some dozens, because the tokens of a tile share
+the unpacking. For more tokens the weight is dequantized into scratch memory for the products of plain weights
+(`dequantized_for`). A weight of more than SCRATCH_ITEMS elements is dequantized some rows at a time, for the library's
+product.
 
 Activations stay in the model's dtype. The products of a group are summed before they are scaled, in float32. The same
 inputs give the same bits in every run; a token's bits are the same in all steps with the same tile (`tile_for`).
@@ -30,9 +31,9 @@ from tandem.engine.kernels.rowwise.triton_norm import rms_norm
 FUSED_TOKENS = 256
 """Maximum number of tokens of a step for which the product unpacks codes in registers.
 
-In larger steps, dequantizing once costs less than dequantizing in each tile. On an H100 gate and up of llama-3-8b in
-int8 take 105 µs for 128 tokens, and twice as much for 256. In bfloat16 they take 102 µs for 256, and to dequantize them
-takes 157 µs.
+In larger steps, dequantizing once costs less than dequantizing in each tile. On an H100, gate and up of llama-3-8b in
+int8 take 105 µs for 128 tokens, and twice as long for 256. For 256 tokens in bfloat16 they take 102 µs, after 157 µs to
+dequantize the weight.
 """
 _NARROW_FUSED_TOKENS = 128
 """`FUSED_TOKENS` for weights whose scales cover so few columns that scaling costs more than unpacking codes."""
@@ -48,9 +49,9 @@ def multiplies(weight: PackedWeight) -> bool:
 
 
 def prepared(weight: PackedWeight) -> PackedWeight:
-    """Return a weight, or stacked weights, with scales in float32, stored so that those of adjacent rows are adjacent.
+    """Return a weight, or stacked weights, with float32 scales, stored so that scales of adjacent rows are adjacent.
 
-    Only loads of four bytes or more can be pipelined over several rounds of a loop.
+    Scales are float32 because only loads of four bytes or more can be pipelined over several rounds of a loop.
     """
     offsets = None if weight.offsets is None else _by_group(weight.offsets)
     return PackedWeight(weight.codes, _by_group(weight.scales), offsets, weight.group)
@@ -134,7 +135,7 @@ def launch(
     gelu: bool = False,
     tile: Skinny | None = None,
 ) -> None:
-    """Launch one product into `out`, for `op` STORE, GATE_UP or ADD; None as `tile` means that of `tile_for`.
+    """Launch one product into `out`, for `op` STORE, GATE_UP or ADD; `tile` None = that of `tile_for`.
 
     A tile's `columns` are bytes of codes; they must divide those of `tile_for`.
     """
@@ -158,9 +159,9 @@ def launch(
 
 
 def _registers(tile: Skinny) -> int | None:
-    """Return the maximum number of registers per thread, so that four programs of small tiles share a multiprocessor.
+    """Return the maximum number of registers per thread, or None if there is no limit.
 
-    None means no limit.
+    The limit makes four programs of small tiles fit on a multiprocessor.
     """
     return 128 if tile.rows <= 64 and tile.tokens <= 32 else None
 

@@ -74,7 +74,7 @@ TUNED: dict[tuple[int, int, int, bool], dict[int, Skinny]] = {
 """Measured tiles by (bits, rows, columns, True if the rows are gate and up) of the weight and maximum number of tokens.
 
 From `python -m benchmarks.kernels products --candidates` for llama-3-8b on an H100: 8-bit codes with one scale per row,
-and 4-bit codes with one per 128 columns.
+and 4-bit codes with one scale per 128 columns of a row.
 """
 
 TOKEN_TILES = (16, 32, 64, 128)
@@ -82,9 +82,9 @@ TOKEN_TILES = (16, 32, 64, 128)
 _WIDEST = {8: TILE, 4: TILE // 2}
 """For each number of bits of a code: the number of bytes of codes that a measured tile reads at a time."""
 _PROGRAMS = 4 * MULTIPROCESSORS
-"""Number of programs at which a product aims, if it has enough tiles: several per multiprocessor.
+"""Target number of programs of a product with enough tiles: several per multiprocessor.
 
-Thus some programs compute while others wait for their codes.
+So some programs of a multiprocessor compute while others wait for their loads.
 """
 _MOST_SPLITS = 8
 

@@ -1,12 +1,12 @@
 """Products of 8-bit weights and 8-bit inputs on GPUs: FP8 or INT8 codes, multiplied by the tensor cores.
 
-One kernel norms the input if there is a norm, and quantizes it token by token. The codes do not depend on the size of
-the step, so a token's output differs between steps only by the order of accumulation
+One kernel applies the norm, if there is one, and quantizes the input token by token. The codes do not depend on the
+number of tokens in the step, so a token's output differs between steps only by the order of accumulation
 (docs/decisions/quantized_weights.md). A Triton kernel multiplies int8, and FP8 up to LIBRARY_TOKENS tokens; PyTorch's
 library multiplies FP8 in larger steps, if it has the product.
 
-The memory of inputs is padded to whole tiles of tokens, so that no kernel reads outside of it. The results of the
-padding are never stored.
+The memory of quantized inputs is padded to whole tiles of tokens, so that no kernel reads outside of the memory.
+Results for the padding are not stored.
 """
 
 from functools import lru_cache
@@ -55,7 +55,11 @@ def prepared(weight: PackedWeight) -> ScaledWeight:
 
 
 def uses_library(tokens: int, weight: ScaledWeight, dtype: torch.dtype) -> bool:
-    """Return True if PyTorch's library multiplies `tokens` tokens: FP8 codes with one scale per row, or in blocks."""
+    """Return True if PyTorch's library computes the product with results in `dtype`, and not Triton.
+
+    The library computes bfloat16 results for more than LIBRARY_TOKENS tokens, if the codes are FP8 with one scale per
+    row or with scales in blocks, and both dimensions are multiples of 16.
+    """
     rows, columns = weight.shape
     served = (
         weight.codes.dtype == torch.float8_e4m3fn
@@ -153,7 +157,7 @@ def launch(
     gelu: bool = False,
     tile: Skinny | None = None,
 ) -> None:
-    """Launch Triton's product into `out`, for `op` STORE, GATE_UP or ADD; None as `tile` means that of `tile_for`.
+    """Launch Triton's product into `out`, for `op` STORE, GATE_UP or ADD; `tile` None = that of `tile_for`.
 
     A tile's `tokens` must divide `ROW_TILE`, and its `columns` those of `tile_for`.
     """

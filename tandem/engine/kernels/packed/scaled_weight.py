@@ -16,8 +16,8 @@ ROW_TILE = 256
 class ScaledWeight(PackedWeight):
     """A weight [N, K] of 8-bit codes, for products with inputs of 8-bit codes.
 
-    block_scales  [⌈K / BLOCK / 4⌉ · 4, N / BLOCK] float32, column-major: the scales in the form that the library reads,
-                  one for all rows of a block; None = there is one scale per row, or the library has no such product
+    block_scales  [⌈K / BLOCK / 4⌉ · 4, N / BLOCK] float32, column-major: one scale per block, in the form that the
+                  library reads; None = each row has a single scale, or the library cannot multiply the weight in blocks
     """
 
     block_scales: Tensor | None

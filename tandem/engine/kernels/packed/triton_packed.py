@@ -10,9 +10,9 @@ from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inpu
 
 @triton.jit
 def words_at(rows_at, at, inside, EVEN: tl.constexpr):
-    """Load words of codes [rows, words], with 0 where the mask `inside` is False.
+    """Load words of codes [rows, words]; words for which `inside` is False are 0.
 
-    If all are inside (EVEN) there is no mask, because a mask would make the loads narrow.
+    EVEN: all words are inside. Then no mask is used, because a mask would make the loads narrow.
     """
     if EVEN:
         return tl.load(rows_at[:, None] + at[None, :], eviction_policy="evict_first")
@@ -45,8 +45,8 @@ def add_step(
     """Add the products of the tokens' columns x [tokens, columns] with words of codes → sums, sums_up, totals.
 
     The words `held` and, if PAIRED, `held_up` [rows, words] begin at byte `start` of their rows; the columns of x are
-    those of `columns_of`. If each row has a single scale the sums are not scaled yet, and totals is the sum of x:
-    `finish_sums` applies scale and offset.
+    those of `columns_of`. If each row has a single scale, the sums are not scaled yet; `totals` is the sum of x then,
+    and `finish_sums` applies scale and offset.
     """
     ROWS: tl.constexpr = held.shape[0]
     PIECES: tl.constexpr = 2 if BITS == 4 and GROUP < K and GROUP // TILE * TILE != GROUP else 1
@@ -111,7 +111,7 @@ def finish_sums(
 
 @triton.jit
 def _centred(offset, scale, BITS: tl.constexpr):
-    """Return the offset as float32; for 4-bit codes it also makes up for the `CENTRE` that was subtracted from them."""
+    """Return the offset as float32; with 4-bit codes, plus `CENTRE` · scale, because the codes are less by `CENTRE`."""
     return offset.to(tl.float32) + (CENTRE * scale if BITS == 4 else 0.0)
 
 

@@ -11,9 +11,9 @@ from tandem.engine.kernels.triton_math import LARGEST_FP8, LARGEST_INT8, as_code
 
 @triton.jit
 def _to_codes(most, largest):
-    """Return largest ÷ most for each group: values times this factor are codes with magnitudes of at most `largest`.
+    """Return the factor largest / most of each group: values times this factor have magnitudes of at most `largest`.
 
-    `most` [groups] holds the largest magnitude of each group's values; 0 counts as 1.
+    `most` [groups] is the largest magnitude in each group; 0 counts as 1.
     """
     return tl.div_rn(tl.zeros_like(most) + largest, tl.where(most > 0, most, 1.0))
 
@@ -68,11 +68,11 @@ def quantize_kernel(
     # The maximum of the bits, because a maximum of numbers ignores NaN. The scale of a NaN becomes NaN, whatever its
     # code is.
     most = tl.max(tl.abs(grouped).to(tl.int32, bitcast=True), axis=1).to(tl.float32, bitcast=True)
-    found = tl.reshape(grouped * _to_codes(most, largest)[:, None], (BLOCK,))
-    tl.store(codes + token * K + column, as_codes(found, largest, codes.dtype.element_ty), mask=inside)
+    scaled = tl.reshape(grouped * _to_codes(most, largest)[:, None], (BLOCK,))
+    tl.store(codes + token * K + column, as_codes(scaled, largest, codes.dtype.element_ty), mask=inside)
     groups = tl.arange(0, BLOCK // GROUP)
-    found_scales = tl.div_rn(most, tl.zeros_like(most) + largest) * root
-    tl.store(scales + groups * stride + token, found_scales, mask=groups * GROUP < K)
+    group_scales = tl.div_rn(most, tl.zeros_like(most) + largest) * root
+    tl.store(scales + groups * stride + token, group_scales, mask=groups * GROUP < K)
 
 
 @triton.jit
@@ -85,11 +85,11 @@ def _columns_at(pointers, inside, EVEN: tl.constexpr, POLICY: tl.constexpr):
 
 @triton.jit
 def _products(held, taken, sums, scale, token_scale, GROUPED: tl.constexpr, SUM: tl.constexpr):
-    """Add products of codes to `sums`; if GROUPED the products are scaled first, as each group has its own scales."""
+    """Return `sums` plus the products of codes; if GROUPED, the products are scaled first, with the group's scales."""
     if GROUPED:
         nothing = tl.zeros((held.shape[0], taken.shape[1]), SUM)
-        found = tl.dot(held, taken, nothing, out_dtype=SUM).to(tl.float32)
-        sums += found * (scale[:, None] * token_scale[None, :])
+        products = tl.dot(held, taken, nothing, out_dtype=SUM).to(tl.float32)
+        sums += products * (scale[:, None] * token_scale[None, :])
     else:
         sums = tl.dot(held, taken, sums, out_dtype=SUM)
     return sums

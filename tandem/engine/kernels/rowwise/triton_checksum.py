@@ -15,11 +15,11 @@ WARPS = 4
 
 
 def partial_sums(words: Tensor, codes: int, token_words: int, chosen: Tensor, parts: Tensor) -> None:
-    """Compute `parts` [n, SPLITS] int64, whose rows' sums mod 2^64 are the checksums. Does not wait for the device.
+    """Compute `parts` [n, SPLITS] int64: a page's checksum is the sum of a row mod 2^64. Does not wait for the device.
 
     words [pages, rows, words of a row] int32, contiguous: the first `codes` words of a row are `token_words` words of
-    each token, the other words are one word of each token. chosen [n, 2] int64: a page, and its number of filled
-    tokens. All tensors are on one device.
+    each token, the rest one word of each token (the scales). chosen [n, 2] int64: a page's number, and the number of
+    tokens in the page. All tensors are on one device.
     """
     _, rows, row_words = words.shape
     _sum_page[(len(chosen), SPLITS)](

@@ -8,7 +8,7 @@ from tandem.engine.kernels.triton_math import LARGEST_FP8, LARGEST_INT8, as_code
 
 @triton.jit
 def store_head(at, scale_at, first, second, gap, mask, present, CODES: tl.constexpr, rounded: tl.constexpr):
-    """Store one head of some tokens, quantized if CODES; `scale_at` points to float32, but has the type of `at`."""
+    """Store one head of some tokens, quantized if CODES; `scale_at`, of the type of `at`, points to float32 scales."""
     if CODES:
         scale_at = scale_at.to(tl.pointer_type(tl.float32), bitcast=True)
         _store_codes(at, scale_at, first, second, gap, mask, present, rounded)

@@ -15,9 +15,9 @@ ELEMENTS_PER_WARP = 512
 def embed(token_ids: Tensor, sources: Tensor | None, previous: Tensor | None, table: Tensor, *, pdl: bool) -> Tensor:
     """Return the rows of table [V, H] for the step's tokens → [T, H].
 
-    Where sources[t] ≥ 0 the id of token t is previous[sources[t]], an id that an earlier step has sampled and the host
-    has not read yet, with 0 in place of NO_TOKEN; elsewhere it is token_ids[t]. token_ids [T] int64, sources [T] int32,
-    previous int64 of any length. Without `sources` and `previous` all ids are those of the host.
+    The id of token t is previous[sources[t]] if sources[t] ≥ 0, else token_ids[t]. `previous` has ids that an earlier
+    step has sampled and the host has not read yet; NO_TOKEN counts as 0. token_ids [T] int64, sources [T] int32,
+    previous int64 of any length. Without `sources` and `previous` all ids are in token_ids.
 
     This launch begins a step and does not overlap with the launch before it. So the kernels that prepare the step have
     ended before any later kernel runs, even one that reads before it waits. With `pdl` the next launch overlaps with

@@ -2,8 +2,9 @@
 
 Either each head is normed separately, or all heads of a token together. In the latter case an earlier launch computes
 the scales, because a program sees only a few heads. A program takes some tokens and a few heads, which are all queries,
-all keys or all values. The loads of all its heads are issued before the first is used, 16 bytes each; a token's angles
-are loaded once for all of them. Values are copied unchanged; if the cache is quantized, keys and values are quantized.
+all keys or all values. It issues the loads of all its heads, 16 bytes each, before it uses the first one, and loads a
+token's angles once for all heads. Values are copied unchanged; if the cache is quantized, keys and values are
+quantized.
 """
 
 import math
@@ -28,7 +29,7 @@ WARP_BYTES = 512
 Tokens whose half heads fit together into these bytes share a load.
 """
 TINY_TOKENS = 64
-"""Maximum number of tokens of a step for which loads are a quarter as wide: its few programs are limited by latency."""
+"""Maximum number of tokens of a step with loads of a quarter of the width: few programs are limited by latency."""
 SMALL_TOKENS = 512
 """Maximum number of tokens of a step whose programs have one warp and few heads; larger steps saturate the GPU."""
 SMALL_GROUP, LARGE_GROUP, LARGE_WARPS = 2, 4, 4

@@ -43,7 +43,7 @@ def choose(
     PENALTIES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Choose a row's token → out [rows] int64: the best if greedy, else by inverting the cumulative distribution."""
+    """Choose a row's token → out [rows] int64: the best if greedy, else a sample (by inverting the cumulative sum)."""
     launch_dependents(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -75,7 +75,7 @@ def choose(
 
 @triton.jit
 def _draw_filtered(params_ptr, weights_ptr, ids_ptr, found_ptr, vocab, total, TILE: tl.constexpr, SHIFT: tl.constexpr):
-    """Sample from the tokens that the filters keep: the leading ones in the order of falling weight, then rising id."""
+    """Sample from the tokens that the filters keep: the first ones by falling weight, and by rising id if equal."""
     top_k = tl.load(params_ptr + TOP_K).to(tl.int32)
     top_k = tl.where(top_k > 0, tl.minimum(top_k, vocab), vocab)
     top_p = tl.load(params_ptr + TOP_P)
@@ -94,24 +94,24 @@ def _draw_filtered(params_ptr, weights_ptr, ids_ptr, found_ptr, vocab, total, TI
 
     kept = all_mass
     if top_k < length:
-        heavier, heavier_mass, each, _, _ = _narrow(
+        heavier, heavier_mass, token_mass, _, _ = _narrow(
             weights_ptr, length, all_mass, (top_k - 1).to(tl.int64), True, TILE, SHIFT
         )
-        kept = heavier_mass + (top_k - heavier) * each
+        kept = heavier_mass + (top_k - heavier) * token_mass
     top_p_mass = _mass_of(top_p, tl.where(whole, total, kept))
     if min_bits > 0:
         _, mass = _measure(weights_ptr, length, min_bits, TILE, SHIFT)
         kept = tl.minimum(kept, mass)
     if (top_p < 1) & (top_p_mass < kept):
-        _, heavier_mass, each, _, _ = _narrow(weights_ptr, length, all_mass, top_p_mass - 1, False, TILE, SHIFT)
-        equal = (top_p_mass - heavier_mass + each - 1) // each
-        kept = tl.minimum(kept, heavier_mass + equal * each)
+        _, heavier_mass, token_mass, _, _ = _narrow(weights_ptr, length, all_mass, top_p_mass - 1, False, TILE, SHIFT)
+        equal = (top_p_mass - heavier_mass + token_mass - 1) // token_mass
+        kept = tl.minimum(kept, heavier_mass + equal * token_mass)
     # The best token is kept by any filter.
     kept = tl.minimum(tl.maximum(kept, 1 << SHIFT), all_mass)
 
     target = _share(tl.load(params_ptr + UNIFORM), kept)
-    _, heavier_mass, each, low, high = _narrow(weights_ptr, length, all_mass, target, False, TILE, SHIFT)
-    place = _find(weights_ptr, length, low, high, (target - heavier_mass) // each, True, TILE, SHIFT)
+    _, heavier_mass, token_mass, low, high = _narrow(weights_ptr, length, all_mass, target, False, TILE, SHIFT)
+    place = _find(weights_ptr, length, low, high, (target - heavier_mass) // token_mass, True, TILE, SHIFT)
     return tl.where(settled, tl.load(ids_ptr + place, mask=settled, other=0), place).to(tl.int64)
 
 
@@ -129,7 +129,7 @@ def _mass_of(top_p, mass):
 
 @triton.jit
 def _load(weights_ptr, place, length):
-    """Load the weights at `place`; 0 from `length`, rounded up to a multiple of ALIGNED, on.
+    """Load the weights at `place`, with 0 for places beyond `length` rounded up to a multiple of ALIGNED.
 
     The length is rounded up so that the mask does not prevent wide loads.
     """

@@ -3,11 +3,11 @@
 A token's weight is exp((logit - best) / temperature), in (0, 1]. Two properties make the choice exact without a sort,
 and independent of the order of summation:
 
-- A weight's float bits grow with the weight, so a position in the order of the filters (falling weight, then rising id)
-  is found by halving an interval of bits.
+- A weight's float bits, as an integer, grow with the weight, so the weight at a position in the order of the filters
+  (falling weight, then rising id) is found by bisection over the bits.
 - Masses are summed as integers, in units of 2**-shift.
 
-Filters are applied to the most likely tokens, which `collect` gathers, or to the whole row if these do not suffice.
+Filters are applied to the most likely tokens, which `collect` gathers, or to the whole row if more tokens may be kept.
 `tandem.engine.cuda.sampler_cuda` owns the scratch memory and launches the kernels.
 """
 
@@ -28,9 +28,9 @@ CANDIDATES = tl.constexpr(4096)
 ALIGNED = tl.constexpr(16)
 """A row's scratch memory starts and ends at multiples of this number of weights, so that loads are wide."""
 SPLITS = tl.constexpr(16)
-"""Number of parts of a row that separate programs weigh and gather."""
+"""Number of parts of a row; separate programs compute the weights, and gather the candidates, of each part."""
 BINS = tl.constexpr(256)
-"""Number of bins of the histogram of weights that is made for each part of a row.
+"""Number of bins in the histogram of the weights of a part of a row.
 
 There are eight bins per factor of two, from weight 1 downwards; bin 0 holds all lighter weights.
 """
@@ -102,7 +102,7 @@ def best_of_block(
     PENALTIES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute the packed best logit of BLOCK tokens of a row → best [rows, blocks] int64; infinite if one is NaN."""
+    """Compute the packed best logit of BLOCK tokens of a row → best [rows, blocks] int64; NaN counts as infinity."""
     launch_dependents(PDL)
     wait_for_inputs(PDL)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -143,7 +143,7 @@ def take_best(
     PENALTIES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Store the token of the best logit of greedy rows → out [rows] int64."""
+    """Store the token of each row's best logit → out [rows] int64; used if all rows of the step are greedy."""
     launch_dependents(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -270,8 +270,8 @@ def collect(
         cut = tl.min(tl.where(at_least <= CANDIDATES, tl.arange(0, BINS), BINS), axis=0)
         place = tl.sum(tl.sum(tl.where((part < split) & (bins >= cut), histograms, 0), axis=1), axis=0)
         if split == 0:
-            found = tl.sum(tl.sum(tl.where(bins >= cut, histograms, 0), axis=1), axis=0)
-            tl.store(found_ptr + row * 2, found)
+            count = tl.sum(tl.sum(tl.where(bins >= cut, histograms, 0), axis=1), axis=0)
+            tl.store(found_ptr + row * 2, count)
             tl.store(found_ptr + row * 2 + 1, tl.where(cut == 0, 0, (cut + BELOW_BINS) << BIN_SHIFT))
         start = split * split_tokens
         end = tl.minimum(start + split_tokens, vocab)
