@@ -84,8 +84,8 @@ def break_even(cost: StepCost, work: StepWork, *, kv_read_once: bool = False) ->
 
 def with_drafts(work: StepWork, candidates: Sequence[Candidate]) -> StepWork:
     """Return `work` plus one row for each draft token of the candidates."""
-    rows = sum(len(each.survival) for each in candidates)
-    context = sum(each.context_of(draft) for each in candidates for draft in range(len(each.survival)))
+    rows = sum(len(candidate.survival) for candidate in candidates)
+    context = sum(candidate.context_of(draft) for candidate in candidates for draft in range(len(candidate.survival)))
     return work.with_drafts(rows, context)
 
 
@@ -97,8 +97,8 @@ def with_most_tokens(bounds: StepBounds, work: StepWork, candidates: Sequence[Ca
     all left out, because one of the two gives the most tokens per second.
     """
     alike: dict[tuple[float, ...], list[int]] = {}
-    for number, each in enumerate(candidates):
-        alike.setdefault(tuple(each.survival), []).append(number)
+    for number, candidate in enumerate(candidates):
+        alike.setdefault(tuple(candidate.survival), []).append(number)
     positions = [(-worth, position, survival) for survival in alike for position, worth in enumerate(survival)]
     rows = work.decode_rows
     tokens, seconds = float(rows), bounds.cost.decode_step_seconds(rows, work.decode_context_tokens)
@@ -122,4 +122,4 @@ def with_most_tokens(bounds: StepBounds, work: StepWork, candidates: Sequence[Ca
         if count < len(numbers):
             break
     counts = Counter(chain.from_iterable(added[:chosen]))
-    return [each.first(counts[number]) for number, each in enumerate(candidates) if counts[number]]
+    return [candidate.first(counts[number]) for number, candidate in enumerate(candidates) if counts[number]]

@@ -77,7 +77,7 @@ class ArrivalCheck:
         index = reservation.prior_output_tokens
         if reason_to_end(notice.first_token_id, index, request.prompt_tokens, reservation.sampling, self._model):
             return "a first token that ends the answer"
-        if tuple(each.page for each in notice.checksums) != self._chosen(request, notice):
+        if tuple(checksum.page for checksum in notice.checksums) != self._chosen(request, notice):
             return f"{len(notice.checksums)} checksums, or those of other pages than were agreed on"
         return ""
 

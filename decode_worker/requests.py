@@ -119,9 +119,9 @@ class DecodeRequests:
         yet; the request then waits for the next step.
         """
         while not self._budget.grow(request):
-            staying = [each for each in running if each.stage is Stage.RUNNING]
+            staying = [candidate for candidate in running if candidate.stage is Stage.RUNNING]
             # A request that leaves will free its pages soon: waiting for them is cheaper than a preemption.
-            if any(each.leaving for each in staying):
+            if any(candidate.leaving for candidate in staying):
                 return False
             victim = preemption.choose(request, [*self.ready, *staying])
             if victim is None:

@@ -106,7 +106,7 @@ class DecodeScheduler:
         self._notice_cancelled()
         completed = self._batch.complete(cast("Sequence[int]", token_ids))
         for row in completed.event_rows:
-            scores = [logprobs[each] for each in completed.rows_of(row)] if logprobs else ()
+            scores = [logprobs[sampled_row] for sampled_row in completed.rows_of(row)] if logprobs else ()
             completed.events.append(event_or_failure(self._batch, completed, row, scores))
         if self.speculation is not None:
             self.speculation.complete(completed)
@@ -173,7 +173,7 @@ class DecodeScheduler:
         cancelled = self._requests.cancelled
         if cancelled != self._cancelled:
             self._cancelled = cancelled
-            for request in [each for each in self._batch.requests if each.cancelled]:
+            for request in [request for request in self._batch.requests if request.cancelled]:
                 self._batch.drop(request)
 
     def _allocate_pages(self) -> None:

@@ -120,8 +120,8 @@ class PageChecks:
 
         def work() -> None:
             try:
-                mine = self._sum(pages, [each.page for each in expected], prompt_tokens)
-                problem = _difference(mine, expected)
+                computed = self._sum(pages, [checksum.page for checksum in expected], prompt_tokens)
+                problem = _difference(computed, expected)
             except Exception as error:
                 log.exception("received pages could not be summed")
                 problem = f"pages that could not be checked ({type(error).__name__})"
@@ -172,8 +172,8 @@ class PageChecks:
                 del work  # otherwise it would keep its request alive until the next work arrives
 
 
-def _difference(mine: Sequence[PageChecksum], expected: Sequence[PageChecksum]) -> str:
-    wrong = [theirs.page for theirs, ours in zip(expected, mine, strict=True) if theirs != ours]
+def _difference(computed: Sequence[PageChecksum], expected: Sequence[PageChecksum]) -> str:
+    wrong = [sent.page for sent, stored in zip(expected, computed, strict=True) if sent != stored]
     if not wrong:
         return ""
     more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""

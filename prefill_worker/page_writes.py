@@ -135,7 +135,7 @@ class OutgoingWrites:
     def moved(self) -> tuple[int, int]:
         """Return the bytes and the duration in nanoseconds of all writes, summed. All of them must have landed."""
         done = [write.result() for write in self._awaited]
-        return sum(each.bytes for each in done), sum(each.duration_nanos for each in done)
+        return sum(write.bytes for write in done), sum(write.duration_nanos for write in done)
 
     def event_times(self) -> tuple[EventTime, ...]:
         """Return the lifecycle events of the writes.

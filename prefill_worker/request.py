@@ -107,12 +107,12 @@ class PrefillRequest:
         if self.launched == self.cached:
             self.event_times.append(EventTime.now(LifecycleEvent.PREFILL_STARTED))
         start, chunk = self.launched, min(budget, self.remaining)
-        draw = self._first_draw() if chunk == self.remaining else None
+        sampling_input = self._first_draw() if chunk == self.remaining else None
         self.launched += chunk
         self.in_flight += 1
         return StepRow(
-            self.task.prompt_token_ids[start : start + chunk], start, list(self.pages), draw, scores=self.scores,
-            adapter=self.adapter,
+            self.task.prompt_token_ids[start : start + chunk], start, list(self.pages), sampling_input,
+            scores=self.scores, adapter=self.adapter,
         )  # fmt: skip
 
     def _first_draw(self) -> SamplingInput:

@@ -132,8 +132,8 @@ class PoolAgent:
         if name != agent_name(peer.peer):
             raise FailedPrecondition(f"metadata of {agent_name(peer.peer)} is {name}'s; introduce the peer again")
         try:
-            theirs = _page_list(peer.base_address, peer.page_bytes, peer.pages, peer.device_id)
-            return Connection(name, self._agent.prep_xfer_dlist(name, theirs, peer.memory))
+            page_list = _page_list(peer.base_address, peer.page_bytes, peer.pages, peer.device_id)
+            return Connection(name, self._agent.prep_xfer_dlist(name, page_list, peer.memory))
         except Exception:
             self._agent.remove_remote_agent(name)
             raise

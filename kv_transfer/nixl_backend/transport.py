@@ -196,7 +196,7 @@ class NixlTransport(Transport):
 
     def _take(self, flight: PendingWrite) -> None:
         write = flight.write
-        if write.notice is not None and not all(other.done() for other in write.after):
+        if write.notice is not None and not all(earlier.done() for earlier in write.after):
             self._writes.announce(write.peer)
         hold(write.after, partial(self._begin, flight))
 

@@ -57,7 +57,7 @@ class KvPages:
         if self.windows == (None,):
             return numbers
         return sum(
-            [numbers if each is None else min(numbers, self.numbers(each + flight) + 1) for each in self.windows]
+            [numbers if window is None else min(numbers, self.numbers(window + flight) + 1) for window in self.windows]
         )
 
     def tokens_in(self, pages: int, *, decoding: bool = False) -> int:
@@ -115,14 +115,14 @@ class KvPages:
         In each group with a sliding window the held pages are consecutive: all pages before the first held one are
         already freed.
         """
-        found = []
+        entries = []
         for group in range(self.groups):
             end = min(self.first(group, position), len(pages) // self.groups)
             for entry in range((end - 1) * self.groups + group, -1, -self.groups):
                 if pages[entry] == FREED:
                     break
-                found.append(entry)
-        return sorted(found)
+                entries.append(entry)
+        return sorted(entries)
 
 
 def held_pages(pages: Sequence[int]) -> list[int]:

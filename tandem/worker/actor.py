@@ -156,9 +156,9 @@ def release_own_group() -> None:
                 remove_placement_group(place)
                 for actor in there:
                     ray.kill(ray.get_actor(actor))
-    mine = get_current_placement_group()
-    if mine is not None:
-        remove_placement_group(mine)
+    own_group = get_current_placement_group()
+    if own_group is not None:
+        remove_placement_group(own_group)
 
 
 def given_device(asked: str) -> str:
@@ -178,4 +178,4 @@ def visible_number(gpu: str, visible: str | None) -> int:
 
     `visible` is the value of CUDA_VISIBLE_DEVICES; None = all GPUs are visible.
     """
-    return int(gpu) if visible is None else [each.strip() for each in visible.split(",")].index(gpu)
+    return int(gpu) if visible is None else [device.strip() for device in visible.split(",")].index(gpu)

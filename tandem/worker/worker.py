@@ -258,8 +258,8 @@ class Worker:
 
     def _make_peers(self, engine: LoadedEngine, layout: KVLayout) -> Peers:
         facts = (*engine_facts(engine, layout), *self._checks.facts(), *self.transport.facts())
-        mine = make_handshake(self.transport.describe(), facts, layout)
-        return Peers(mine, self.transport, self._config.token, self._config.rpc_timeout_s)
+        handshake = make_handshake(self.transport.describe(), facts, layout)
+        return Peers(handshake, self.transport, self._config.token, self._config.rpc_timeout_s)
 
     def _make_handovers(self, engine: LoadedEngine) -> Handoffs:
         return Handoffs(

@@ -132,12 +132,12 @@ def spans_of(timeline: Timeline) -> tuple[Span, ...]:
 
 def seconds_by_phase(spans: Iterable[Span], until: int | None = None) -> dict[Phase, float]:
     """Return the seconds spent in each phase, up to the time `until` in Unix nanoseconds; None = to the end."""
-    found: dict[Phase, float] = {}
+    seconds: dict[Phase, float] = {}
     for span in spans:
         end = span.end_nanos if until is None else min(until, span.end_nanos)
         if end > span.begin_nanos:
-            found[span.phase] = found.get(span.phase, 0.0) + (end - span.begin_nanos) / 1e9
-    return found
+            seconds[span.phase] = seconds.get(span.phase, 0.0) + (end - span.begin_nanos) / 1e9
+    return seconds
 
 
 def last_attempt(timeline: Timeline) -> Timeline:

@@ -56,11 +56,11 @@ class StepTokens:
 
     def rows(self) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
         """Iterate over the requests: id, attempt, position of the first token, tokens."""
-        each: Iterator[tuple[int, ...]] = zip(self.token_ids, strict=True)
+        row_tokens: Iterator[tuple[int, ...]] = zip(self.token_ids, strict=True)
         if self.counts:
             tokens = iter(self.token_ids)
-            each = (tuple(islice(tokens, count)) for count in self.counts)
-        return zip(self.request_ids, self.attempts, self.indices, each, strict=True)
+            row_tokens = (tuple(islice(tokens, count)) for count in self.counts)
+        return zip(self.request_ids, self.attempts, self.indices, row_tokens, strict=True)
 
     def events(self) -> Iterator[RequestEvent]:
         """Iterate over the requests as events with the same content."""

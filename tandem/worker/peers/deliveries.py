@@ -65,8 +65,8 @@ class Deliveries:
     async def close(self) -> None:
         """Stop reporting. A last report is not needed: a decode worker ends the leases of a worker that has ended."""
         reporting = [peer.reporting for peer in self._peers.values() if peer.reporting is not None]
-        for each in reporting:
-            each.cancel()
+        for task in reporting:
+            task.cancel()
         await asyncio.gather(*reporting, return_exceptions=True)
 
     async def _report_all(self, ref: PeerRef, peer: _Peer) -> None:

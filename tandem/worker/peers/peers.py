@@ -120,9 +120,9 @@ class Peers(DecodePeers):
     Used on the event loop. Owned by the worker.
     """
 
-    def __init__(self, mine: Handshake, sender: Sender, token: str, rpc_timeout_s: float) -> None:
-        self._mine = mine
-        self._me = mine.description.peer
+    def __init__(self, handshake: Handshake, sender: Sender, token: str, rpc_timeout_s: float) -> None:
+        self._mine = handshake
+        self._me = handshake.description.peer
         self._sender = sender
         self._token = token
         self._timeout_s = rpc_timeout_s
@@ -131,7 +131,7 @@ class Peers(DecodePeers):
         self._accepted: dict[str, PeerDescription] = {}
         self._owed: dict[PeerRef, deque[Destination]] = {}
         self._incompatible = IncompatiblePeers()
-        self._same_host = SameHostPeers(mine.description.host)
+        self._same_host = SameHostPeers(handshake.description.host)
         self._deliveries = Deliveries(self._name_deliveries, DELIVERY_PERIOD_S)
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -148,8 +148,8 @@ class Peers(DecodePeers):
         which no request owns. Errors are logged and never raised.
         """
         try:
-            theirs = await self._introduced(peer, address)
-            write = PageWrite(peer, (self._mine.description.pages - 1,), (theirs.pages - 1,))
+            description = await self._introduced(peer, address)
+            write = PageWrite(peer, (self._mine.description.pages - 1,), (description.pages - 1,))
             moved = asyncio.wrap_future(self._sender.write(write, self._timeout_s))
             async with asyncio.timeout(2 * self._timeout_s):
                 done = await moved
@@ -224,24 +224,24 @@ class Peers(DecodePeers):
 
     # ---- decode side ----
 
-    def accept(self, theirs: Handshake) -> PeerDescription:
+    def accept(self, handshake: Handshake) -> PeerDescription:
         """Accept the handshake of a prefill worker and return this worker's description.
 
         Raises FailedPrecondition, with the reason, if the two are incompatible, and StaleEpoch if the incarnation is
         known to have ended.
         """
-        peer = theirs.description.peer
+        peer = handshake.description.peer
         if peer in self._gone:
             raise StaleEpoch(f"incarnation {peer.incarnation} of {peer.worker_id} is known to be over; start it anew")
         try:
-            check_compatible(self._mine, theirs)
+            check_compatible(self._mine, handshake)
         except FailedPrecondition as error:
             self._incompatible.add(peer, error.message)
             raise
         self._incompatible.discard(peer)
-        self._sender.add_peer(theirs.description)
-        self._accepted[peer.worker_id] = theirs.description
-        self._same_host.add(theirs.description)
+        self._sender.add_peer(handshake.description)
+        self._accepted[peer.worker_id] = handshake.description
+        self._same_host.add(handshake.description)
         return self._mine.description
 
     def same_host(self, peer: PeerRef) -> bool:
@@ -326,17 +326,17 @@ class Peers(DecodePeers):
             self._incompatible.add(peer, error.message.removeprefix(f"worker {peer.worker_id}: "))
             raise
         self._incompatible.discard(peer)
-        theirs = conversion.from_proto(reply.description, PeerDescription)
-        if theirs.peer != peer:
+        description = conversion.from_proto(reply.description, PeerDescription)
+        if description.peer != peer:
             raise StaleEpoch(
-                f"{peer.worker_id} has restarted (incarnation {theirs.peer.incarnation}, not {peer.incarnation});"
+                f"{peer.worker_id} has restarted (incarnation {description.peer.incarnation}, not {peer.incarnation});"
                 " reserve anew"
             )
         if peer in self._gone:
             raise Unavailable(f"worker {peer.worker_id} is gone; choose another")
-        self._sender.add_peer(theirs)
+        self._sender.add_peer(description)
         log.info("introduced to %s (incarnation %d)", peer.worker_id, peer.incarnation)
-        return theirs
+        return description
 
     def _drop_unless_introduced(
         self, peer: PeerRef, connection: _Connection, introduced: "asyncio.Task[PeerDescription]"

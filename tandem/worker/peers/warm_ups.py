@@ -35,9 +35,9 @@ class WarmUps:
         known = self._others.get(peer.worker_id)
         if known is not None and known.peer.incarnation <= peer.incarnation:
             del self._others[peer.worker_id]
-        for other in list(self._running):
-            if other.worker_id == peer.worker_id and other.incarnation <= peer.incarnation:
-                self._running.pop(other).cancel()
+        for running_peer in list(self._running):
+            if running_peer.worker_id == peer.worker_id and running_peer.incarnation <= peer.incarnation:
+                self._running.pop(running_peer).cancel()
 
     def start_due(self) -> None:
         """Start to connect to each worker that may get prompts from here and is not connected yet."""

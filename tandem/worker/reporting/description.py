@@ -52,8 +52,8 @@ def tuning_of(config: WorkerConfig) -> Settings:
 
 def differences(ours: Settings, theirs: Settings) -> tuple[str, ...]:
     """Return the names of settings that differ, including settings that only one side has."""
-    mine, others = dict(ours), dict(theirs)
-    return tuple(name for name in {**mine, **others} if mine.get(name) != others.get(name))
+    our_values, their_values = dict(ours), dict(theirs)
+    return tuple(name for name in {**our_values, **their_values} if our_values.get(name) != their_values.get(name))
 
 
 def _settings(config: WorkerConfig, wanted: Callable[[str], bool]) -> Settings:
