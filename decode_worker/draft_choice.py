@@ -69,8 +69,9 @@ def break_even(cost: StepCost, work: StepWork, *, kv_read_once: bool = False) ->
     its rows.
 
     With acceptance probability p, k draft tokens per request yield p + p² + … + pᵏ additional tokens, which is at most
-    k · p and less than p / (1 - p). They lengthen the step by the fraction base + k · rows: base is due to
-    `verify_base_s`, rows to one more row per request.
+    k · p and less than p / (1 - p). The draft tokens lengthen the step by the fraction base + k · rows, where base is
+    due to `verify_base_s`, and rows to one more row per request. The throughput can only rise if the additional tokens
+    exceed this fraction, so p must exceed both rows + base / DRAFTS_MAX and (base + rows) / (1 + base + rows).
     """
     seconds = cost.decode_step_seconds(work.decode_rows, work.decode_context_tokens)
     if not seconds:

@@ -75,7 +75,7 @@ class DraftingBatch(RunningBatch):
         return max(0, self._page_step(self._slots[request]) - self._next_step - 1)
 
     def grow_ahead(self, request: DecodeRequest, grow: Callable[[DecodeRequest], bool]) -> bool:
-        """Give the request one more page in advance by calling `grow`; return the result of `grow`."""
+        """Call `grow` to give the request one more page in advance, and return its result."""
         if not grow(request):
             return False
         slot = self._slots[request]
@@ -104,8 +104,8 @@ class DraftingBatch(RunningBatch):
     def complete(self, token_ids: Sequence[int]) -> DecodedStep:
         """Process the sampled tokens of the oldest step in flight, and accept draft tokens.
 
-        The draft tokens of a request are accepted up to the first that differs from the sampled token, and up to the
-        end of the answer.
+        The draft tokens of a request are accepted up to the first that differs from the token sampled in its place, and
+        at most up to the end of the answer.
         """
         drafts, self._drafts = self._drafts, None
         if drafts is None:

@@ -71,7 +71,8 @@ class StepDrafts:
         """Return for each request its draft tokens and the tokens that it gains; `token_ids` has the token of each row.
 
         A request gains the token sampled by the row of its newest token, and the tokens sampled by the rows of its
-        accepted draft tokens: those before the first one that differs from the token sampled before it.
+        accepted draft tokens. A draft token is accepted if all draft tokens before it are, and if it equals the token
+        that the row before its own row sampled.
         """
         runs = []
         for drafts in self.drafts:

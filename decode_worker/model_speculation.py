@@ -26,9 +26,10 @@ from tandem.engine.speculation.proposer import DRAFTS_MAX, BatchProposer, Draft,
 from tandem.engine.steps.sampling_metadata import SamplingInput
 
 MISSING_MAX = DRAFTS_MAX + 1
-"""Maximum number of a request's tokens without KV in the proposer when it proposes; each becomes a row of its step.
+"""Draft tokens are proposed for a request only if at most this number of its tokens have no KV in the proposer.
 
-If more tokens have no KV, the proposer first computes a chunk of the context.
+Each of these tokens is a row of the proposer's first step. If more tokens have no KV, the proposer first computes a
+chunk of the context.
 """
 
 
@@ -173,7 +174,10 @@ class ModelSpeculation(Speculation):
         )
 
     def _count(self, bounds: StepBounds, work: StepWork, requests: Sequence[DecodeRequest]) -> DraftCount:
-        """Return the number of draft tokens per request of `requests` that gives the most tokens per second."""
+        """Return the number of draft tokens, the same for all `requests`, that gives the most tokens per second.
+
+        It is 0 if the gain is less than GAIN_MIN.
+        """
         context = sum(self._batch.next_position(request) + 1 for request in requests)
         survival = self._survival(DRAFTS_MAX)
         costs = DraftCosts(bounds.cost, self._model.cost, work, len(requests), context)
@@ -226,8 +230,8 @@ class ModelSpeculation(Speculation):
     ) -> dict[Hashable, int]:
         """Return for each request the number of context tokens to compute before a step that takes `step_s` seconds.
 
-        Requests with the fewest missing tokens come first. Without its fixed cost, the computation takes at most as
-        long as a step without draft tokens; with the step, it takes at most `bounds.seconds`.
+        Requests with the fewest missing tokens come first. The computation takes at most as long as a step without
+        draft tokens, plus the computation's fixed cost. Computation and step together take at most `bounds.seconds`.
 
         `saved_s`: seconds that draft tokens save per token of a request. A request is skipped if its savings before the
         end of its answer do not exceed the time to compute its context. None = no request is skipped.
@@ -269,7 +273,7 @@ class ModelSpeculation(Speculation):
         return self._model.capacity(request, min(drafts, self._batch.rows_left(request) - 1))
 
     def _rest(self, request: DecodeRequest) -> int:
-        """Return the expected number of further tokens of the answer, according to the request's committed pages."""
+        """Return the expected number of further tokens of the answer, derived from the request's committed pages."""
         expected = self._batch.kv.tokens_in(request.committed, decoding=True) - self._batch.next_position(request)
         return min(expected, self._batch.rows_left(request))
 

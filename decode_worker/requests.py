@@ -178,7 +178,7 @@ class DecodeRequests:
             self._by_key.pop(request.key, None)
 
     def leave(self, request: DecodeRequest) -> None:
-        """End a running request, and use its answer for the forecast of answer lengths unless it failed."""
+        """End a running request. Unless it failed, the forecast of answer lengths learns from its answer."""
         if request.failed:
             self.free(request)
         else:
@@ -212,7 +212,7 @@ class DecodeRequests:
             self._emit_failure(request, failure)
 
     def _listed(self, request: DecodeRequest, sent: Sequence[int]) -> list[int]:
-        """Return the request's cached pages and the pages `sent` to it as one list with the order of `KvPages`."""
+        """Return one list of the request's cached pages and the pages `sent` to it, in the order of `KvPages`."""
         kv, read = self._cache.kv, request.prefix.pages
         pages = [*read, *[FREED] * (request.prompt_pages * kv.groups - len(read))]
         entries = kv.sent(len(request.reservation.prompt_token_ids), request.skipped)

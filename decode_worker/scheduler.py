@@ -211,7 +211,7 @@ class DecodeScheduler:
                 self._batch.stop(request)
 
     def _release_stopped(self) -> None:
-        """Preempt or end the stopped requests whose pages no launched step still writes."""
+        """Preempt or end the stopped requests that have no row in a step in flight."""
         for request in self._batch.drained():
             if request.preempting and not request.cancelled and not request.ended:
                 self._remove(request)

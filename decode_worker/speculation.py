@@ -2,7 +2,7 @@
 
 A proposer predicts the next tokens, and the step verifies them (`drafts.py`). For each draft token, the probability
 that it and all draft tokens before it are accepted is estimated from earlier steps. The draft tokens with the highest
-probabilities are verified, in the number that maximizes the accepted tokens per second of the step's predicted duration
+probabilities are verified; their number maximizes the expected accepted tokens ÷ the step's predicted duration
 (TurboSpec, arXiv 2406.14066). If draft tokens do not raise the throughput, steps are the same as without speculation.
 """
 
@@ -278,7 +278,7 @@ class Speculation:
         return None if self._batch.kv_read_once else self._batch.next_position(request) + 1
 
     def _update_proposer(self, request: DecodeRequest) -> None:
-        """Pass the proposer those tokens of the request that it does not have yet."""
+        """Pass to the proposer the request's tokens that it does not have yet."""
         answer, known = request.token_ids, self._known_tokens.get(request)
         if known is None:
             reservation = request.reservation
@@ -288,9 +288,9 @@ class Speculation:
         self._known_tokens[request] = len(answer)
 
     def _positions(self, request: DecodeRequest, wanted: int) -> int:
-        """Return the number of draft tokens for which the request has pages, after it may have got one more page.
+        """Return the number of draft tokens for which the request has pages.
 
-        It gets the page if the number is below `wanted`, unless another request needs the page.
+        If that is less than `wanted`, the request first gets one more page, unless another request needs the page.
         """
         left = self._batch.positions_left(request)
         if left < wanted and self._batch.grow_ahead(request, self._grow):

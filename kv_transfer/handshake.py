@@ -1,8 +1,8 @@
 """The handshake of two workers before any transfer: both must have the same protocol, model and page layout.
 
-The compatibility hash covers facts, which are (name, value) pairs of text. The caller passes the engine's facts (model
-revision, dtype, quantisation of the KV, …); the layout's facts are added here. The pool's kind of memory (host or
-device) and its number of pages are not among the facts, because they may differ.
+The compatibility hash covers facts: (name, value) pairs of text that must be equal on both sides. The caller passes the
+engine's facts (model revision, dtype, quantization of the KV, …); the layout's facts are added here. The pool's kind of
+memory (host or device) and its number of pages are not among the facts, because they may differ.
 """
 
 import hashlib
@@ -61,7 +61,7 @@ def check_compatible(local: Handshake, remote: Handshake) -> None:
     """Raise FailedPrecondition unless the two handshakes are compatible.
 
     The error names every fact that differs, with both values. The version is compared first, then the hash; nothing
-    else of `theirs` is read before both are equal.
+    else of `remote` is read before both are equal.
     """
     if local.protocol_version != remote.protocol_version:
         raise FailedPrecondition(

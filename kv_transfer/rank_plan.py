@@ -73,14 +73,14 @@ class RankedPages:
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """Bytes of a source rank's page that belong into a target rank's page."""
+    """A range of bytes to copy from a page of a source rank to a page of a target rank."""
 
     source_rank: int
     target_rank: int
     source_page: int
-    """The number of the source page among those that share a target page, 0 if pages have equal numbers of tokens."""
+    """The number of the source page among those that share a target page; 0 if no other source page shares it."""
     target_page: int
-    """The number of the target page among those that share a source page, likewise."""
+    """The number of the target page among those that share a source page; 0 if no other target page shares it."""
     source_start: int
     """The offset in the source page, in bytes."""
     target_start: int
@@ -116,7 +116,7 @@ def why_not(source: RankedPages, target: RankedPages) -> str | None:
 
 @lru_cache(maxsize=64)
 def plan_handoff(source: RankedPages, target: RankedPages) -> tuple[ByteRange, ...]:
-    """Return the ranges to write for each target page, or for each source page if that is larger.
+    """Return the byte ranges to write for each target page, or for each source page if source pages are larger.
 
     Each byte of every target rank's page is in exactly one range. If n source ranks hold the same head, number
     (target's tensor rank modulo n) of these source ranks writes it, so that the load is even. Ranges that are adjacent

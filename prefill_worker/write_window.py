@@ -2,11 +2,11 @@
 
 A write is one-sided, so a decode worker that assumes this prefill worker dead cannot stop its writes. It relies on a
 rule instead: the prefill worker begins no write after the window that was granted to it has closed, and the decode
-worker does not reuse the pages before.
+worker does not reuse the pages before that time.
 
 Windows are renewed before they close. One message to a decode worker renews all windows that it has granted. The
-message is sent when a fraction RENEW_AT of the oldest window's time has passed. So there is one message per pair of
-workers in that time, however many prompts are handed over, and none if no hand-over takes that long.
+message is sent when a fraction RENEW_AT of the oldest window's duration has passed. So a pair of workers exchanges one
+message per such period, however many prompts are handed over, and none if no hand-over takes that long.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class WriteWindow:
         Both are times of `time.monotonic`.
         """
         self.over = False
-        """True once the decode worker has reported that the lease has ended."""
+        """True after the decode worker has reported that the lease has ended."""
         self._peers, self._renewals, self._pages = peers, renewals, pages
         self._remote: tuple[int, ...] | None = None
 

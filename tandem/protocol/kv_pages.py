@@ -63,7 +63,7 @@ class KvPages:
     def tokens_in(self, pages: int, *, decoding: bool = False) -> int:
         """Return the maximum number of positions, in whole pages, for which `held` does not exceed `pages`.
 
-        The result is above 2⁴⁰ if `held` never exceeds it.
+        If `held` never exceeds `pages`, the result is above 2⁴⁰.
         """
         page = self.page_tokens
         more = bisect_right(range(1 << 40), pages, key=lambda number: self.held(number * page, decoding=decoding))
@@ -98,7 +98,7 @@ class KvPages:
     def skipped(self, tokens: int, sent: int) -> int | None:
         """Return the number of leading pages that a hand-over skips if it sends `sent` pages.
 
-        Returns None if no number matches.
+        Returns None if no number of leading pages gives `sent` pages.
         """
         starts = [self.first(group, tokens) for group in range(self.groups)]
         # Pages are counted from the last one backwards, until `sent` are found; windowed groups end at their first

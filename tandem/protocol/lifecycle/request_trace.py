@@ -24,7 +24,7 @@ _TRACE_BYTES = 16
 
 
 def only(values: Collection[str | bytes]) -> str:
-    """Return the value of a header that must occur once; "" if it is missing or occurs several times.
+    """Return the only one of a header's `values`; "" if there is none or more than one.
 
     W3C Trace Context treats several values as none.
     """

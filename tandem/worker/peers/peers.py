@@ -22,11 +22,11 @@ from tandem.protocol.messages import Destination, Handshake, Lease, PeerDescript
 from tandem.worker.peers.deliveries import MOST_WAITING, Deliveries
 
 RUNS_KEPT = 16
-"""Maximum number of incarnations of each worker that are remembered; pages of earlier ones have long been free."""
+"""Maximum number of remembered incarnations per worker; the pages that earlier ones wrote have long been free."""
 
 
 class SameHostPeers:
-    """The prefill workers on this host, and whether their processes are alive, where this process can observe them.
+    """Knows the prefill workers on this host, and tells whether their processes are alive.
 
     Entries are by incarnation, because an earlier incarnation may still be alive beside its successor. Owned by
     `Peers`.
@@ -40,7 +40,7 @@ class SameHostPeers:
     def add(self, them: PeerDescription) -> None:
         """Record a peer that has just connected and is therefore alive.
 
-        If its process cannot be observed from here, its death is not noticed either.
+        If its process cannot be observed from here, `process_alive` returns None for it.
         """
         if not self._host or them.host != self._host:
             return
@@ -57,7 +57,10 @@ class SameHostPeers:
         return peer.incarnation in self._runs.get(peer.worker_id, {})
 
     def process_alive(self, peer: PeerRef) -> bool | None:
-        """Return True if the process of this incarnation is alive; None if that is unknown. Any thread may call it."""
+        """Return True if this incarnation's process is alive, False if it has ended, None if that is unknown.
+
+        Any thread may call it.
+        """
         process = self._runs.get(peer.worker_id, {}).get(peer.incarnation)
         return processes.process_alive(process) if process else None
 
@@ -196,7 +199,7 @@ class Peers(DecodePeers):
         self._deliveries.add(destination)
 
     async def release(self, destination: Destination, *, in_doubt: bool) -> None:
-        """Report to the decode worker that no write under the lease is in flight and none will follow.
+        """Report to the decode worker that no write under the lease is in flight and that none will follow.
 
         With `in_doubt`, a write has failed and its data may still arrive for a while.
         """
@@ -249,7 +252,7 @@ class Peers(DecodePeers):
         return self._same_host.has(peer)
 
     def process_alive(self, peer: PeerRef) -> bool | None:
-        """Return True if the process of this incarnation of a prefill worker is alive; None if that is unknown."""
+        """Return True if this prefill worker's process is alive, False if it has ended, None if that is unknown."""
         return self._same_host.process_alive(peer)
 
     # ---- both ----
@@ -261,8 +264,8 @@ class Peers(DecodePeers):
     def forget(self, peer: PeerRef) -> None:
         """Close the connections to this incarnation of a worker and its earlier ones, which have ended.
 
-        Unless `restore_peer` accepts one of these incarnations again, no connection to them is opened, because another
-        process may listen at the address by now.
+        No connection to them is opened again, because another process may listen at the address by now; `restore_peer`
+        lifts this for one incarnation.
         """
         self._gone.add(peer)
         for known, connection in list(self._connections.items()):
@@ -343,8 +346,8 @@ class Peers(DecodePeers):
     ) -> None:
         """Drop a connection whose handshake failed.
 
-        The waiting requests cannot do this: all of them may have been cancelled, and the next request must not get the
-        error of an old handshake.
+        The next request must not get the error of an old handshake. The requests that wait for the handshake cannot
+        drop the connection, because all of them may have been cancelled.
         """
         if introduced.cancelled() or introduced.exception() is not None:
             self._drop(peer, connection)

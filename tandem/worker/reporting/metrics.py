@@ -35,10 +35,11 @@ Emit = Callable[[RoutedEvent], None]
 
 
 class Utilization:
-    """The fractions of the device's memory bandwidth and peak operations that the newest steps used.
+    """The fractions of the device's memory bandwidth and peak operations per second that the newest steps used.
 
-    If steps exceed a ceiling, it was measured under load, and is raised to what the steps reached, unless an operator
-    has set the ceilings. Owned by the worker's metrics; updated on the engine thread.
+    Bandwidth and peak (the ceilings) are measured or set by an operator. A measured ceiling that steps exceed was
+    measured under load, so it is raised to the rate that the steps reached. Owned by the worker's metrics; updated on
+    the engine thread.
     """
 
     def __init__(self, roofline: Roofline, given: Ceilings | None = None) -> None:
@@ -46,7 +47,7 @@ class Utilization:
         self._given = given is not None
         self.ceilings = given or roofline.ceilings
         self.busy_s = self.bytes = self.flops = 0.0
-        """The sums over all steps."""
+        """Duration in seconds, bytes read and floating-point operations, summed over all steps."""
         self._marks: deque[tuple[float, float, float]] = deque([(0.0, 0.0, 0.0)], maxlen=_WINDOW_MARKS)
 
     def step(self, work: StepWork, seconds: float) -> None:
