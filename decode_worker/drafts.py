@@ -46,7 +46,7 @@ class StepDrafts:
         """[draft tokens]: the row of the newest token of each draft token's request."""
         distances = [distance for row_drafts in drafts for distance in range(1, len(row_drafts.token_ids) + 1)]
         self.distances: NDArray[np.int64] = np.array(distances, dtype=np.int64)
-        """[draft tokens]: the distance of each draft token from its request's newest token in positions, at least 1."""
+        """[draft tokens]: the number of positions from the request's newest token to each draft token, at least 1."""
 
     def __len__(self) -> int:
         """Return the number of draft tokens, which is the number of additional rows."""

@@ -3,8 +3,8 @@
 The pages of a request are of two kinds, in the decode phase as in the prefill phase:
 
   reserved  pages that the request may still take from the pool. The number follows from the expected length of prompt
-            and answer (`tandem/cost_model/answer_length.py`), so more requests run at once than if each one reserved
-            pages for its maximum answer length
+            and answer (`tandem/cost_model/answer_length.py`), so more requests run concurrently than if each one
+            reserved pages for its maximum answer length
   held      pages that the request owns or reads. Reserved pages that are meant for its lease count as held already
 
 The pool backs the reserved pages: it keeps as many pages free as all requests have reserved. If an answer exceeds its

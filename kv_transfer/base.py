@@ -46,8 +46,8 @@ class PageWrite:
 
     The write begins once all writes in `after` have completed; it fails if one of them fails. The writes in `after`
     must be of the same sender. The notice arrives after every byte of all of these writes. `begin_by` returns the time
-    (`time.monotonic`) at which the peer's permission to write ends: a write that has not begun by then fails. It is
-    called when the write could begin, on any thread.
+    (`time.monotonic`) at which the peer's permission to write ends: a write that has not begun by then fails.
+    `begin_by` is called when the write could begin, on any thread.
     """
 
     peer: PeerRef

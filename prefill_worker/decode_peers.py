@@ -90,7 +90,7 @@ class LocalDecode(Protocol):
         ...
 
     def allocate_chunk_pages(self, lease: Lease, pages: int, position: int, prefill: PeerRef) -> Sequence[int]:
-        """Allocate at most `pages` more pages for groups with a sliding window; fewer if too few are left.
+        """Allocate at most `pages` more pages for groups with a sliding window: as many as are available.
 
         `position` is the position of the next token to be computed; pages before its window are no longer needed.
         Raises StaleEpoch if the lease has ended.
