@@ -141,7 +141,7 @@ def _judge(folder: Path) -> Iterator[tuple[bool, str]]:
         faults = list(_faults(floors_of(benchmark, run), run))
         yield (
             not faults,
-            f"{'missed' if faults else 'held  '}  {name}" + "".join(f"\n        {each}" for each in faults),
+            f"{'missed' if faults else 'held  '}  {name}" + "".join(f"\n        {fault}" for fault in faults),
         )
 
 

@@ -54,16 +54,16 @@ def scheme_suffix(quantization: str | None, kv_cache_dtype: str) -> str:
 
 def read_results(folder: Path = RESULTS, kind: str = "") -> list[tuple[str, Run]]:
     """Return the runs whose file names begin with `kind`, each with its file name, oldest first."""
-    found = [(file.name, json.loads(file.read_text(encoding="utf-8"))) for file in folder.glob(f"{kind}*.json")]
-    return sorted(found, key=lambda each: (str(each[1]["date"]), each[0]))
+    runs = [(file.name, json.loads(file.read_text(encoding="utf-8"))) for file in folder.glob(f"{kind}*.json")]
+    return sorted(runs, key=lambda named_run: (str(named_run[1]["date"]), named_run[0]))
 
 
 def newest_result(folder: Path, kind: str, figure: str = "") -> tuple[str, Run]:
     """Return the file name and the newest run of `kind` that has `figure`. Raises LookupError if there is none."""
-    found = [each for each in read_results(folder, kind) if not figure or figure in each[1]]
-    if not found:
+    runs = [named_run for named_run in read_results(folder, kind) if not figure or figure in named_run[1]]
+    if not runs:
         raise LookupError(f"no run of {kind} with {figure or 'any figure'} is kept in {folder.name}")
-    return found[-1]
+    return runs[-1]
 
 
 def _hardware(device: str) -> dict[str, object]:
@@ -80,8 +80,8 @@ def _cpu_name() -> str:
         listed = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return platform.processor() or platform.machine()
-    found = re.search(r"^model name\s*:\s*(.+)$", listed, re.MULTILINE)
-    return found[1].strip() if found else platform.machine()
+    match = re.search(r"^model name\s*:\s*(.+)$", listed, re.MULTILINE)
+    return match[1].strip() if match else platform.machine()
 
 
 def _driver() -> str:
@@ -90,18 +90,18 @@ def _driver() -> str:
         listed = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
     except OSError:
         return ""
-    found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", listed)
-    return found[1] if found else ""
+    match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", listed)
+    return match[1] if match else ""
 
 
 def _versions() -> dict[str, str]:
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for package in _PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _commit() -> str:
@@ -128,7 +128,9 @@ def _command() -> str:
     parts = module.with_suffix("").parts
     inside = parts[len(parts) - parts[::-1].index("benchmarks") :] if "benchmarks" in parts else ()
     name = f"python -m {'.'.join(('benchmarks', *inside))}" if inside else program.name
-    return " ".join([name, *(Path(each).name if each.startswith("/") else each for each in sys.argv[1:])])
+    return " ".join(
+        [name, *(Path(argument).name if argument.startswith("/") else argument for argument in sys.argv[1:])]
+    )
 
 
 def _file_name(text: str) -> str:

@@ -54,7 +54,7 @@ def next_rate(first: float, loads: Sequence[Goodput]) -> float | None:
 
 def knees_of(loads: Sequence[Goodput]) -> dict[str, float]:
     """Return, for each cell, the highest goodput with the required share in requests per second; 0 = no load has it."""
-    found: dict[str, float] = {}
+    goodputs: dict[str, float] = {}
     for cell, (share, per_s) in (item for load in loads for item in load.items()):
-        found[cell] = max(found.get(cell, 0.0), per_s if share >= GOODPUT_SHARE else 0.0)
-    return found
+        goodputs[cell] = max(goodputs.get(cell, 0.0), per_s if share >= GOODPUT_SHARE else 0.0)
+    return goodputs

@@ -48,7 +48,7 @@ class _Column:
     def numbers(self, load: Mapping[str, Any]) -> list[float]:
         """Return the column's figures for a load."""
         value = load[self.figure]
-        return [float(value[each]) for each in self.percentiles] if self.percentiles else [float(value)]
+        return [float(value[percentile]) for percentile in self.percentiles] if self.percentiles else [float(value)]
 
 
 _SERVED = (
@@ -106,8 +106,8 @@ def peer_tables(folder: Path) -> tuple[list[str], list[str]]:
     names = {"tandem": "Tandem", "vllm": PEER_ROWS["vllm"]}
     kinds = {
         f"{names[server]}, {kind.removeprefix('llama-3-8b').strip() or 'bf16'}": figures
-        for server, found in engines.items()
-        for kind, figures in found.items()
+        for server, by_kind in engines.items()
+        for kind, figures in by_kind.items()
     }
     batches = (1, 8, 32, 128)
     steps = _table(
@@ -141,10 +141,10 @@ def _served_rows(run: Run, rate: float) -> list[list[str]]:
         shown = [[f"{number:{column.form}}" for number in column.numbers(load)] for load in loads]
         for part, values in enumerate(zip(*(column.numbers(load) for load in loads), strict=True)):
             best = (max if column.more_is_better else min)(range(len(values)), key=values.__getitem__)
-            for each in [each for each in shown if each[part] == shown[best][part]]:
-                each[part] = f"**{each[part]}**"
-        for row, each in zip(rows, shown, strict=True):
-            row.append(", ".join(each))
+            for cells in [cells for cells in shown if cells[part] == shown[best][part]]:
+                cells[part] = f"**{cells[part]}**"
+        for row, cells in zip(rows, shown, strict=True):
+            row.append(", ".join(cells))
     return rows
 
 
@@ -224,16 +224,16 @@ def _figures(run: Run, name: str, sizes: Iterable[int]) -> str:
 def _experts(folder: Path) -> str:
     name, run = newest_result(folder, "experts-")
     rows: dict[str, dict[int, float]] = {}
-    for each in run["experts"]:
-        rows.setdefault(each["shape"], {})[each["tokens"]] = each["copy_share"]
+    for entry in run["experts"]:
+        rows.setdefault(entry["shape"], {})[entry["tokens"]] = entry["copy_share"]
     tokens = sorted(next(iter(rows.values())))
     return _section(
         "Experts alone",
         "A layer's experts, without shared ones: the bytes of the experts that a step of that many tokens chooses per"
         f" second, over the rate of a device copy. {run['hardware']['name']}, bfloat16.",
         _table(
-            ("tokens", *(f"{each:,}" for each in tokens)),
-            ((shape, *(f"{shares[each]:.2f}" for each in tokens)) for shape, shares in rows.items()),
+            ("tokens", *(f"{count:,}" for count in tokens)),
+            ((shape, *(f"{shares[count]:.2f}" for count in tokens)) for shape, shares in rows.items()),
         ),
         "python -m benchmarks.kernels experts --save",
         [(name, run)],
@@ -272,8 +272,8 @@ def _served(folder: Path) -> str:
             (
                 f"{load['rate']:g}",
                 f"{load['tok_s']:,.0f}",
-                _list(load["ttft_ms"][each] for each in ("50", "99")),
-                _list((load["gap_ms"][each] for each in ("50", "99")), ".1f"),
+                _list(load["ttft_ms"][percentile] for percentile in ("50", "99")),
+                _list((load["gap_ms"][percentile] for percentile in ("50", "99")), ".1f"),
                 _percent(load["good_1000_25"]),
             )
             for load in loads
@@ -331,7 +331,7 @@ def _of_cell(rows: Mapping[str, Any], cell: str) -> str:
     reached = {name: row["goodput_per_s"][cell] for name, row in rows.items()}
     apart = [value for name, value in reached.items() if name.startswith(_DISAGGREGATED)]
     together = [value for name, value in reached.items() if not name.startswith((_DISAGGREGATED, "adaptive"))]
-    return " / ".join(f"{max(each):.1f}" if each else "–" for each in (together, apart, [reached["adaptive"]]))
+    return " / ".join(f"{max(values):.1f}" if values else "–" for values in (together, apart, [reached["adaptive"]]))
 
 
 def _peer(folder: Path) -> str:
@@ -387,15 +387,15 @@ def _cpu(folder: Path) -> str:
     rows = (
         (
             "speed ÷ transformers: decode of 1 and 8 requests, prefill of 512 tokens",
-            _list((engine[1][each] for each in step), ".1f"),
+            _list((engine[1][figure] for figure in step), ".1f"),
         ),
         ("tokens/s through a cluster of two workers ÷ of its engine", f"{serving[1]['cluster_efficiency_b8']:.2f}"),
         ("hand-over of 1,536 tokens over shared memory", f"{handover[1]['handover_ms_1536']:.0f} ms"),
     )
     text = "The same cluster on two cores; both sides of a ratio ran in turns on one machine."
     title = f"CPU: {engine[1]['model']}, {engine[1]['hardware']['name']}"
-    found = [engine, serving, handover]
-    return _section(title, text, _table(("figure", ""), rows), "; ".join(_command(run) for _, run in found), found)
+    results = [engine, serving, handover]
+    return _section(title, text, _table(("figure", ""), rows), "; ".join(_command(run) for _, run in results), results)
 
 
 def _command(run: Run) -> str:

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class DecodeAdmission:
-    """Admits requests to the decode phase and owns their leases; there is one per worker."""
+    """Admits requests to a worker's decode phase, and owns their leases."""
 
     def __init__(
         self,
@@ -226,9 +226,10 @@ class DecodeAdmission:
         self._changed()
 
     def delivered(self, leases: Iterable[Lease], prefill: PeerRef) -> None:
-        """Quarantine the pages of these leases whose notices have not arrived, and fail the requests.
+        """Fail the requests of those leases whose notices have not arrived, and quarantine their pages.
 
-        `prefill` sent the notices so long ago that one that has not arrived is lost. Other leases are not affected.
+        `prefill` sent the notices of all `leases` so long ago that a notice that has not arrived is lost. Leases whose
+        notices have arrived are not affected.
         """
         with self.lock:
             lost = self._leases.delivered(leases, prefill)
@@ -239,7 +240,7 @@ class DecodeAdmission:
             self._changed()
 
     def notice(self, notice: TransferNotice, pages: Sequence[int] = ()) -> None:
-        """Process the notice that the KV of a request has arrived completely. Called on the transfer thread.
+        """Process a notice: the KV of its request has arrived completely. Called on the transfer thread.
 
         For a local prompt, `pages` are its pages, listed as by `KvPages`; otherwise it is empty. A notice of an ended
         lease is dropped and counted. If a notice does not match the reservation, the request fails, and its router
@@ -271,9 +272,9 @@ class DecodeAdmission:
         self._leases.peer_back(peer)
 
     def expire(self) -> None:
-        """End everything whose time is up: leases without heartbeat, quarantines of dead writers, and KV checks.
+        """End the leases, quarantines and KV checks that have exceeded their time limits. Called by a timer.
 
-        Called by a timer.
+        They are leases without heartbeat, quarantines whose pages have become safe, and checks without a result.
         """
         with self.lock:
             reason = TransferFailed("the lease had no heartbeat and expired; prefill again")
@@ -308,7 +309,7 @@ class DecodeAdmission:
 
     @property
     def fenced(self) -> int:
-        """The number of messages and notices that were rejected, for an ended lease or attempt or for a mismatch.
+        """The number of messages and notices that were rejected: for an ended lease or attempt, or for a mismatch.
 
         A mismatch is a notice that differs from the reservation, or a transfer whose checksums are wrong.
         """
@@ -320,11 +321,11 @@ class DecodeAdmission:
         return self._budget.not_ready
 
     def _changed(self, *, work: bool = True) -> None:
-        """Pass on the numbers of open leases and lost pages after a change. Must be called without the lock.
+        """Report the number of open leases to `expect`, and update `not_ready`, after a change.
 
-        With `work`, the step loop is woken, because a request may be ready, or a request that waits for pages may
-        continue. Callers pass False if neither is possible: a needless wake-up takes the interpreter lock from other
-        threads.
+        Must be called without the lock. With `work`, the step loop is woken, because a request may be ready, or a
+        request that waits for pages may continue. Callers pass False if neither is possible: a needless wake-up takes
+        the interpreter lock from other threads.
         """
         with self.lock:
             self._expect(self._leases.open_leases)

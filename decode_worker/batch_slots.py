@@ -52,8 +52,8 @@ class BatchSlot:
 class SlotSchedule:
     """A schedule that maps step numbers to slots; a slot is scheduled for at most one step.
 
-    A slot that leaves the batch must be removed; otherwise the schedule would keep its ended request alive. Owned by
-    the running batch.
+    A slot that leaves the batch must be removed; otherwise the schedule would keep a reference to its ended request.
+    Owned by the running batch.
     """
 
     def __init__(self) -> None:

@@ -135,14 +135,14 @@ class BatchSnapshot:
         everything = StepTokens(owners.request_ids, owners.attempts, (owners.answer_offset + step).tolist(), token_ids)
         if not owners.masks and not without:
             return [RoutedTokens(owners.router, everything)]
-        found = []
+        routed = []
         for router, mask in (owners.masks or {owners.router: bytearray(b"\1") * len(self)}).items():
             keep = bytearray(mask)
             for row in without:
                 keep[row] = 0
             if any(keep):
-                found.append(RoutedTokens(router, _select_rows(everything, keep)))
-        return found
+                routed.append(RoutedTokens(router, _select_rows(everything, keep)))
+        return routed
 
     def _sources(self, before: "BatchSnapshot | None") -> NDArray[np.int32]:
         """Return for each row [n] the row of the previous step that samples its input token, or FROM_HOST.

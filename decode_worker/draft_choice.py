@@ -69,8 +69,9 @@ def break_even(cost: StepCost, work: StepWork, *, kv_read_once: bool = False) ->
     its rows.
 
     With acceptance probability p, k draft tokens per request yield p + p² + … + pᵏ additional tokens, which is at most
-    k · p and less than p / (1 - p). They lengthen the step by the fraction base + k · rows: base is due to
-    `verify_base_s`, rows to one more row per request.
+    k · p and less than p / (1 - p). The draft tokens lengthen the step by the fraction base + k · rows, where base is
+    due to `verify_base_s`, and rows to one more row per request. The throughput can only rise if the additional tokens
+    exceed this fraction, so p must exceed both rows + base / DRAFTS_MAX and (base + rows) / (1 + base + rows).
     """
     seconds = cost.decode_step_seconds(work.decode_rows, work.decode_context_tokens)
     if not seconds:
@@ -84,8 +85,8 @@ def break_even(cost: StepCost, work: StepWork, *, kv_read_once: bool = False) ->
 
 def with_drafts(work: StepWork, candidates: Sequence[Candidate]) -> StepWork:
     """Return `work` plus one row for each draft token of the candidates."""
-    rows = sum(len(each.survival) for each in candidates)
-    context = sum(each.context_of(draft) for each in candidates for draft in range(len(each.survival)))
+    rows = sum(len(candidate.survival) for candidate in candidates)
+    context = sum(candidate.context_of(draft) for candidate in candidates for draft in range(len(candidate.survival)))
     return work.with_drafts(rows, context)
 
 
@@ -97,8 +98,8 @@ def with_most_tokens(bounds: StepBounds, work: StepWork, candidates: Sequence[Ca
     all left out, because one of the two gives the most tokens per second.
     """
     alike: dict[tuple[float, ...], list[int]] = {}
-    for number, each in enumerate(candidates):
-        alike.setdefault(tuple(each.survival), []).append(number)
+    for number, candidate in enumerate(candidates):
+        alike.setdefault(tuple(candidate.survival), []).append(number)
     positions = [(-worth, position, survival) for survival in alike for position, worth in enumerate(survival)]
     rows = work.decode_rows
     tokens, seconds = float(rows), bounds.cost.decode_step_seconds(rows, work.decode_context_tokens)
@@ -122,4 +123,4 @@ def with_most_tokens(bounds: StepBounds, work: StepWork, candidates: Sequence[Ca
         if count < len(numbers):
             break
     counts = Counter(chain.from_iterable(added[:chosen]))
-    return [each.first(counts[number]) for number, each in enumerate(candidates) if counts[number]]
+    return [candidate.first(counts[number]) for number, candidate in enumerate(candidates) if counts[number]]

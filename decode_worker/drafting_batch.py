@@ -75,7 +75,7 @@ class DraftingBatch(RunningBatch):
         return max(0, self._page_step(self._slots[request]) - self._next_step - 1)
 
     def grow_ahead(self, request: DecodeRequest, grow: Callable[[DecodeRequest], bool]) -> bool:
-        """Give the request one more page in advance by calling `grow`; return the result of `grow`."""
+        """Call `grow` to give the request one more page in advance, and return its result."""
         if not grow(request):
             return False
         slot = self._slots[request]
@@ -94,18 +94,18 @@ class DraftingBatch(RunningBatch):
         rows = super().launch()
         if rows is None or snapshot is None or not drafts:
             return rows
-        self._drafts = found = self._step_drafts(snapshot, drafts)
+        self._drafts = step_drafts = self._step_drafts(snapshot, drafts)
         if self.kv_read_once:
-            return RowsWithDrafts(rows, found, 0)
-        starts = self._columns.position_offset[snapshot.indices[found.base_rows]] + found.distances
-        context = int(starts.sum()) + len(found) * self._next_step
-        return RowsWithDrafts(rows, found, context)
+            return RowsWithDrafts(rows, step_drafts, 0)
+        starts = self._columns.position_offset[snapshot.indices[step_drafts.base_rows]] + step_drafts.distances
+        context = int(starts.sum()) + len(step_drafts) * self._next_step
+        return RowsWithDrafts(rows, step_drafts, context)
 
     def complete(self, token_ids: Sequence[int]) -> DecodedStep:
         """Process the sampled tokens of the oldest step in flight, and accept draft tokens.
 
-        The draft tokens of a request are accepted up to the first that differs from the sampled token, and up to the
-        end of the answer.
+        The draft tokens of a request are accepted up to the first that differs from the token sampled in its place, and
+        at most up to the end of the answer.
         """
         drafts, self._drafts = self._drafts, None
         if drafts is None:
@@ -139,13 +139,13 @@ class DraftingBatch(RunningBatch):
         )
 
     def _step_drafts(self, snapshot: BatchSnapshot, drafts: Mapping[DecodeRequest, Draft]) -> StepDrafts:
-        first, found = len(snapshot), []
+        first, row_drafts = len(snapshot), []
         for row, slot in enumerate(snapshot.slots):
             draft = drafts.get(slot.request)
             if draft is not None:
-                found.append(RowDrafts(row, draft.token_ids, draft.source, first))
+                row_drafts.append(RowDrafts(row, draft.token_ids, draft.source, first))
                 first += len(draft.token_ids)
-        return StepDrafts(found)
+        return StepDrafts(row_drafts)
 
     def _append(self, slot: BatchSlot, step: int, tokens: Sequence[int]) -> None:
         """Append a request's tokens of the completed step to its answer.

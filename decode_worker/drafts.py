@@ -40,13 +40,13 @@ class StepDrafts:
     def __init__(self, drafts: Sequence[RowDrafts]) -> None:
         """Store the drafts of a step: at least one, at most one per row, in row order."""
         self.drafts = drafts
-        base = [each.row for each in drafts for _ in each.token_ids]
-        self._token_ids = np.array([token for each in drafts for token in each.token_ids], dtype=np.int64)
+        base = [row_drafts.row for row_drafts in drafts for _ in row_drafts.token_ids]
+        self._token_ids = np.array([token for row_drafts in drafts for token in row_drafts.token_ids], dtype=np.int64)
         self.base_rows: NDArray[np.intp] = np.array(base, dtype=np.intp)
         """[draft tokens]: the row of the newest token of each draft token's request."""
-        distances = [distance for each in drafts for distance in range(1, len(each.token_ids) + 1)]
+        distances = [distance for row_drafts in drafts for distance in range(1, len(row_drafts.token_ids) + 1)]
         self.distances: NDArray[np.int64] = np.array(distances, dtype=np.int64)
-        """[draft tokens]: the distance of each draft token from its request's newest token in positions, at least 1."""
+        """[draft tokens]: the number of positions from the request's newest token to each draft token, at least 1."""
 
     def __len__(self) -> int:
         """Return the number of draft tokens, which is the number of additional rows."""
@@ -71,17 +71,18 @@ class StepDrafts:
         """Return for each request its draft tokens and the tokens that it gains; `token_ids` has the token of each row.
 
         A request gains the token sampled by the row of its newest token, and the tokens sampled by the rows of its
-        accepted draft tokens: those before the first one that differs from the token sampled before it.
+        accepted draft tokens. A draft token is accepted if all draft tokens before it are, and if it equals the token
+        that the row before its own row sampled.
         """
-        found = []
+        runs = []
         for drafts in self.drafts:
             run = [token_ids[drafts.row]]
             for index, draft in enumerate(drafts.token_ids, drafts.first):
                 if draft != run[-1]:
                     break
                 run.append(token_ids[index])
-            found.append((drafts, run))
-        return found
+            runs.append((drafts, run))
+        return runs
 
     def _draws(self, draws: SamplingMetadata, rows: NDArray[np.intp], further: NDArray[np.int64]) -> SamplingMetadata:
         """Return the sampling input of all rows, given the sampling input of the requests' own rows.
@@ -129,8 +130,8 @@ class VerifiedStep(DecodedStep):
         """Return the rows of this step that sampled the tokens of the request in row `row`."""
         if row not in self.verified:
             return (row,)
-        found = self.verified[row]
-        return [row, *range(found.drafts.first, found.drafts.first + len(found.token_ids) - 1)]
+        verified_row = self.verified[row]
+        return [row, *range(verified_row.drafts.first, verified_row.drafts.first + len(verified_row.token_ids) - 1)]
 
     def plain_tokens(self) -> list[RoutedTokens]:
         """Return the tokens of all rows that are not in `excluded_rows`, grouped by router."""
@@ -138,7 +139,7 @@ class VerifiedStep(DecodedStep):
             self.verified[row].token_ids if row in self.verified else (token,)
             for row, token in enumerate(self.token_ids)
         ]
-        found = []
+        routed_tokens = []
         for routed in self.snapshot.tokens(self.step, range(len(runs)), self.excluded_rows):
             # The snapshot grouped the row numbers by router; here each number is replaced by its row's tokens.
             some = [runs[row] for row in routed.tokens.token_ids]
@@ -150,5 +151,5 @@ class VerifiedStep(DecodedStep):
                 list(chain.from_iterable(some)),
                 tuple(map(len, some)),
             )
-            found.append(RoutedTokens(routed.router_id, tokens))
-        return found
+            routed_tokens.append(RoutedTokens(routed.router_id, tokens))
+        return routed_tokens

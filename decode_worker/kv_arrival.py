@@ -77,7 +77,7 @@ class ArrivalCheck:
         index = reservation.prior_output_tokens
         if reason_to_end(notice.first_token_id, index, request.prompt_tokens, reservation.sampling, self._model):
             return "a first token that ends the answer"
-        if tuple(each.page for each in notice.checksums) != self._chosen(request, notice):
+        if tuple(checksum.page for checksum in notice.checksums) != self._chosen(request, notice):
             return f"{len(notice.checksums)} checksums, or those of other pages than were agreed on"
         return ""
 
@@ -108,7 +108,7 @@ class ArrivalCheck:
 
 
 class ArrivalHandler:
-    """Checks arrived KV, at once or in the background, and then makes the request ready or fails it.
+    """Checks KV that has arrived, immediately or in the background, and then makes its request ready or fails it.
 
     Shares the admission's lock. Owned by the admission.
     """
@@ -135,8 +135,8 @@ class ArrivalHandler:
     def handle(self, request: DecodeRequest, notice: TransferNotice, pages: Sequence[int], now: float) -> None:
         """Make the request the owner of its lease's pages and check the KV in them. Called under the lock.
 
-        A notice has ended the request's lease. `pages` are the pages of a local prompt, in order; empty if the prompt
-        was sent by another worker.
+        The lease has ended with the arrival of its notice. `pages` are the pages of a local prompt, in order; empty if
+        the prompt was sent by another worker.
         """
         self._requests.adopt(request, now + self._deadline_s, pages)
         try:

@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 class LeasedRequests:
     """Keeps the requests that have a lease, and applies the lease table's decisions to requests and pages.
 
-    Owned by the admission, which calls every method under its lock. The requests are therefore exactly those whose
-    lease is in the table and has not been revoked.
+    Owned by the admission, which calls every method under its lock. Outside the lock, the requests are exactly those
+    whose leases are in the table and not revoked.
     """
 
     def __init__(

@@ -26,9 +26,10 @@ from tandem.engine.speculation.proposer import DRAFTS_MAX, BatchProposer, Draft,
 from tandem.engine.steps.sampling_metadata import SamplingInput
 
 MISSING_MAX = DRAFTS_MAX + 1
-"""Maximum number of a request's tokens without KV in the proposer when it proposes; each becomes a row of its step.
+"""Draft tokens are proposed for a request only if at most this number of its tokens have no KV in the proposer.
 
-If more tokens have no KV, the proposer first computes a chunk of the context.
+Each of these tokens is a row of the proposer's first step. If more tokens have no KV, the proposer first computes a
+chunk of the context.
 """
 
 
@@ -118,21 +119,22 @@ class ModelSpeculation(Speculation):
         plan = self._plan(bounds, unknown)
         if not plan:
             return []
-        wanted = {each: min(drafts, self._positions(each, drafts)) for each, drafts in plan.drafts.items()}
-        wanted = {each: drafts for each, drafts in wanted.items() if drafts}
+        wanted = {request: min(drafts, self._positions(request, drafts)) for request, drafts in plan.drafts.items()}
+        wanted = {request: drafts for request, drafts in wanted.items() if drafts}
         began = self._clock()
         if plan.pieces:
             self._model.store_context(plan.pieces)
-        found = self._model.compute(self._wanted(wanted)) if wanted else ()
+        proposed = self._model.compute(self._wanted(wanted)) if wanted else ()
         self.drafting_s = self._clock() - began
         if self._probed in wanted:
             self._probed = None
         drafts = [
-            self._allowed(each, Draft(tokens, self._model.source)) for each, tokens in zip(wanted, found, strict=True)
+            self._allowed(request, Draft(tokens, self._model.source))
+            for request, tokens in zip(wanted, proposed, strict=True)
         ]
         return [
-            Candidate(each, draft, self._survival(len(draft.token_ids)), self._context(each))
-            for each, draft in zip(wanted, drafts, strict=True)
+            Candidate(request, draft, self._survival(len(draft.token_ids)), self._context(request))
+            for request, draft in zip(wanted, drafts, strict=True)
             if draft.token_ids
         ]
 
@@ -140,7 +142,10 @@ class ModelSpeculation(Speculation):
         drew: dict[DecodeRequest, Sequence[int]] = {}
         if (step := self._newest) is not None:
             drew = {slot.request: step.rows_of(row) for row, slot in enumerate(step.snapshot.slots)}
-        return [WantedDraft(each, self._draws(each, count), drew.get(each, ())) for each, count in drafts.items()]
+        return [
+            WantedDraft(request, self._draws(request, count), drew.get(request, ()))
+            for request, count in drafts.items()
+        ]
 
     def _survival(self, drafts: int) -> list[float]:
         return self._acceptance.survival(self._model.source, min(drafts, self._model.longest))
@@ -155,22 +160,25 @@ class ModelSpeculation(Speculation):
         for request in eligible:
             self._update_proposer(request)
         ready, rows = [], 0
-        for each in eligible:
-            missing = self._model.missing(each)
+        for candidate in eligible:
+            missing = self._model.missing(candidate)
             if missing <= MISSING_MAX and rows + missing <= self._model.max_step_tokens:
-                ready.append(each)
+                ready.append(candidate)
                 rows += missing
         now = every if len(ready) == len(eligible) else self._count(bounds, work, ready)
-        drafts = {each: self._room(each, now.drafts) for each in ready} if now.drafts else {}
-        waiting = [each for each in eligible if self._model.missing(each) > MISSING_MAX]
+        drafts = {request: self._room(request, now.drafts) for request in ready} if now.drafts else {}
+        waiting = [request for request in eligible if self._model.missing(request) > MISSING_MAX]
         return _Plan(
-            {each: count for each, count in drafts.items() if count},
+            {request: count for request, count in drafts.items() if count},
             self._pieces(bounds, work, waiting, now.seconds, every.saved_s / len(eligible)),
         )
 
     def _count(self, bounds: StepBounds, work: StepWork, requests: Sequence[DecodeRequest]) -> DraftCount:
-        """Return the number of draft tokens per request of `requests` that gives the most tokens per second."""
-        context = sum(self._batch.next_position(each) + 1 for each in requests)
+        """Return the number of draft tokens, the same for all `requests`, that gives the most tokens per second.
+
+        It is 0 if the gain is less than GAIN_MIN.
+        """
+        context = sum(self._batch.next_position(request) + 1 for request in requests)
         survival = self._survival(DRAFTS_MAX)
         costs = DraftCosts(bounds.cost, self._model.cost, work, len(requests), context)
         if self.fixed_drafts is not None:
@@ -181,8 +189,8 @@ class ModelSpeculation(Speculation):
             for drafts in range(min(len(survival), most) + 1)
         ]
         plain = counts[0]
-        fitting = [each for each in counts if each.seconds <= bounds.seconds and each.drafts]
-        best = max(fitting, key=lambda each: each.saved_s, default=plain)
+        fitting = [count for count in counts if count.seconds <= bounds.seconds and count.drafts]
+        best = max(fitting, key=lambda count: count.saved_s, default=plain)
         return best if best.saved_s > (1 - 1 / GAIN_MIN) * plain.seconds else plain
 
     def _probe(self, bounds: StepBounds, work: StepWork, eligible: Sequence[DecodeRequest]) -> _Plan:
@@ -222,8 +230,8 @@ class ModelSpeculation(Speculation):
     ) -> dict[Hashable, int]:
         """Return for each request the number of context tokens to compute before a step that takes `step_s` seconds.
 
-        Requests with the fewest missing tokens come first. Without its fixed cost, the computation takes at most as
-        long as a step without draft tokens; with the step, it takes at most `bounds.seconds`.
+        Requests with the fewest missing tokens come first. The computation takes at most as long as a step without
+        draft tokens, plus the computation's fixed cost. Computation and step together take at most `bounds.seconds`.
 
         `saved_s`: seconds that draft tokens save per token of a request. A request is skipped if its savings before the
         end of its answer do not exceed the time to compute its context. None = no request is skipped.
@@ -265,7 +273,7 @@ class ModelSpeculation(Speculation):
         return self._model.capacity(request, min(drafts, self._batch.rows_left(request) - 1))
 
     def _rest(self, request: DecodeRequest) -> int:
-        """Return the expected number of further tokens of the answer, according to the request's committed pages."""
+        """Return the expected number of further tokens of the answer, derived from the request's committed pages."""
         expected = self._batch.kv.tokens_in(request.committed, decoding=True) - self._batch.next_position(request)
         return min(expected, self._batch.rows_left(request))
 

@@ -3,16 +3,17 @@
 The pages of a request are of two kinds, in the decode phase as in the prefill phase:
 
   reserved  pages that the request may still take from the pool. The number follows from the expected length of prompt
-            and answer (`tandem/cost_model/answer_length.py`), so more requests run at once than if each one reserved
-            pages for its maximum answer length
+            and answer (`tandem/cost_model/answer_length.py`), so more requests run concurrently than if each one
+            reserved pages for its maximum answer length
   held      pages that the request owns or reads. Reserved pages that are meant for its lease count as held already
 
-The pool backs reserved pages: it keeps that number of free pages for all requests together. If an answer exceeds its
+The pool backs the reserved pages: it keeps as many pages free as all requests have reserved. If an answer exceeds its
 forecast, the request gets a longer forecast, and takes backed pages that other requests have not used yet. A younger
-request is preempted only when no backed page is left (`requests.py`). The number of pages that it had committed is then
-kept free for it until it returns, but for at most RETURN_S seconds.
+request is preempted only when no backed page is left (`requests.py`). As many pages as that request had committed are
+then kept free until it returns, but for at most RETURN_S seconds.
 
-Backed pages of leases are an exception: a prefill worker will write them, so no other request may take them.
+Backed pages that are kept for a lease are an exception: no other request may take them, because a prefill worker will
+write to them.
 """
 
 from collections.abc import Callable, Sequence
@@ -105,11 +106,11 @@ class PageReservations:
         self._held += held
 
     def for_chunk(self, request: DecodeRequest, most: int) -> int:
-        """Return the number of pages, at most `most`, that a local prompt may take for its next chunk.
+        """Return the number of pages that a local prompt may take for its next chunk; at most `most`.
 
         Backed pages that are kept for leases of other prompts are not available. The result may be less than this
-        prompt has reserved: for pages that left its sliding window it has reserved new ones, which may not be backed
-        yet.
+        prompt has reserved: in place of pages that left its sliding window it has reserved others, which may not be
+        backed yet.
         """
         self._balance()
         # All backed pages except those that are kept for the leases of other prompts.
@@ -356,7 +357,7 @@ class PageBudget:
     def grow(self, request: DecodeRequest, *, beyond_limit: bool = False) -> bool:
         """Take one more page of each group for a running request, and release pages outside its sliding window.
 
-        Returns False if there are none, or none within the limit. `beyond_limit` ignores the limit.
+        Returns False if the pool or the page limit has no such page left. `beyond_limit` ignores the limit.
         """
         self._retire_unseen(request)
         # The answer has exceeded its forecast: reserve pages for a longer forecast.

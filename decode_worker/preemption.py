@@ -23,13 +23,13 @@ def choose(needs_page: DecodeRequest, candidates: Iterable[DecodeRequest]) -> De
     by_age = sorted(candidates, key=age)
     if needs_page is by_age[0]:
         others = by_age[1:]
-        return next((each for each in reversed(others) if _may_preempt(each)), others[-1] if others else None)
+        return next((request for request in reversed(others) if _may_preempt(request)), others[-1] if others else None)
     rank = by_age.index(needs_page)
     older, younger = by_age[:rank], by_age[rank:]
     # No request joins the batch before this one has its page. If no older request runs, waiting could last forever:
     # then the youngest is preempted even if it made no progress.
-    last = None if any(each.stage is Stage.RUNNING for each in older) else younger[-1]
-    return next((each for each in reversed(younger) if _may_preempt(each)), last)
+    last = None if any(request.stage is Stage.RUNNING for request in older) else younger[-1]
+    return next((request for request in reversed(younger) if _may_preempt(request)), last)
 
 
 def age(request: DecodeRequest) -> int:

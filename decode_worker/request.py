@@ -83,7 +83,7 @@ class DecodeRequest:
     ended: bool = False
     """True if the last token has arrived; a step that was launched earlier may still use the request's pages."""
     failed: bool = False
-    """True if the request ended with an error: no other request may read the pages that its answer fills."""
+    """True if the request ended with an error; the pages that its answer fills are then not added to the cache."""
     preempting: bool = False
     """True if the running request is preempted once the launched steps with its rows have completed."""
     batch: "Batch | None" = None
@@ -111,7 +111,7 @@ class DecodeRequest:
 
     @property
     def leaving(self) -> bool:
-        """True if the running request will free its pages without further action."""
+        """True if the running request will free its pages: it was cancelled, has ended or is being preempted."""
         return self.cancelled or self.ended or self.preempting
 
     def stored_from(self, position: int) -> list[int]:
@@ -124,7 +124,7 @@ class DecodeRequest:
 
     @property
     def next_unread(self) -> int:
-        """The position of the newest token that has arrived. No row in flight and no later row is before it."""
+        """The position of the newest token that has arrived; no row in flight or later has a lower position."""
         return self.prompt_tokens + len(self.token_ids) - 1
 
     @property

@@ -119,9 +119,9 @@ class DecodeRequests:
         yet; the request then waits for the next step.
         """
         while not self._budget.grow(request):
-            staying = [each for each in running if each.stage is Stage.RUNNING]
+            staying = [candidate for candidate in running if candidate.stage is Stage.RUNNING]
             # A request that leaves will free its pages soon: waiting for them is cheaper than a preemption.
-            if any(each.leaving for each in staying):
+            if any(candidate.leaving for candidate in staying):
                 return False
             victim = preemption.choose(request, [*self.ready, *staying])
             if victim is None:
@@ -178,7 +178,7 @@ class DecodeRequests:
             self._by_key.pop(request.key, None)
 
     def leave(self, request: DecodeRequest) -> None:
-        """End a running request, and use its answer for the forecast of answer lengths unless it failed."""
+        """End a running request. Unless it failed, the forecast of answer lengths learns from its answer."""
         if request.failed:
             self.free(request)
         else:
@@ -212,7 +212,7 @@ class DecodeRequests:
             self._emit_failure(request, failure)
 
     def _listed(self, request: DecodeRequest, sent: Sequence[int]) -> list[int]:
-        """Return the request's cached pages and the pages `sent` to it as one list with the order of `KvPages`."""
+        """Return one list of the request's cached pages and the pages `sent` to it, in the order of `KvPages`."""
         kv, read = self._cache.kv, request.prefix.pages
         pages = [*read, *[FREED] * (request.prompt_pages * kv.groups - len(read))]
         entries = kv.sent(len(request.reservation.prompt_token_ids), request.skipped)

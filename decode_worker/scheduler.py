@@ -106,7 +106,7 @@ class DecodeScheduler:
         self._notice_cancelled()
         completed = self._batch.complete(cast("Sequence[int]", token_ids))
         for row in completed.event_rows:
-            scores = [logprobs[each] for each in completed.rows_of(row)] if logprobs else ()
+            scores = [logprobs[sampled_row] for sampled_row in completed.rows_of(row)] if logprobs else ()
             completed.events.append(event_or_failure(self._batch, completed, row, scores))
         if self.speculation is not None:
             self.speculation.complete(completed)
@@ -173,7 +173,7 @@ class DecodeScheduler:
         cancelled = self._requests.cancelled
         if cancelled != self._cancelled:
             self._cancelled = cancelled
-            for request in [each for each in self._batch.requests if each.cancelled]:
+            for request in [request for request in self._batch.requests if request.cancelled]:
                 self._batch.drop(request)
 
     def _allocate_pages(self) -> None:
@@ -211,7 +211,7 @@ class DecodeScheduler:
                 self._batch.stop(request)
 
     def _release_stopped(self) -> None:
-        """Preempt or end the stopped requests whose pages no launched step still writes."""
+        """Preempt or end the stopped requests that have no row in a step in flight."""
         for request in self._batch.drained():
             if request.preempting and not request.cancelled and not request.ended:
                 self._remove(request)

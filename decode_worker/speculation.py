@@ -2,7 +2,7 @@
 
 A proposer predicts the next tokens, and the step verifies them (`drafts.py`). For each draft token, the probability
 that it and all draft tokens before it are accepted is estimated from earlier steps. The draft tokens with the highest
-probabilities are verified, in the number that maximizes the accepted tokens per second of the step's predicted duration
+probabilities are verified; their number maximizes the expected accepted tokens ÷ the step's predicted duration
 (TurboSpec, arXiv 2406.14066). If draft tokens do not raise the throughput, steps are the same as without speculation.
 """
 
@@ -147,14 +147,14 @@ class Speculation:
             return self._batch.launch()
         chosen = self._choose(bounds, unknown=0)
         self._steps_without = 0 if chosen else self._steps_without + 1
-        fitting = [each.first(self._positions(each.request, len(each.survival))) for each in chosen]
-        fitting = [each for each in fitting if each.survival]
+        fitting = [candidate.first(self._positions(candidate.request, len(candidate.survival))) for candidate in chosen]
+        fitting = [candidate for candidate in fitting if candidate.survival]
         refused = frozenset(e.request for e in fitting if len(e.survival) == self._refused.get(e.request))
         self._launched = _Launched(bounds.cost, self._batch.next_rows()[1], fitting, self.drafting_s, refused)
         self.counts.drafting_s += self.drafting_s
         if not fitting:
             self.counts.lost_s += self.drafting_s
-        return self._batch.launch({each.request: each.draft for each in fitting})
+        return self._batch.launch({candidate.request: candidate.draft for candidate in fitting})
 
     def complete(self, step: DecodedStep) -> None:
         """Keep a completed step for `learn`. The caller has created the step's events."""
@@ -173,10 +173,10 @@ class Speculation:
 
     def _learn(self, step: DecodedStep, launched: _Launched) -> None:
         gained = 0
-        for found in step.verified.values() if isinstance(step, VerifiedStep) else ():
-            request = step.tokens(found.drafts.row)[0]
-            source, accepted = found.drafts.source, len(found.token_ids) - 1
-            drafted = accepted if request.ended else len(found.drafts.token_ids)
+        for verified_row in step.verified.values() if isinstance(step, VerifiedStep) else ():
+            request = step.tokens(verified_row.drafts.row)[0]
+            source, accepted = verified_row.drafts.source, len(verified_row.token_ids) - 1
+            drafted = accepted if request.ended else len(verified_row.drafts.token_ids)
             wrong = accepted == drafted and request in launched.refused and not request.ended
             self._acceptance.observe(source, drafted + wrong, accepted)
             self.counts.drafted.update((source, position) for position in range(drafted))
@@ -221,12 +221,12 @@ class Speculation:
             return []
         if self.fixed_drafts is not None:
             candidates = [self._candidate(request, unknown).first(self.fixed_drafts) for request in eligible]
-            return [each for each in candidates if each.survival]
+            return [candidate for candidate in candidates if candidate.survival]
         chosen: list[Candidate] = []
         least = break_even(bounds.cost, work, kv_read_once=self._batch.kv_read_once)
         if self._acceptance.best() > least:
             candidates = [self._candidate(request, unknown) for request in eligible]
-            chosen = with_most_tokens(bounds, work, [each for each in candidates if each.survival])
+            chosen = with_most_tokens(bounds, work, [candidate for candidate in candidates if candidate.survival])
         if not chosen and self._steps_without >= PROBE_EVERY:
             probed = self._candidate(eligible[self._steps_without % len(eligible)], unknown)
             chosen = [probed] if probed.survival else []
@@ -278,7 +278,7 @@ class Speculation:
         return None if self._batch.kv_read_once else self._batch.next_position(request) + 1
 
     def _update_proposer(self, request: DecodeRequest) -> None:
-        """Pass the proposer those tokens of the request that it does not have yet."""
+        """Pass to the proposer the request's tokens that it does not have yet."""
         answer, known = request.token_ids, self._known_tokens.get(request)
         if known is None:
             reservation = request.reservation
@@ -288,9 +288,9 @@ class Speculation:
         self._known_tokens[request] = len(answer)
 
     def _positions(self, request: DecodeRequest, wanted: int) -> int:
-        """Return the number of draft tokens for which the request has pages, after it may have got one more page.
+        """Return the number of draft tokens for which the request has pages.
 
-        It gets the page if the number is below `wanted`, unless another request needs the page.
+        If that is less than `wanted`, the request first gets one more page, unless another request needs the page.
         """
         left = self._batch.positions_left(request)
         if left < wanted and self._batch.grow_ahead(request, self._grow):

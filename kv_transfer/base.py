@@ -22,7 +22,7 @@ NoticeHandler = Callable[[TransferNotice], None]
 
 
 def whenever() -> float:
-    """Return infinity: the value of `begin_by` for a write that may begin at any time."""
+    """Return infinity; a write with `begin_by=whenever` may begin at any time."""
     return math.inf
 
 
@@ -46,8 +46,8 @@ class PageWrite:
 
     The write begins once all writes in `after` have completed; it fails if one of them fails. The writes in `after`
     must be of the same sender. The notice arrives after every byte of all of these writes. `begin_by` returns the time
-    (`time.monotonic`) at which the peer's permission to write ends: a write that has not begun by then fails. It is
-    called when the write could begin, on any thread.
+    (`time.monotonic`) at which the peer's permission to write ends: a write that has not begun by then fails.
+    `begin_by` is called when the write could begin, on any thread.
     """
 
     peer: PeerRef
@@ -70,8 +70,8 @@ class Sender(ABC):
         """Remove this incarnation of a peer and all earlier ones: metadata, descriptor lists and connections.
 
         Unknown peers and later incarnations are not affected. The same incarnation may be added again. Writes in flight
-        to the peer fail, but only once they are quiescent, because the end of its process is only assumed: the process
-        may be alive, and bytes and notices may still reach it.
+        to the peer fail, but only once they are quiescent, because the peer is only assumed dead: its process may be
+        alive, and bytes and notices may still reach it.
         """
 
     @abstractmethod
@@ -99,8 +99,8 @@ class Receiver(ABC):
     def expect(self, leases: int) -> None:
         """Set the number of leases for which a notice or a write may still arrive.
 
-        With 0 the transport polls rarely, otherwise often. The number includes revoked leases whose writer is not
-        quiescent yet: over some transports a write completes only while the receiver polls.
+        With 0 the transport polls rarely, otherwise often, because over some transports a write completes only while
+        the receiver polls. The number includes revoked leases whose writer is not quiescent yet.
         """
 
     @abstractmethod
@@ -141,7 +141,7 @@ class Transport(Sender, Receiver):
         return ()
 
     def warnings(self) -> tuple[str, ...]:
-        """Return sentences that say what is slower than necessary and what to do, for logs and `tandem status`."""
+        """Return warnings about slow transports to peers, with advice, for logs and `tandem status`."""
         return ()
 
     @abstractmethod

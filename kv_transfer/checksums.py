@@ -1,7 +1,8 @@
 """Checksums of transferred KV pages: the choice of the pages, and the thread that computes the checksums.
 
-Both workers choose the same pages, from the lease and from the rate that they agreed on in the handshake, so a notice
-cannot leave a page out. On either side, a function of the engine computes the checksums over the pages in place.
+Both workers choose the same pages, which depend on the lease and on the rate that they agreed on in the handshake. So
+the receiver detects a notice that lacks a checksum. On either side, a function of the engine computes the checksums
+over the pages in place.
 
 The function runs on a dedicated thread, because it waits for memory or for a device: it would block every stream of the
 worker on the event loop, every other transfer on the transport's thread, and the running step on the engine thread. The
@@ -37,8 +38,8 @@ METHOD = "sum of 32-bit words times 2 i + 1, mod 2^64"
 def chosen_pages(lease: Lease, pages: int, rate: float) -> tuple[int, ...]:
     """Choose the pages that get a checksum among the `pages` pages of a prompt; return their indices, ascending.
 
-    The number is the fraction `rate` of the pages, rounded up; none at rate 0. The chosen pages are evenly spaced, and
-    the first one changes with each lease, so every page is covered over time.
+    Chooses ⌈`rate` · `pages`⌉ pages. They are evenly spaced, and the first one differs from lease to lease, so that
+    every page is covered over time.
     """
     if rate <= 0.0:
         return ()
@@ -75,10 +76,10 @@ class PageChecks:
         return (("kv_checksums", f"{METHOD}, of {self._rate:.6g} of the pages"),)
 
     def chosen(self, lease: Lease, prompt_tokens: int, skipped: int = 0) -> tuple[int, ...]:
-        """Choose the pages of a hand-over that get a checksum, and return their entries in the prompt's page list.
+        """Choose the pages of a hand-over that get a checksum, and return their indices in the prompt's page list.
 
-        Only pages that are sent (`KvPages.sent`) are chosen, see `chosen_pages`. The first `skipped` pages are not
-        sent.
+        Only pages that are sent (`KvPages.sent`) are chosen, by the rule of `chosen_pages`. The first `skipped` pages
+        are not sent.
         """
         sent = self._kv.sent(prompt_tokens, skipped)
         return tuple(sent[number] for number in chosen_pages(lease, len(sent), self._rate))
@@ -86,10 +87,10 @@ class PageChecks:
     def begin(
         self, pages: Sequence[int], entries: Sequence[int], prompt_tokens: int
     ) -> "Future[tuple[PageChecksum, ...]]":
-        """Start to compute the checksums of these `entries` of `pages` (`KvPages`), and return a future for them.
+        """Start to compute the checksums of the pages at the indices `entries` of `pages`; return a future for them.
 
-        The pages must not be written meanwhile. The future ends with the checksums, with the exception of the
-        computation, or with Unavailable after `close`.
+        Nothing may write to the pages meanwhile. The future ends with the checksums, with the exception of the
+        computation, or with Unavailable if `close` was called before.
         """
         future: Future[tuple[PageChecksum, ...]] = Future()
 
@@ -120,8 +121,8 @@ class PageChecks:
 
         def work() -> None:
             try:
-                mine = self._sum(pages, [each.page for each in expected], prompt_tokens)
-                problem = _difference(mine, expected)
+                computed = self._sum(pages, [checksum.page for checksum in expected], prompt_tokens)
+                problem = _difference(computed, expected)
             except Exception as error:
                 log.exception("received pages could not be summed")
                 problem = f"pages that could not be checked ({type(error).__name__})"
@@ -136,7 +137,7 @@ class PageChecks:
         return 0.0 if since is None else time.monotonic() - since
 
     def close(self) -> None:
-        """Stop the thread once the checksums that were already requested are computed; return without waiting.
+        """Let the thread end after the checksums that were already requested; return without waiting for it.
 
         Later requests fail. Idempotent.
         """
@@ -172,8 +173,8 @@ class PageChecks:
                 del work  # otherwise it would keep its request alive until the next work arrives
 
 
-def _difference(mine: Sequence[PageChecksum], expected: Sequence[PageChecksum]) -> str:
-    wrong = [theirs.page for theirs, ours in zip(expected, mine, strict=True) if theirs != ours]
+def _difference(computed: Sequence[PageChecksum], expected: Sequence[PageChecksum]) -> str:
+    wrong = [sent.page for sent, stored in zip(expected, computed, strict=True) if sent != stored]
     if not wrong:
         return ""
     more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""

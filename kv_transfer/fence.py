@@ -11,9 +11,10 @@ depends on what this host's kernel reports of the writer's process (`processes.p
 
 The grace period counts only time in which this worker's transport polled, because bytes in its socket buffers land when
 it polls. A failed write leaves as much data in transit as a dead process, although its writer is alive and begins no
-further write. Between processes of one host nothing else can be in transit. Over a network, the grace period is a bound
-and no proof: a switch or a retransmission may hold bytes longer, so remote writers have a longer grace period. A writer
-that cannot be observed, and that is stopped after it has read the clock, before or during its write, may exceed it too.
+further write. Between processes of one host, nothing can be in transit outside these buffers. Over a network, the grace
+period is a bound and no proof: a switch or a retransmission may hold bytes longer, so remote writers have a longer
+grace period. It is no proof either if the writer's process cannot be observed: if that process is stopped between its
+last look at the clock and the end of its write, the write may land after the grace period.
 """
 
 import math
@@ -48,7 +49,7 @@ class Fence:
 
 
 class OutstandingWrites:
-    """Tracks whether the writer of one lease may still write its pages, and since when it cannot.
+    """Tracks, for one lease, whether the writer may still write to the pages, and since when it cannot.
 
     Times are in seconds by the lease table's clock. Owned by the lease's entry in the lease table, and guarded by the
     table's lock.
@@ -76,7 +77,7 @@ class OutstandingWrites:
         self._writer_stopped = True
 
     def is_safe(self, now: float, process_alive: ProcessAlive) -> bool:
-        """Return True if the writer is assumed dead or has stopped, and none of its writes can land any longer.
+        """Return True if the writer is assumed dead or has stopped, and no write of it can land from now on.
 
         Starts the grace period once the writer cannot begin a write.
         """

@@ -1,8 +1,8 @@
 """The handshake of two workers before any transfer: both must have the same protocol, model and page layout.
 
-The compatibility hash covers facts, which are (name, value) pairs of text. The caller passes the engine's facts (model
-revision, dtype, quantisation of the KV, …); the layout's facts are added here. The pool's kind of memory (host or
-device) and its number of pages are not among the facts, because they may differ.
+The compatibility hash covers facts: (name, value) pairs of text that must be equal on both sides. The caller passes the
+engine's facts (model revision, dtype, quantization of the KV, …); the layout's facts are added here. The pool's kind of
+memory (host or device) and its number of pages are not among the facts, because they may differ.
 """
 
 import hashlib
@@ -57,28 +57,28 @@ def make_handshake(description: PeerDescription, engine_facts: Facts, layout: KV
     return Handshake(PROTOCOL_VERSION, compatibility_hash(facts), facts, description)
 
 
-def check_compatible(mine: Handshake, theirs: Handshake) -> None:
+def check_compatible(local: Handshake, remote: Handshake) -> None:
     """Raise FailedPrecondition unless the two handshakes are compatible.
 
     The error names every fact that differs, with both values. The version is compared first, then the hash; nothing
-    else of `theirs` is read before both are equal.
+    else of `remote` is read before both are equal.
     """
-    if mine.protocol_version != theirs.protocol_version:
+    if local.protocol_version != remote.protocol_version:
         raise FailedPrecondition(
-            f"transfer protocol: {mine.description.peer.worker_id} speaks version {mine.protocol_version},"
-            f" the other side {theirs.protocol_version}; run the same release of Tandem on both"
+            f"transfer protocol: {local.description.peer.worker_id} speaks version {local.protocol_version},"
+            f" the other side {remote.protocol_version}; run the same release of Tandem on both"
         )
-    if mine.compatibility_hash != theirs.compatibility_hash:
-        raise FailedPrecondition(_refusal(mine, theirs))
+    if local.compatibility_hash != remote.compatibility_hash:
+        raise FailedPrecondition(_refusal(local, remote))
 
 
-def _refusal(mine: Handshake, theirs: Handshake) -> str:
-    ours, other = dict(mine.compatibility_facts), dict(theirs.compatibility_facts)
+def _refusal(local: Handshake, remote: Handshake) -> str:
+    local_facts, remote_facts = dict(local.compatibility_facts), dict(remote.compatibility_facts)
     differing = [
-        f"{name} is {ours.get(name, 'absent')} on {mine.description.peer.worker_id}"
-        f" but {other.get(name, 'absent')} on {theirs.description.peer.worker_id}"
-        for name in sorted(ours.keys() | other.keys())
-        if ours.get(name) != other.get(name)
+        f"{name} is {local_facts.get(name, 'absent')} on {local.description.peer.worker_id}"
+        f" but {remote_facts.get(name, 'absent')} on {remote.description.peer.worker_id}"
+        for name in sorted(local_facts.keys() | remote_facts.keys())
+        if local_facts.get(name) != remote_facts.get(name)
     ]
     if not differing:
         return "compatibility hashes differ though the facts read the same; run the same release of Tandem on both"

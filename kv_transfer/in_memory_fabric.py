@@ -9,10 +9,10 @@ thread, so tests need no sleeping. A fabric with `schedule` has no thread: a vir
     fabric.deliver(fabric.notices[0])     # its notice arrives
     fabric.fail(fabric.writes[0])         # a write fails; pages that are still in the network may land until `rest`
 
-Without the thread, writes can overtake each other, end in the middle, or outlive their writer or their own failure for
-a while, and notices can come late, twice or never. The contract (`kv_transfer/base.py`) always holds: once a write has
-completed, its local pages are not read again, and if it succeeded, it moves no further byte; and a notice exists only
-after every byte of its write.
+Without the thread, writes can overtake each other, end in the middle, or land after the death of their writer or after
+their own failure, and notices can come late, twice or never. The contract (`kv_transfer/base.py`) always holds: once a
+write has completed, its local pages are not read again, and if it succeeded, no byte of it lands later; and a notice
+exists only after every byte of its write has landed.
 """
 
 import ctypes
@@ -47,7 +47,7 @@ class InFlightWrite:
     landed: int = 0
     """The number of pages that have landed."""
     orphan: list[bytes] | None = None
-    """The contents of the pages that the network still holds for a dead sender or a failed write; else None."""
+    """The contents of the pages that may still land although the sender is dead or the write has failed; else None."""
     failed: bool = False
     """True if the sender has seen the write fail; its notice is never delivered."""
 
@@ -185,7 +185,7 @@ class InMemoryFabric:
         posted.fail("its connection broke")
 
     def rest(self, posted: InFlightWrite, why: str = "its connection broke") -> None:
-        """Make a write quiescent. The write fails, unless its sender is dead or has already seen it fail."""
+        """Make a write quiescent: no further page lands. It fails, unless its sender is dead or has seen it fail."""
         self._remove(posted)
         if posted.orphan is None:
             posted.fail(why)
@@ -262,7 +262,7 @@ class InMemoryFabric:
     def wait_until_idle(self, timeout_s: float = 10.0) -> None:
         """Wait until every posted write has landed and every handler has returned.
 
-        Raises TimeoutError after `timeout_s` seconds.
+        Raises TimeoutError if that takes longer than `timeout_s` seconds.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: not self.writes and not self._landing, timeout_s):

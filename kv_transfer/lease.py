@@ -7,14 +7,14 @@
        ▼
      ended (no pages)
 
-A granted lease reserves a number of pages but has none yet; pages are attached when the writer asks for them. From then
-on the writer may write until it has sent its notice (its last act, after every byte), or has released the lease (its
-statement that no further write will follow), or is dead. No pages are freed before one of these three events. A writer
-that has sent its notice sends no release; a writer that failed or was stopped does. Its release proves that it is
-quiescent only if every write has landed. If a write has failed, the release is in doubt: bytes of a broken connection
-may be in this host's buffers, so the pages stay quarantined for the grace period of a dead writer. Some time after the
-notice the writer reports it as `delivered`. If the notice was lost, this ends the lease in the same way as a release in
-doubt, because a connection that has lost a notice was broken.
+A granted lease reserves a number of pages but has none yet; pages are attached when the writer requests them. From then
+on the writer may write until it has sent its notice, which follows every byte of its writes, or has released the lease,
+which states that no further write will follow, or is dead. No pages are freed before one of these three events. A
+writer that has sent its notice sends no release; a writer that failed or was stopped does. Its release proves that it
+is quiescent only if every write has landed. If a write has failed, the release is in doubt: bytes of a broken
+connection may be in this host's buffers, so the pages stay quarantined for the grace period of a dead writer. Some time
+after the notice the writer reports it as `delivered`. If the notice was lost, this ends the lease in the same way as a
+release in doubt, because a connection that has lost a notice was broken.
 
 The outcome when two events cross; the event of the first column came first. `assumed dead`: the writer is assumed dead,
 but may be alive.
@@ -114,7 +114,7 @@ class LeaseTable:
             return lease
 
     def renew(self, leases: Iterable[Lease]) -> tuple[Lease, ...]:
-        """Restart the lifetime of each lease, and return the leases that have ended or are revoked.
+        """Restart the lifetime of these leases, and return those of them that have ended or are revoked.
 
         Leases that have ended are not counted in `fenced` here.
         """
@@ -141,7 +141,7 @@ class LeaseTable:
             return entry.page_ids
 
     def prolong(self, leases: Iterable[Lease], prefill: PeerRef) -> tuple[Lease, ...]:
-        """Permit `prefill` to begin writes for another `window_s` seconds; return the leases for which this is refused.
+        """Permit `prefill` to begin writes for another `window_s` seconds; return the leases for which it is refused.
 
         Refused are leases that have ended, are revoked, have no pages, or belong to another worker. They are not
         counted in `fenced`.
@@ -200,9 +200,10 @@ class LeaseTable:
             return (self._end(entry, PageAction.NONE if entry.page_ids is None else PageAction.FREE),)
 
     def delivered(self, leases: Iterable[Lease], prefill: PeerRef) -> tuple[LeaseChange, ...]:
-        """Quarantine these leases as after a release in doubt, except those whose notices have arrived.
+        """Quarantine those of these leases whose notices have not arrived, as after a release in doubt.
 
-        `prefill` sent the notices long ago. Leases that have ended are not counted in `fenced` here.
+        `prefill` sent the notices so long ago that they would have arrived. Leases that have ended are not counted in
+        `fenced` here.
         """
         with self._lock:
             named = {lease.epoch: lease for lease in leases}
@@ -241,10 +242,9 @@ class LeaseTable:
             self._gone.restore(peer)
 
     def expire(self) -> tuple[LeaseChange, ...]:
-        """End everything whose time is up; call it often.
+        """Revoke leases that no heartbeat has renewed in time, and end quarantines whose pages have become safe.
 
-        Leases without heartbeat are revoked. Quarantines after a writer's death or a release in doubt end once the
-        pages are safe.
+        The latter are quarantines after a writer's death or a release in doubt. Must be called often.
         """
         with self._lock:
             now, process_alive = self._clock(), cache(self._fence.process_alive)
@@ -258,7 +258,7 @@ class LeaseTable:
             return tuple(changes)
 
     def silent_writers(self) -> tuple[str, ...]:
-        """Return the ids of the workers that may still write to quarantined pages."""
+        """Return the ids of the workers whose writes may still land in quarantined pages."""
         with self._lock:
             return tuple(sorted({entry.prefill.worker_id for entry in self._entries.values() if entry.quarantined}))
 

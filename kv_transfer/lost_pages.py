@@ -12,12 +12,12 @@ READY_AGAIN = 0.8
 class LostPages:
     """Decides from the number of lost pages whether a worker is ready, and logs each change.
 
-    Without it, a worker that has lost many pages would look like a healthy, small worker that is full. Not thread-safe;
-    guarded by the lock of its owner.
+    A worker that has lost many pages must not be ready: routers would take it for a small worker that is full. Not
+    thread-safe; guarded by the lock of its owner.
     """
 
     def __init__(self, worker_id: str, share_max: float) -> None:
-        """Create the decision; `share_max` is the allowed loss as a fraction of the pool."""
+        """Begin in the ready state; `share_max` is the allowed loss as a fraction of the pool."""
         self._worker_id = worker_id
         self._share_max = share_max
         self.not_ready = ""

@@ -14,7 +14,10 @@ FIRST_LOOK_S, LAST_LOOK_S = 20e-6, 500e-6
 Some UCX transports make progress only when polled, so even a long write is polled often.
 """
 _FORGET = 0.98
-"""The factor on the best rate after each slower write; near 1, so that one late poll hardly delays the next."""
+"""The factor by which the best rate is multiplied after each slower write.
+
+It is near 1, because a write may only seem slow after a late poll, and a lower rate delays the next polls.
+"""
 _EARLY, _LATE = 0.9, 2.0
 """Polls are frequent between these multiples of a write's expected duration."""
 _POLL_BACKOFF = 0.5
@@ -34,8 +37,8 @@ class PollBackoff:
 
     The end of each write is predicted from the best recent rate. Polls are frequent around the predicted end, and
     become rarer the later a write is. A write is assumed to have ended halfway between the last poll that found it in
-    flight and the poll that found it complete. With the time of the latter poll, writes would seem to take longer after
-    each late poll, so that the next polls would be later still.
+    flight and the poll that found it complete. If the time of the latter poll were taken instead, a write would seem to
+    take longer after a late poll, and the next polls would be later still.
     """
 
     def __init__(self) -> None:

@@ -73,14 +73,14 @@ class RankedPages:
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """Bytes of a source rank's page that belong into a target rank's page."""
+    """A range of bytes to copy from a page of a source rank to a page of a target rank."""
 
     source_rank: int
     target_rank: int
     source_page: int
-    """The number of the source page among those that share a target page, 0 if pages have equal numbers of tokens."""
+    """The number of the source page among those that share a target page; 0 if no other source page shares it."""
     target_page: int
-    """The number of the target page among those that share a source page, likewise."""
+    """The number of the target page among those that share a source page; 0 if no other target page shares it."""
     source_start: int
     """The offset in the source page, in bytes."""
     target_start: int
@@ -99,15 +99,15 @@ class ByteRange:
 
 def why_not(source: RankedPages, target: RankedPages) -> str | None:
     """Return why KV cannot be handed over between two divisions, as the end of a sentence; None if it can."""
-    for what, mine, theirs in (
+    for what, source_value, target_value in (
         ("KV heads", source.kv_heads, target.kv_heads),
         ("parts per layer", source.parts, target.parts),
         ("bytes per token and head", source.token_bytes, target.token_bytes),
         ("bytes per scale", source.scale_bytes, target.scale_bytes),
         ("layers", sorted(chain(*source.stages)), sorted(chain(*target.stages))),
     ):
-        if mine != theirs:
-            return f"the prefill worker has {mine} {what} and the decode worker {theirs}"
+        if source_value != target_value:
+            return f"the prefill worker has {source_value} {what} and the decode worker {target_value}"
     sizes = source.page_tokens, target.page_tokens
     if max(sizes) % min(sizes):
         return f"pages of {sizes[0]} and of {sizes[1]} tokens do not divide each other"
@@ -116,7 +116,7 @@ def why_not(source: RankedPages, target: RankedPages) -> str | None:
 
 @lru_cache(maxsize=64)
 def plan_handoff(source: RankedPages, target: RankedPages) -> tuple[ByteRange, ...]:
-    """Return the ranges to write for each target page, or for each source page if that is larger.
+    """Return the byte ranges to write for each target page, or for each source page if source pages are larger.
 
     Each byte of every target rank's page is in exactly one range. If n source ranks hold the same head, number
     (target's tensor rank modulo n) of these source ranks writes it, so that the load is even. Ranges that are adjacent
@@ -138,23 +138,26 @@ def _ranges_to(rank: int, source: RankedPages, target: RankedPages) -> Iterator[
         for head, layer, part in product(target.heads(rank), target.layers(rank), range(target.parts)):
             holders = source.holders(head, layer)
             writer = holders[rank % target.tensor_ranks % len(holders)]
-            for mine, theirs, size in zip(
+            for source_start, target_start, size in zip(
                 source.regions(writer, head, layer, part, from_token),
                 target.regions(rank, head, layer, part, to_token),
                 (target.token_bytes, target.scale_bytes),
                 strict=True,
             ):
                 if size:
-                    yield ByteRange(writer, rank, from_page, to_page, mine, theirs, tokens * size)
+                    yield ByteRange(writer, rank, from_page, to_page, source_start, target_start, tokens * size)
 
 
 def _merged(ranges: Iterator[ByteRange]) -> Iterator[ByteRange]:
     """Join each range with the next one if they are adjacent on both sides."""
     last = next(ranges)
-    for each in ranges:
-        if replace(last, source_start=last.source_end, target_start=last.target_end, bytes=each.bytes) == each:
-            last = replace(last, bytes=last.bytes + each.bytes)
+    for byte_range in ranges:
+        if (
+            replace(last, source_start=last.source_end, target_start=last.target_end, bytes=byte_range.bytes)
+            == byte_range
+        ):
+            last = replace(last, bytes=last.bytes + byte_range.bytes)
         else:
             yield last
-            last = each
+            last = byte_range
     yield last

@@ -25,7 +25,7 @@ class RemovedPeers:
         return self._until.get(peer.worker_id) == peer.incarnation
 
     def restore(self, peer: PeerRef) -> bool:
-        """Remove an incarnation that was found to serve; return False if it was not the latest one assumed dead."""
+        """Remove an incarnation that was found to serve. Returns False, and changes nothing, unless it `is_last`."""
         was_last = self.is_last(peer)
         if was_last:
             self._until[peer.worker_id] = peer.incarnation - 1

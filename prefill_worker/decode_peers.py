@@ -12,7 +12,7 @@ from tandem.protocol.messages import Destination, Lease, PeerRef, TransferNotice
 class AllocatedPages:
     """Pages in the decode worker's pool to which a prefill worker may write.
 
-    `write_for_s` is the length of the write window in seconds, counted from the time at which the request was sent.
+    Writes may begin within `write_for_s` seconds after the call to `allocate_pages` was sent.
     """
 
     page_ids: Sequence[int]
@@ -23,7 +23,7 @@ class AllocatedPages:
 class Renewal:
     """The reply to a renewal: the leases that have ended, and the write window of the others.
 
-    `write_for_s` is the length of the window in seconds, counted from the time at which the request was sent.
+    Under the other leases, writes may begin within `write_for_s` seconds after the renewal was sent.
     """
 
     ended: frozenset[Lease]
@@ -61,17 +61,17 @@ class DecodePeers(ABC):
 
     @abstractmethod
     def delivered(self, destination: Destination) -> None:
-        """Report that the notice was sent, so that the decode worker can detect a notice that was lost in transit.
+        """Report that the lease's transfer notice was sent, so that the decode worker detects if the notice was lost.
 
         The report is sent later, in a batch with others.
         """
 
     @abstractmethod
     async def release(self, destination: Destination, *, in_doubt: bool) -> None:
-        """Release the lease: no write under it is in flight and none will follow.
+        """Release a lease under which no write is in flight and none will follow.
 
-        `in_doubt`: a write failed, and its data may still land. Raises StaleEpoch if the lease has ended. If the worker
-        is known to be gone, nothing is sent and the call succeeds.
+        `in_doubt`: a write has failed, and its data may still land. Raises StaleEpoch if the lease has ended. If the
+        worker is known to be gone, nothing is sent and the call succeeds.
         """
 
 
@@ -90,7 +90,7 @@ class LocalDecode(Protocol):
         ...
 
     def allocate_chunk_pages(self, lease: Lease, pages: int, position: int, prefill: PeerRef) -> Sequence[int]:
-        """Allocate at most `pages` more pages for groups with a sliding window; fewer if too few are left.
+        """Allocate at most `pages` more pages for groups with a sliding window: as many as are available.
 
         `position` is the position of the next token to be computed; pages before its window are no longer needed.
         Raises StaleEpoch if the lease has ended.
@@ -105,7 +105,7 @@ class LocalDecode(Protocol):
         ...
 
     def release(self, lease: Lease, prefill: PeerRef) -> None:
-        """Release the lease: no write under it is in flight and none will follow."""
+        """Release a lease under which no write is in flight and none will follow."""
         ...
 
     def notice(self, notice: TransferNotice, pages: Sequence[int] = ()) -> None:

@@ -55,11 +55,11 @@ class PrefillSchedulerView(Protocol):
     """The interface of the prefill scheduler that a hand-over uses."""
 
     def withdraw(self, request: PrefillRequest) -> None:
-        """Compute no further chunk of this request."""
+        """Stop computing chunks of this request."""
         ...
 
     def transfer_outlives_request(self, request: PrefillRequest) -> None:
-        """Record that a request has ended while its writes continue. Its pages are lost until `free`."""
+        """Record that a request has ended while its writes continue. Its pages count as lost until `free` is called."""
         ...
 
     def free(self, request: PrefillRequest) -> None:
@@ -104,7 +104,7 @@ class Handoff:
         self._writes = OutgoingWrites(sender, deadline_s, writing)
         self._skipped = 0
         self._sent: list[int] = []
-        """The entries, in the request's page list, of the pages that are sent (`KvPages.sent`)."""
+        """The indices, in the request's page list, of the pages to send (`KvPages.sent`)."""
         self._aborted = False
         self._delivered = False
         self._delivery = asyncio.ensure_future(self._deliver())
@@ -298,7 +298,10 @@ class Handoff:
 
 
 def _failure_of(delivery: asyncio.Future[None]) -> TandemError | None:
-    """Return the error for the router, or None: a TandemError is kept, every other exception becomes TransferFailed."""
+    """Return the error that ended the delivery, for the router; None if the delivery succeeded.
+
+    A TandemError is returned unchanged; any other exception becomes TransferFailed.
+    """
     if delivery.cancelled():
         return TransferFailed("the connection to the decode worker was dropped; prefill again elsewhere")
     error = delivery.exception()

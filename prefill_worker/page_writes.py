@@ -27,7 +27,7 @@ class WritingTime:
         self._nanos, self._until = 0, clock_ns()
 
     def begin(self) -> None:
-        """Record that a hand-over has posted a write while it had none in progress."""
+        """Record that a hand-over without a write in progress has posted one."""
         self._update(1)
 
     def end(self) -> None:
@@ -66,7 +66,7 @@ class OutgoingWrites:
         self._notice_made: tuple[EventTime, ...] = ()
 
     def last_chunk_ended(self) -> None:
-        """Record that the whole prompt is computed: the next write to be posted marks the LAST_PAGES_POSTED event."""
+        """Record that the whole prompt is computed; LAST_PAGES_POSTED is the time of the next posted write."""
         self._before_last_chunk = len(self._posted)
 
     def post(
@@ -135,7 +135,7 @@ class OutgoingWrites:
     def moved(self) -> tuple[int, int]:
         """Return the bytes and the duration in nanoseconds of all writes, summed. All of them must have landed."""
         done = [write.result() for write in self._awaited]
-        return sum(each.bytes for each in done), sum(each.duration_nanos for each in done)
+        return sum(write.bytes for write in done), sum(write.duration_nanos for write in done)
 
     def event_times(self) -> tuple[EventTime, ...]:
         """Return the lifecycle events of the writes.
@@ -158,10 +158,10 @@ class OutgoingWrites:
 
 
 class OutgoingChecksums:
-    """The checksums of the chosen pages of one request.
+    """The checksums of some of a request's pages; the constructor chooses the pages.
 
-    Each is begun as soon as its page is final, so that nothing waits for it. Owned by the hand-over, which also owns
-    the pages.
+    The computation of a checksum begins as soon as its page is final, so that the notice need not wait for it. Owned by
+    the hand-over, which also owns the pages.
     """
 
     def __init__(self, checks: PageChecks | None, lease: Lease, prompt_tokens: int, skipped: int) -> None:

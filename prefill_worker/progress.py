@@ -1,4 +1,4 @@
-"""The progress of one prompt's computation, as its hand-over sees it."""
+"""The progress of one prompt's computation, on which its hand-over waits."""
 
 import asyncio
 
@@ -7,10 +7,11 @@ from tandem.protocol.messages import FinishReason
 
 
 class Progress:
-    """The progress of one prompt's computation. `released` means that the engine never uses the prompt's pages again.
+    """The progress of one prompt's computation.
 
-    Used on the event loop only: the engine thread's updates arrive there as calls, so no lock is needed. Owned by the
-    prefill request; the hand-over waits for changes.
+    `released` means that the engine never uses the prompt's pages again. Used on the event loop only: the engine
+    thread's updates arrive there as calls, so no lock is needed. Owned by the prefill request; the hand-over waits for
+    changes.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Allocates pages for prompts, from the pool or, if the prompt is local, from the lease of the decode phase.
 
-Pages of groups without a sliding window are allocated for the whole prompt. For groups with a window, the pool backs as
-many pages as the prompt needs at one time. They are allocated chunk by chunk (`cover`), while pages to which no further
-chunk attends are released.
+Pages of groups without a sliding window are allocated for the whole prompt. For groups with a window, the pool keeps as
+many pages free as the prompt needs at one time. These are allocated chunk by chunk (`cover`), and pages to which no
+further chunk attends are released.
 """
 
 from prefill_worker.decode_peers import LocalDecode

@@ -21,11 +21,11 @@ from prefill_worker.request import PrefillRequest
 OLDEST_SHARE = 4
 """The oldest prompt's share of a step is one in OLDEST_SHARE tokens."""
 STEP_S = 0.2
-"""The step time in seconds above which the limit on scored tokens is lowered; below half of it, the limit is raised."""
+"""The step time in seconds above which `ScoredTokens.most` is lowered; below half of it, `most` is raised."""
 _FIRST, _LEAST = 64, 16
-"""The initial and the minimum value of the limit on scored tokens per step.
+"""The initial and the minimum value of `ScoredTokens.most`.
 
-The minimum is above 1 because a step reads the weights once for all its scored tokens.
+The minimum is above 1 because all scored tokens of a step share one reading of the weights.
 """
 
 
@@ -150,7 +150,7 @@ class PromptQueue:
     def _service_order(self, budget: int) -> list[tuple[PrefillRequest, int]]:
         """Return the requests in the order of service, each with the maximum number of tokens that it may take.
 
-        The oldest request comes twice: first with its share, then in its place by remaining tokens.
+        The oldest request is listed twice: first with its share, and again at its position by remaining tokens.
         """
         ready = [request for request in self if request.remaining and not request.withdrawn]
         if len(ready) < 2:
@@ -165,7 +165,8 @@ class PromptQueue:
 class ScoredTokens:
     """The maximum number of scored prompt tokens per step, adapted to the measured step times. Not thread-safe.
 
-    It is halved after a slow step that scored, and doubled after a fast one. The log probabilities of a prompt take as
+    A token is scored if its request wants the log probabilities of the prompt. The limit is halved after a slow step
+    with scored tokens, and doubled after a fast one. It is needed because the log probabilities of a prompt take as
     long as its forward pass on a GPU, and many times as long on a CPU, where a full step of scored tokens takes half a
     minute. Until a step ends, no other request gets a token, and an abort has no effect.
     """

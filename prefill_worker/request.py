@@ -70,7 +70,7 @@ class PrefillRequest:
     backed_pages: int = 0
     """The number of `reserved_pages` for which the pool keeps free pages."""
     cached: int = 0
-    """The number of prompt tokens whose KV was found in cached pages, so that they are not computed."""
+    """The number of prompt tokens that are not computed, because their KV was found in cached pages."""
     computed: int = 0
     """The number of prompt tokens whose KV is in the pages, cached or computed."""
     launched: int = 0
@@ -107,12 +107,12 @@ class PrefillRequest:
         if self.launched == self.cached:
             self.event_times.append(EventTime.now(LifecycleEvent.PREFILL_STARTED))
         start, chunk = self.launched, min(budget, self.remaining)
-        draw = self._first_draw() if chunk == self.remaining else None
+        sampling_input = self._first_draw() if chunk == self.remaining else None
         self.launched += chunk
         self.in_flight += 1
         return StepRow(
-            self.task.prompt_token_ids[start : start + chunk], start, list(self.pages), draw, scores=self.scores,
-            adapter=self.adapter,
+            self.task.prompt_token_ids[start : start + chunk], start, list(self.pages), sampling_input,
+            scores=self.scores, adapter=self.adapter,
         )  # fmt: skip
 
     def _first_draw(self) -> SamplingInput:
@@ -131,7 +131,7 @@ class EventThread(Protocol):
 
 
 class ProgressUpdates:
-    """Collects calls that must be made on the event loop, in order.
+    """Collects calls and schedules them on the event loop, in the order in which they were added.
 
     Used on the engine thread only. Owned by the prefill scheduler.
     """
@@ -156,7 +156,7 @@ class ProgressUpdates:
 
 
 def call_all(calls: Iterable[Callable[[], None]]) -> None:
-    """Make each call, even if another one raises, because the calls concern different requests."""
+    """Make all calls, even if one of them raises an error, because the calls concern different requests."""
     for call in calls:
         try:
             call()

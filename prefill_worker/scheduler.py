@@ -160,7 +160,7 @@ class PrefillScheduler:
         self.registry.closed = ""
 
     def withdraw(self, request: PrefillRequest) -> None:
-        """Compute no further chunk of this request; `request.progress` reports when the engine has released it."""
+        """Stop computing chunks of this request; `request.progress` reports when the engine has released its pages."""
         with self._lock:
             request.withdrawn = True
             if request.in_flight:
@@ -171,7 +171,7 @@ class PrefillScheduler:
         request.progress.release()
 
     def transfer_outlives_request(self, request: PrefillRequest) -> None:
-        """Record that a request has ended while its writes continue. Its pages are lost until `free`."""
+        """Record that a request has ended while its writes continue. Its pages count as lost until `free` is called."""
         with self._lock:
             self._pending_transfers.add(request)
 
@@ -259,9 +259,9 @@ class PrefillScheduler:
         return events
 
     def _fail(self, request: PrefillRequest, error: Exception) -> None:
-        """Fail only this prompt, because its result cannot be handled.
+        """Fail one prompt after `error` was raised while its result was processed; other prompts continue.
 
-        Its hand-over sends the failure to the router.
+        The prompt's hand-over sends the failure to the router.
         """
         reason: TandemError
         if isinstance(error, InvalidArgument | NonFiniteLogits):

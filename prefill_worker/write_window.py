@@ -2,11 +2,11 @@
 
 A write is one-sided, so a decode worker that assumes this prefill worker dead cannot stop its writes. It relies on a
 rule instead: the prefill worker begins no write after the window that was granted to it has closed, and the decode
-worker does not reuse the pages before.
+worker does not reuse the pages before that time.
 
 Windows are renewed before they close. One message to a decode worker renews all windows that it has granted. The
-message is sent when a fraction RENEW_AT of the oldest window's time has passed. So there is one message per pair of
-workers in that time, however many prompts are handed over, and none if no hand-over takes that long.
+message is sent when a fraction RENEW_AT of the oldest window's duration has passed. So a pair of workers exchanges one
+message per such period, however many prompts are handed over, and none if no hand-over takes that long.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class WriteWindow:
         Both are times of `time.monotonic`.
         """
         self.over = False
-        """True once the decode worker has reported that the lease has ended."""
+        """True after the decode worker has reported that the lease has ended."""
         self._peers, self._renewals, self._pages = peers, renewals, pages
         self._remote: tuple[int, ...] | None = None
 
@@ -129,11 +129,13 @@ class _PeerWindows:
 
     def asked_for(self) -> list[WriteWindow]:
         """Return the windows to be renewed by the next message, the oldest first."""
-        return sorted((each for each in self.open if not each.over), key=lambda each: each.asked_at)
+        return sorted((window for window in self.open if not window.over), key=lambda window: window.asked_at)
 
     def period_s(self) -> float:
         """Return the seconds between two messages, which is also the time limit for the reply to one."""
-        return RENEW_AT * min((each.ends_at - each.asked_at for each in self.open if not each.over), default=0.0)
+        return RENEW_AT * min(
+            (window.ends_at - window.asked_at for window in self.open if not window.over), default=0.0
+        )
 
     def due_in_s(self) -> float | None:
         """Return the seconds until the next message, or None if no window is open.
@@ -141,7 +143,7 @@ class _PeerWindows:
         Closed windows are renewed when a hand-over needs them.
         """
         now = time.monotonic()
-        live = [each.asked_at for each in self.open if not each.over and now < each.ends_at]
+        live = [window.asked_at for window in self.open if not window.over and now < window.ends_at]
         # After a failed attempt, the next one waits for a whole period.
         return max(min(live), self.tried_at) + self.period_s() - now if live else None
 
@@ -183,9 +185,9 @@ class WindowRenewals:
 
     async def close(self) -> None:
         """Stop all renewals."""
-        left = [each for pair in self._pairs.values() for each in (pair.timer, pair.asking) if each is not None]
-        for each in left:
-            each.cancel()
+        left = [task for pair in self._pairs.values() for task in (pair.timer, pair.asking) if task is not None]
+        for task in left:
+            task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
 
     def _schedule(self, pair: _PeerWindows) -> None:
@@ -229,12 +231,12 @@ class WindowRenewals:
 
     async def _ask_for(self, pair: _PeerWindows, windows: Sequence[WriteWindow]) -> None:
         pair.tried_at = asked_at = time.monotonic()
-        answer = await self._peers.renew(pair.peer, pair.address, [each.lease for each in windows], pair.period_s())
-        for each in windows:
-            if each.lease in answer.ended:
-                each.over = True
+        answer = await self._peers.renew(pair.peer, pair.address, [window.lease for window in windows], pair.period_s())
+        for window in windows:
+            if window.lease in answer.ended:
+                window.over = True
             else:
-                each.extend(asked_at, answer.write_for_s)
+                window.extend(asked_at, answer.write_for_s)
 
 
 def _retrieve_exception(asked: asyncio.Future[None]) -> None:

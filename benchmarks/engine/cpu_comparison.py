@@ -129,10 +129,10 @@ def compare(engine: Engine, peer: Peer, settings: Settings) -> list[Comparison]:
     compared = []
     for batch in settings.batches:
         prompts = random_prompts(batch, settings.prompt, engine.vocab_size)
-        ours, theirs, same = _decode_turns(engine, peer, prompts, settings)
+        engine_s, peer_s, same = _decode_turns(engine, peer, prompts, settings)
         kv = batch * engine.kv_bytes(settings.prompt + settings.new_tokens // 2)
         read = peer.weight_bytes() + kv if peer.weight_bytes() else 0
-        compared.append(Comparison(f"decode_ratio_b{batch}", ours, theirs, read, same))
+        compared.append(Comparison(f"decode_ratio_b{batch}", engine_s, peer_s, read, same))
     (prompt,) = random_prompts(1, settings.prefill, engine.vocab_size)
     turns = take_turns(lambda: engine.prefill(prompt), lambda: peer.prefill(prompt), settings.rounds)
     compared.append(Comparison(f"prefill_ratio_{settings.prefill}", *turns))
@@ -148,19 +148,19 @@ def _decode_turns(
         seconds, answers[name] = side.decode(prompts, settings.new_tokens)
         return seconds
 
-    ours, theirs = take_turns(lambda: turn(engine, "engine"), lambda: turn(peer, "peer"), settings.rounds)
+    engine_s, peer_s = take_turns(lambda: turn(engine, "engine"), lambda: turn(peer, "peer"), settings.rounds)
     same = sum(a == b for a, b in zip(answers["engine"], answers["peer"], strict=True))
-    return ours, theirs, f"{same} of {len(prompts)}"
+    return engine_s, peer_s, f"{same} of {len(prompts)}"
 
 
 def take_turns(engine: Callable[[], float], peer: Callable[[], float], rounds: int) -> tuple[list[float], list[float]]:
     """Return the results of `rounds` calls of each side in alternation, after one unmeasured call of each."""
     engine(), peer()
-    ours, theirs = [], []
+    engine_results, peer_results = [], []
     for _ in range(rounds):
-        ours.append(engine())
-        theirs.append(peer())
-    return ours, theirs
+        engine_results.append(engine())
+        peer_results.append(peer())
+    return engine_results, peer_results
 
 
 def random_prompts(batch: int, tokens: int, vocab_size: int) -> Prompts:
@@ -185,27 +185,27 @@ def compare_sides(engine: Engine, peer: Peer, threads: int, settings: Settings) 
 def print_table(peer: str, dtype: str, compared: Sequence[Comparison], bandwidth: float) -> None:
     """Print the median and the best round of both sides."""
     print(f"\n{dtype}; plain read {bandwidth:.1f} GB/s; milliseconds a decode step or a prefill: median (best)")
-    for each in compared:
-        ours, theirs = statistics.median(each.engine), statistics.median(each.peer)
-        share = each.bytes_read / ours / 1e9
+    for comparison in compared:
+        engine_s, peer_s = statistics.median(comparison.engine), statistics.median(comparison.peer)
+        share = comparison.bytes_read / engine_s / 1e9
         print(
-            f"  {each.name:18} engine {ours * 1e3:8.2f} ({min(each.engine) * 1e3:.2f})"
-            f"  {peer} {theirs * 1e3:8.2f} ({min(each.peer) * 1e3:.2f})  ratio {each.ratio:.2f}"
-            + (f"  reads {share:.1f} GB/s = {share / bandwidth:.0%}" if each.bytes_read else "")
-            + (f"  same tokens {each.same_tokens}" if each.same_tokens else "")
+            f"  {comparison.name:18} engine {engine_s * 1e3:8.2f} ({min(comparison.engine) * 1e3:.2f})"
+            f"  {peer} {peer_s * 1e3:8.2f} ({min(comparison.peer) * 1e3:.2f})  ratio {comparison.ratio:.2f}"
+            + (f"  reads {share:.1f} GB/s = {share / bandwidth:.0%}" if comparison.bytes_read else "")
+            + (f"  same tokens {comparison.same_tokens}" if comparison.same_tokens else "")
         )
 
 
 def as_result(compared: Sequence[Comparison], bandwidth: float, suffix: str) -> dict[str, object]:
     """Return the ratios, and the times from which they are computed, as JSON; `suffix` is appended to their names."""
-    result: dict[str, object] = {each.name + suffix: round(each.ratio, 3) for each in compared}
-    for each in compared:
-        name = each.name.replace("ratio_", "") + suffix
-        result[f"{name}_engine_ms"] = [round(seconds * 1e3, 3) for seconds in each.engine]
-        result[f"{name}_peer_ms"] = [round(seconds * 1e3, 3) for seconds in each.peer]
-        if each.bytes_read:
-            result[f"{name}_gb_per_s"] = round(each.bytes_read / statistics.median(each.engine) / 1e9, 2)
-            result[f"{name}_same_tokens"] = each.same_tokens
+    result: dict[str, object] = {comparison.name + suffix: round(comparison.ratio, 3) for comparison in compared}
+    for comparison in compared:
+        name = comparison.name.replace("ratio_", "") + suffix
+        result[f"{name}_engine_ms"] = [round(seconds * 1e3, 3) for seconds in comparison.engine]
+        result[f"{name}_peer_ms"] = [round(seconds * 1e3, 3) for seconds in comparison.peer]
+        if comparison.bytes_read:
+            result[f"{name}_gb_per_s"] = round(comparison.bytes_read / statistics.median(comparison.engine) / 1e9, 2)
+            result[f"{name}_same_tokens"] = comparison.same_tokens
     return result | {f"read_gb_per_s{suffix}": round(bandwidth, 2)}
 
 
@@ -227,7 +227,7 @@ def measure(options: argparse.Namespace) -> Measured:
         codes = prepare_model(file, codes=True)
         if codes == folder:
             raise InvalidArgument("--model", f"{file} has no codes that are served as they are; take a quantized GGUF.")
-        sides = [load(each, "bfloat16", options.threads) for each in (codes, folder)]
+        sides = [load(path, "bfloat16", options.threads) for path in (codes, folder)]
         compared, bandwidth = compare_sides(sides[0], sides[1], options.threads, settings)
         print_table(options.peer, "codes", compared, bandwidth)
         result |= as_result(compared, bandwidth, "") | {"model": file.stem, "dtype": "bfloat16"}

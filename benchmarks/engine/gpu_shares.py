@@ -94,22 +94,22 @@ def _in_16_bits(config: EngineConfig) -> Figures:
     """Measure the steps without quantization: the figures of `_decode` and `_prefill`, with the prefix `before_`."""
     print("before: without quantization", flush=True)
     engine = GpuEngine(ModelRunner.load(replace(config, quantization=None, kv_cache_dtype="auto")))
-    found = _decode(engine, copy_bandwidth()) | _prefill(engine)
+    figures = _decode(engine, copy_bandwidth()) | _prefill(engine)
     del engine
     _free()
     print("now", flush=True)
-    return {f"before_{name}": figure for name, figure in found.items()}
+    return {f"before_{name}": figure for name, figure in figures.items()}
 
 
 def _over_before(before: Figures, now: Figures) -> Figures:
     """Return the speedup of each decode step and prefill over 16 bits."""
-    found: Figures = {}
+    figures: Figures = {}
     for name, earlier in before.items():
         same = name.removeprefix("before_")
         kind, _, size = same.partition("_ms_")
         if size and isinstance(earlier, float) and isinstance(later := now.get(same), float):
-            found[f"{kind}_over_before_{size}"] = round(earlier / later, 3)
-    return found
+            figures[f"{kind}_over_before_{size}"] = round(earlier / later, 3)
+    return figures
 
 
 def _free() -> None:
@@ -122,7 +122,7 @@ def _decode(engine: GpuEngine, copy: float) -> Figures:
 
     The idle share is given for all gaps between kernels, and for the gaps between consecutive steps alone.
     """
-    found: Figures = {}
+    figures: Figures = {}
     batches = _held(engine)
     for batch in batches:
         seconds = engine.decode_seconds(batch, CONTEXT)
@@ -130,7 +130,7 @@ def _decode(engine: GpuEngine, copy: float) -> Figures:
         device = engine.graph_seconds([CONTEXT] * batch)
         spans = engine.decode_spans(batch, CONTEXT)
         idle = idle_share(spans)
-        found |= {
+        figures |= {
             f"decode_bw_ratio_b{batch}": round(share, 4),
             f"decode_ms_b{batch}": round(seconds * 1e3, 4),
             f"decode_device_ms_b{batch}": round(device * 1e3, 4),
@@ -142,13 +142,13 @@ def _decode(engine: GpuEngine, copy: float) -> Figures:
             f" idle {idle:.2%}",
             flush=True,
         )
-    found |= _long_decode(engine, copy)
+    figures |= _long_decode(engine, copy)
     for batch in sorted({32, 256}.intersection(batches)):
         sampled = engine.decode_seconds(batch, CONTEXT, sampled=True)
-        found[f"decode_sampled_ms_b{batch}"] = round(sampled * 1e3, 4)
+        figures[f"decode_sampled_ms_b{batch}"] = round(sampled * 1e3, 4)
     for batch in sorted({32, 128, 256}.intersection(batches)):
-        found |= _uneven_decode(engine, batch, copy)
-    return found
+        figures |= _uneven_decode(engine, batch, copy)
+    return figures
 
 
 def _long_decode(engine: GpuEngine, copy: float) -> Figures:
@@ -196,14 +196,14 @@ def _prefill(engine: GpuEngine) -> Figures:
     The matrix rate is measured before and after each size: the chip is at its power limit, and the rate falls by 3 % as
     it heats up.
     """
-    found: Figures = {}
+    figures: Figures = {}
     rates = [matrix_rate()]
     for rows, tokens in PREFILLS:
         seconds = engine.prefill_seconds(rows, tokens)
         rates.append(matrix_rate())
         matrix = sum(rates[-2:]) / 2
         share = engine.prefill_flops(rows, tokens) / seconds / matrix
-        found |= {
+        figures |= {
             f"prefill_flops_ratio_{rows}x{tokens}": round(share, 4),
             f"prefill_ms_{rows}x{tokens}": round(seconds * 1e3, 3),
             f"matrix_tflops_beside_{rows}x{tokens}": round(matrix / 1e12, 1),
@@ -213,7 +213,7 @@ def _prefill(engine: GpuEngine) -> Figures:
             f" {matrix / 1e12:.0f} TFLOP/s",
             flush=True,
         )
-    return {"matrix_tflops": round(sum(rates) / len(rates) / 1e12, 1)} | found
+    return {"matrix_tflops": round(sum(rates) / len(rates) / 1e12, 1)} | figures
 
 
 def _long_prompt(engine: GpuEngine, tokens: int) -> Figures:
@@ -236,14 +236,14 @@ def _attention(shape: AttentionShape, kv_dtype: torch.dtype, copy: float) -> Fig
     Launches alternate between layers, so that their KV exceeds the caches. Over 8-bit KV the names of figures end with
     its dtype.
     """
-    found: Figures = {}
+    figures: Figures = {}
     name = str(kv_dtype).removeprefix("torch.")
     suffix = "" if kv_dtype == torch.bfloat16 else f"_{name}"
     for rows, tokens in ATTENTIONS:
         size = Size(f"{rows}x{tokens}{suffix}", (tokens,) * rows, shape, kv_dtype)
         seconds = call_seconds(size, make_inputs(size))
         share = size.bytes / seconds / copy
-        found |= {
+        figures |= {
             f"attention_bw_ratio_{size.name}": round(share, 4),
             f"attention_us_{size.name}": round(seconds * 1e6, 3),
         }
@@ -253,7 +253,7 @@ def _attention(shape: AttentionShape, kv_dtype: torch.dtype, copy: float) -> Fig
         inputs = make_inputs(size)
         walking, split = (call_seconds(size, inputs, choose) for choose in (make_plan, _split_alike))
         share = size.bytes / walking / copy
-        found |= {
+        figures |= {
             f"attention_bw_ratio_{size.name}": round(share, 4),
             f"attention_split_over_walking_{size.name}": round(split / walking, 3),
         }
@@ -261,22 +261,22 @@ def _attention(shape: AttentionShape, kv_dtype: torch.dtype, copy: float) -> Fig
             f"attention {name} {rows} uneven {walking * 1e6:8.1f} us  {share:6.1%} of copy,"
             f" {split / walking:.2f} x as fast"
         )
-    return found
+    return figures
 
 
 def _latents(spec: ModelSpec, copy: float) -> Figures:
     """Measure the decode attention of a model with latent attention, with and without the products around it."""
-    found: Figures = {}
+    figures: Figures = {}
     for rows, tokens in ATTENTIONS:
         size = latent.Size(rows, tokens, spec.latent_shapes[0])
         seconds, _ = latent.call_seconds(size, latent.make_inputs(size))
         share = size.bytes / seconds / copy
-        found |= {
+        figures |= {
             f"attention_bw_ratio_{rows}x{tokens}": round(share, 4),
             f"attention_us_{rows}x{tokens}": round(seconds * 1e6, 3),
         }
         print(f"latent attention {rows}x{tokens:<6} {seconds * 1e6:8.1f} us  {share:6.1%} of copy", flush=True)
-    return found
+    return figures
 
 
 def _split_alike(rows: int, *others: Any) -> Plan:
@@ -288,14 +288,14 @@ def _split_alike(rows: int, *others: Any) -> Plan:
 def _without_graphs(config: EngineConfig, with_graphs: Figures) -> Figures:
     """Measure the decode steps without CUDA graphs, with every kernel launched by the host."""
     engine = GpuEngine(ModelRunner.load(replace(config, cuda_graphs=False)))
-    found: Figures = {}
-    for batch in (each for each in _held(engine) if f"decode_ms_b{each}" in with_graphs):
+    figures: Figures = {}
+    for batch in (held_batch for held_batch in _held(engine) if f"decode_ms_b{held_batch}" in with_graphs):
         seconds = engine.decode_seconds(batch, CONTEXT, steps=24)
-        found[f"decode_eager_ms_b{batch}"] = round(seconds * 1e3, 4)
+        figures[f"decode_eager_ms_b{batch}"] = round(seconds * 1e3, 4)
         print(
             f"decode b{batch:<4} without graphs {seconds * 1e3:8.3f} ms, with {with_graphs[f'decode_ms_b{batch}']} ms"
         )
-    return found
+    return figures
 
 
 def _print_progress(what: str, done: float) -> None:

@@ -24,15 +24,15 @@ _FUNCTIONS = 30
 
 def profile(engine: GpuEngine, ceilings: Ceilings, file: Path) -> dict[str, object]:
     """Write the trace to `file`; print and return the arithmetic intensity and the rates of each phase."""
-    found: dict[str, object] = {}
-    found |= _roofline(
+    figures: dict[str, object] = {}
+    figures |= _roofline(
         "prefill",
         engine.prefill_flops(1, _PROMPT),
         engine.weight_bytes() + engine.kv_bytes(_PROMPT),
         engine.prefill_seconds(1, _PROMPT),
         ceilings,
     )
-    found |= _roofline(
+    figures |= _roofline(
         "decode_step",
         engine.decode_flops(_BATCH, _CONTEXT),
         engine.decode_bytes([_CONTEXT] * _BATCH),
@@ -40,8 +40,8 @@ def profile(engine: GpuEngine, ceilings: Ceilings, file: Path) -> dict[str, obje
         ceilings,
     )
     for batch in _BATCHES:
-        found |= _kernel_table(engine, batch)
-    found |= _host_table(engine)
+        figures |= _kernel_table(engine, batch)
+    figures |= _host_table(engine)
     prompts = engine.prompts(1, _PROMPT)
     steps = engine.decode_steps(_BATCH, _CONTEXT, 1 + _STEPS)
     with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
@@ -57,7 +57,7 @@ def profile(engine: GpuEngine, ceilings: Ceilings, file: Path) -> dict[str, obje
     trace.export_chrome_trace(str(file))
     print(trace.key_averages().table(sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=70))
     print("trace:", file)
-    return found
+    return figures
 
 
 def _kernel_table(engine: GpuEngine, batch: int) -> dict[str, object]:

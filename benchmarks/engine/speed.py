@@ -54,7 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     cpu.add_argument("--peer", choices=["transformers", "bfloat16"], help="bfloat16: a GGUF file's codes against that")
     cpu.add_argument("--dtype", choices=["float32", "bfloat16", "both"], help="(both)")
     cpu.add_argument("--model", type=Path, help="Hugging Face folder or GGUF file")
-    for name, what in (("threads", "all cores"), *((each, _CPU[each]) for each in list(_CPU)[4:])):
+    for name, what in (("threads", "all cores"), *((option, _CPU[option]) for option in list(_CPU)[4:])):
         cpu.add_argument(f"--{name.replace('_', '-')}", type=int, help=f"({what})")
 
 
@@ -66,8 +66,8 @@ def measure(options: argparse.Namespace) -> Measured:
     device = options.device or ("cpu" if options.profile is None else "cuda")
     ours, others = (_GPU, _CPU) if device == "cuda" else (_CPU, _GPU)
     if misplaced := [f"--{name.replace('_', '-')}" for name in others if getattr(options, name) is not None]:
-        other = "cpu" if device == "cuda" else "cuda"
-        raise InvalidArgument(misplaced[0], f"is only with --device {other}; leave out one or the other")
+        other_device = "cpu" if device == "cuda" else "cuda"
+        raise InvalidArgument(misplaced[0], f"is only with --device {other_device}; leave out one or the other")
     if options.profile is not None and options.eager:
         raise InvalidArgument("--eager", "a profile measures no steps without CUDA graphs; leave out one or the other")
     chosen = argparse.Namespace(**{name: _or(getattr(options, name), default) for name, default in ours.items()})

@@ -80,7 +80,7 @@ def measure_loads(folder: Path, config: ModelSpec, device: torch.device, dtype: 
         "load_gb_per_s": round(speed / 1e9, 4),
         "load_ratio": round(speed / ceiling, 6),
         "copy_gb_per_s": round(ceiling / 1e9, 2),
-        "load_seconds": [round(each, 3) for each in seconds],
+        "load_seconds": [round(duration_s, 3) for duration_s in seconds],
         "checkpoint_gib": round(size / GIB, 2),
         "host_extra_gib": round(extra / GIB, 3),
     }

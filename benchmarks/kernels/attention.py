@@ -124,11 +124,11 @@ def _random_cache(size: Size, pages: int, layers: int) -> KvCache:
         return torch.empty(*outer, PAGE_TOKENS, shape.head_dim, dtype=size.kv_dtype, device=DEVICE).normal_()
     memory = torch.empty(*outer, PAGE_TOKENS * size.row_bytes, dtype=size.kv_dtype, device=DEVICE)
     codes, scales = memory.tensor_split([PAGE_TOKENS * shape.head_dim], dim=-1)
-    found = QuantizedKv(codes.view(*outer, PAGE_TOKENS, shape.head_dim), scales.view(torch.float32))
+    cache = QuantizedKv(codes.view(*outer, PAGE_TOKENS, shape.head_dim), scales.view(torch.float32))
     # Bytes below 120 are valid numbers of both 8-bit types.
     memory.view(torch.int8).random_(-119, 120) if size.kv_dtype == torch.int8 else memory.view(torch.uint8).random_(120)
-    found.scales.uniform_(0.01, 0.02)
-    return found
+    cache.scales.uniform_(0.01, 0.02)
+    return cache
 
 
 def uneven(rows: int, mean: int) -> tuple[int, ...]:
@@ -212,7 +212,7 @@ def plans(size: Size) -> list[Plan]:
     if rows == 1:
         tried = [replace(tile, splits=splits) for tile in tiles for splits in SPLITS]
     else:
-        counts = {each * sms // kv_heads for each in PER_SM}
+        counts = {per_sm * sms // kv_heads for per_sm in PER_SM}
         counts |= {count // rows * rows for count in counts if count >= rows}
         tried = [replace(tile, units=units) for tile in tiles for units in sorted(counts)]
     return [own, *(plan for plan in tried if plan != own)]
@@ -260,9 +260,9 @@ def measure(options: argparse.Namespace) -> Measured:
         if (not options.rows or len(size.lengths) in options.rows)
         and (not options.sizes or size.name.split(" h")[0] in options.sizes)
     ]
-    found = tune(sizes, copy, options.quick)
+    results = tune(sizes, copy, options.quick)
     facts = {"models": options.models, "dtype": options.kv_cache_dtype, **run_facts("cuda")}
-    return "tune-attention", {"copy_gb_per_s": copy / 1e9, "attention": found, **facts}
+    return "tune-attention", {"copy_gb_per_s": copy / 1e9, "attention": results, **facts}
 
 
 def sizes_of(models: Sequence[str], kv_dtype: torch.dtype = DTYPE) -> list[Size]:
@@ -272,9 +272,9 @@ def sizes_of(models: Sequence[str], kv_dtype: torch.dtype = DTYPE) -> list[Size]
     lengths |= {f"{rows}x{mean} uneven": uneven(rows, mean) for rows, mean in UNEVEN}
     lengths |= {f"{rows}x{rest} and {long}": (*(rest,) * (rows - 1), long) for rows, long, rest in LONG}
     return [
-        Size(f"{name} h{shape.heads}/{shape.kv_heads} d{shape.head_dim}", each, shape, kv_dtype)
+        Size(f"{name} h{shape.heads}/{shape.kv_heads} d{shape.head_dim}", row_lengths, shape, kv_dtype)
         for shape in shapes
-        for name, each in lengths.items()
+        for name, row_lengths in lengths.items()
     ]
 
 

@@ -87,15 +87,15 @@ def _tune(shapes: Sequence[str], copy: float) -> list[dict[str, object]]:
     for shape in shapes:
         layer = ExpertLayer(shape)
         print(f"    {layer.shape}: {{  # {shape}")
-        for found in tuned(layer):
-            share, before = (step.bytes / step.seconds / copy for step in (found.best, found.default))
-            comment = f"{found.tokens} tokens: {share:.1%} of copy, before {before:.1%}"
-            print(f"        {found.tile.tokens}: {found.tile},  # {comment}", flush=True)
+        for result in tuned(layer):
+            share, before = (step.bytes / step.seconds / copy for step in (result.best, result.default))
+            comment = f"{result.tokens} tokens: {share:.1%} of copy, before {before:.1%}"
+            print(f"        {result.tile.tokens}: {result.tile},  # {comment}", flush=True)
             rows.append(
                 {
                     "shape": shape,
-                    "tokens": found.tokens,
-                    "tile": str(found.tile),
+                    "tokens": result.tokens,
+                    "tile": str(result.tile),
                     "copy_share": round(share, 4),
                     "copy_share_before": round(before, 4),
                 }

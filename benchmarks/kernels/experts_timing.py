@@ -32,7 +32,7 @@ def _packed(weight: Tensor, form: str) -> PackedWeight:
     codes, group = FORMS[form]
     packing = Packing(codes, group or weight.shape[-1], offsets=False)
     # A few experts at a time, because they are widened to float32.
-    parts = [rounded(each, packing) for each in torch.split(weight, 16)]
+    parts = [rounded(experts, packing) for experts in torch.split(weight, 16)]
     joined = [torch.cat(tensors) for tensors in zip(*(part.parts() for part in parts), strict=True)]
     return PackedWeight(joined[0], joined[1], None, packing.group)
 
@@ -66,8 +66,10 @@ class ExpertLayer:
     def __init__(self, name: str) -> None:
         """Create the layer of the shape `name`. Raises ValueError for a shape without experts."""
         config = shape_config(name)
-        found = (layer.feed_forward for layer in config.layers)
-        spec = next((each for each in found if isinstance(each, MixtureOfExperts)), None)
+        feed_forwards = (layer.feed_forward for layer in config.layers)
+        spec = next(
+            (feed_forward for feed_forward in feed_forwards if isinstance(feed_forward, MixtureOfExperts)), None
+        )
         if spec is None:
             raise ValueError(f"{name} has no experts")
         self.spec, hidden = spec, config.hidden_size

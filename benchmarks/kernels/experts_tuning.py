@@ -81,12 +81,12 @@ def tokens_of(size: int, shape: ExpertShape) -> int:
 def candidates(size: int, shape: ExpertShape) -> list[ExpertTile]:
     """Return the default tile, then tiles that differ from it in one product."""
     default = TILES[size]
-    found = [
+    tiles = [
         default,
-        *(replace(default, gate_up=each) for each in GATE_UP[size]),
-        *(replace(default, down=each) for each in DOWN[size]),
+        *(replace(default, gate_up=product_tile) for product_tile in GATE_UP[size]),
+        *(replace(default, down=product_tile) for product_tile in DOWN[size]),
     ]
-    return found if size == 1 else list(dict.fromkeys(fitting(tile, shape) for tile in found))
+    return tiles if size == 1 else list(dict.fromkeys(fitting(tile, shape) for tile in tiles))
 
 
 def _fastest(layer: ExpertLayer, tokens: int, tiles: Sequence[ExpertTile]) -> Tuned:

@@ -36,14 +36,15 @@ def measure(options: argparse.Namespace) -> Measured:
     copy = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, {options.shape}, bfloat16: copy {copy / 1e9:.0f} GB/s", flush=True)
     print(f"{'operation':22} {'tokens':>6} {'fused us':>9} {'unfused us':>10} {'ratio':>6} {'of copy':>8}")
-    found = compare_fused(shape_config(options.shape), options.tokens)
-    for each in found:
-        share = each.share(copy)
+    results = compare_fused(shape_config(options.shape), options.tokens)
+    for comparison in results:
+        share = comparison.share(copy)
         print(
-            f"{each.name:22} {each.tokens:6} {each.fused * 1e6:9.2f} {each.unfused * 1e6:10.2f} {each.ratio:6.2f}"
+            f"{comparison.name:22} {comparison.tokens:6} {comparison.fused * 1e6:9.2f}"
+            f" {comparison.unfused * 1e6:10.2f} {comparison.ratio:6.2f}"
             + (f" {share:8.1%}" if share is not None else "")
         )
-    comparisons = [_for_json(each, copy) for each in found]
+    comparisons = [_for_json(comparison, copy) for comparison in results]
     result = {"copy_gb_per_s": round(copy / 1e9, 1), "comparisons": comparisons, "shape": options.shape}
     return f"fused-kernels-{options.shape}", result | {"dtype": "bfloat16", **run_facts("cuda")}
 
@@ -58,16 +59,16 @@ def compare_fused(engine_shape: ModelSpec, tokens: Sequence[int]) -> list[Compar
     with ThreadPoolExecutor(_COMPILERS) as pool:
         list(pool.map(lambda contest: contest.fused(contest.inputs[0]), entered))
     torch.cuda.synchronize()
-    return sorted((contest.measure() for contest in entered), key=lambda found: found.name)
+    return sorted((contest.measure() for contest in entered), key=lambda comparison: comparison.name)
 
 
-def _for_json(found: Comparison, copy: float) -> dict[str, object]:
-    share = found.share(copy)
+def _for_json(comparison: Comparison, copy: float) -> dict[str, object]:
+    share = comparison.share(copy)
     return {
-        "operation": found.name,
-        "tokens": found.tokens,
-        "fused_us": round(found.fused * 1e6, 3),
-        "unfused_us": round(found.unfused * 1e6, 3),
-        "ratio": round(found.ratio, 3),
+        "operation": comparison.name,
+        "tokens": comparison.tokens,
+        "fused_us": round(comparison.fused * 1e6, 3),
+        "unfused_us": round(comparison.unfused * 1e6, 3),
+        "ratio": round(comparison.ratio, 3),
         "copy_share": None if share is None else round(share, 4),
     }

@@ -76,8 +76,8 @@ class Contest:
     def measure(self) -> Comparison:
         """Measure both forms on this process's GPU."""
         if self.heats:
-            found = race({"fused": self._in_turn(self.fused), "unfused": self._in_turn(self.unfused)})
-            return Comparison(self.name, self.tokens, found["fused"] / 1e6, found["unfused"] / 1e6, self.bytes)
+            times_us = race({"fused": self._in_turn(self.fused), "unfused": self._in_turn(self.unfused)})
+            return Comparison(self.name, self.tokens, times_us["fused"] / 1e6, times_us["unfused"] / 1e6, self.bytes)
         size = len(self.inputs)
         launches = size * -(-_LEAST_LAUNCHES // size)
         fused = graph_seconds(lambda n: self.fused(self.inputs[n % size]), launches)
@@ -217,8 +217,8 @@ class Contests:
 
     def _greedy(self, tokens: int) -> Contest:
         inputs = [self._random(tokens, self._shape.vocab_size)]
-        draw = self._drawing([SamplingInput(_GREEDY, 0)] * tokens)
-        return Contest("sampling, greedy", tokens, inputs, draw, partial(torch.argmax, dim=-1))
+        sample = self._drawing([SamplingInput(_GREEDY, 0)] * tokens)
+        return Contest("sampling, greedy", tokens, inputs, sample, partial(torch.argmax, dim=-1))
 
     def _filtered(self, tokens: int) -> Contest:
         inputs = [3 * self._random(tokens, self._shape.vocab_size)]

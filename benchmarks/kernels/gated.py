@@ -38,11 +38,14 @@ def measure(options: argparse.Namespace) -> Measured:
     contests: dict[str, dict[str, float]] = {}
     for name, (hidden, intermediate) in SHAPES.items():
         for tokens in TOKENS:
-            found = race(_contestants(hidden, intermediate, tokens))
-            contests[f"{name} {tokens}"] = found
-            best = sorted(found, key=lambda each: found[each])[:3]
-            words = ", ".join(f"{each} {found[each]:.1f} us ({found['cublas'] / found[each]:.3f})" for each in best)
-            print(f"{name} {tokens} tokens: cublas {found['cublas']:.1f} us; {words}", flush=True)
+            times_us = race(_contestants(hidden, intermediate, tokens))
+            contests[f"{name} {tokens}"] = times_us
+            best = sorted(times_us, key=lambda contestant: times_us[contestant])[:3]
+            words = ", ".join(
+                f"{contestant} {times_us[contestant]:.1f} us ({times_us['cublas'] / times_us[contestant]:.3f})"
+                for contestant in best
+            )
+            print(f"{name} {tokens} tokens: cublas {times_us['cublas']:.1f} us; {words}", flush=True)
     return "tune-gated", {"us": contests, "dtype": "bfloat16", **run_facts("cuda")}
 
 
@@ -62,10 +65,10 @@ def _contestants(hidden: int, intermediate: int, tokens: int) -> dict[str, Conte
         fused = FusedGated(plain, tile)
         return lambda: fused.compute(x, weight())
 
-    found: dict[str, Contestant] = {"cublas": lambda: plain(x, Linear(weight()))}
+    contestants: dict[str, Contestant] = {"cublas": lambda: plain(x, Linear(weight()))}
     for rows, columns, pingpong in TILES:
         for cluster in CLUSTERS:
             kind = "pingpong" if pingpong else "cooperative"
             name = f"{rows}x{columns} {kind} {cluster[0]}x{cluster[1]}"
-            found[name] = race_with(GatedTile(rows, columns, pingpong, *cluster))
-    return found
+            contestants[name] = race_with(GatedTile(rows, columns, pingpong, *cluster))
+    return contestants

@@ -175,13 +175,13 @@ def measure(options: argparse.Namespace) -> Measured:
 
 
 def _decode(copy: float, *, rank_plans: bool) -> Figures:
-    found: Figures = {}
+    figures: Figures = {}
     for shape, rows, context in DECODE:
         size = Size(rows, context, shape)
         inputs = make_inputs(size)
         whole, alone = call_seconds(size, inputs)
         name = f"{rows}x{context}_h{shape.heads}"
-        found |= {
+        figures |= {
             f"latent_bw_ratio_{name}": round(size.bytes / alone / copy, 4),
             f"latent_whole_bw_ratio_{name}": round(size.bytes / whole / copy, 4),
             f"latent_us_{name}": round(alone * 1e6, 2),
@@ -194,7 +194,7 @@ def _decode(copy: float, *, rank_plans: bool) -> Figures:
         )
         for seconds, plan in rank(size, inputs, candidates(16 if shape is LITE else 64)) if rank_plans else []:
             print(f"  {seconds * 1e6:8.1f} us {size.bytes / seconds / copy:6.1%} {plan}", flush=True)
-    return found
+    return figures
 
 
 def _prompts() -> Figures:
@@ -203,21 +203,21 @@ def _prompts() -> Figures:
     If launching its kernels takes longer than running them, the time is that of the launches.
     """
     matrix = matrix_rate()
-    found: Figures = {"matrix_tflops": round(matrix / 1e12, 1)}
+    figures: Figures = {"matrix_tflops": round(matrix / 1e12, 1)}
     for cached, tokens in PROMPTS:
         seconds, implementation = _prompt_seconds(LITE, cached, tokens)
         pairs = tokens * cached + tokens * (tokens + 1) / 2
         expanded = (cached + tokens) * LITE.latent * (LITE.nope + LITE.v_dim)
         flop = 2 * LITE.heads * (pairs * (LITE.query + LITE.v_dim) + expanded)
         name = f"{tokens}_behind_{cached}"
-        found |= {
+        figures |= {
             f"latent_prefill_us_{name}": round(seconds * 1e6, 1),
             f"latent_prefill_flops_ratio_{name}": round(flop / seconds / matrix, 4),
             "latent_prefill": implementation,
         }
         print(f"prompt {name:18} {seconds * 1e6:8.1f} us {flop / seconds / matrix:6.1%} of the matrix rate", flush=True)
-    print(f"prompts by {found['latent_prefill']}")
-    return found
+    print(f"prompts by {figures['latent_prefill']}")
+    return figures
 
 
 def _prompt_seconds(shape: LatentShape, cached: int, tokens: int) -> tuple[float, str]:

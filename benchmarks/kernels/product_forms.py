@@ -136,8 +136,8 @@ class Packed:
         codes = torch.empty(1, product.k * self.bits // 8, dtype=torch.uint8).view(self.dtype)
         group = self.group or product.k
         columns = step_bytes(PackedWeight(codes, torch.empty(1, product.k // group), None, group))
-        found: list[Tile] = list(packed_candidates(product, tokens, self.bits, columns))
-        return found if others and tokens <= TOKEN_TILES[-1] else found[:1]
+        tiles: list[Tile] = list(packed_candidates(product, tokens, self.bits, columns))
+        return tiles if others and tokens <= TOKEN_TILES[-1] else tiles[:1]
 
     def launch(self, product: Product, inputs: Inputs, tile: Tile, weight: PackedWeight) -> None:
         """Implement `Form.launch`."""
@@ -181,8 +181,8 @@ class Scaled:
 
     def tiles(self, product: Product, tokens: int, *, others: bool) -> list[Tile]:
         """Implement `Form.tiles`."""
-        found = self._tiles(product, tokens)
-        return [next(found), *(found if others else ())]
+        tiles = self._tiles(product, tokens)
+        return [next(tiles), *(tiles if others else ())]
 
     def launch(self, product: Product, inputs: Inputs, tile: Tile, weight: ScaledWeight) -> None:
         """Quantize the input and launch the product's kernel."""
@@ -195,9 +195,9 @@ class Scaled:
         """Return the time to quantize the input and, if a library has the product, the time of both together."""
         inputs, pdl = self.inputs(product, tokens), overlaps_launches()
         quantize = partial(scaled_products.quantized, inputs.x, inputs.norm, pdl=pdl)
-        found = {"quantize_us": us_of(quantize, weights)}
+        times_us = {"quantize_us": us_of(quantize, weights)}
         if not scaled_products.uses_library(1 << 20, weights[0], torch.bfloat16):
-            return found
+            return times_us
 
         def by_library(weight: ScaledWeight) -> None:
             made = library_product(quantize(weight), weight, None, torch.bfloat16)
@@ -206,7 +206,7 @@ class Scaled:
             elif product.op == triton_linear.ADD.value:
                 inputs.out.add_(made)
 
-        return found | {"library_us": us_of(by_library, weights)}
+        return times_us | {"library_us": us_of(by_library, weights)}
 
     def _tiles(self, product: Product, tokens: int) -> Iterator[Skinny]:
         rule = scaled_products.tile_for(tokens, product.outputs, product.k, product.paired, self.group or product.k)

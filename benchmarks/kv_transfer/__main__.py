@@ -35,19 +35,19 @@ def pools(plan: PoolPlan, settings: Settings) -> Figures:
     """Return the bandwidth of transfers of one page, of a chunk and of longer sizes, as shares of a plain copy's."""
     sizes = sorted({1, *(tokens // plan.page_tokens for tokens in (settings.chunk, *settings.transfers))})
     ceiling = copy_ceiling(plan, sizes)
-    found, wire, ports = asyncio.run(measure_pools(plan, sizes))
+    bandwidths, wire, ports = asyncio.run(measure_pools(plan, sizes))
     opened = ", ".join(ports) or "none"
     print(f"UCX may use {allowed_transports(plan)}, uses {wire}; open TCP ports: {opened}", flush=True)
     figures: Figures = {"copy_gb_per_s": round(ceiling / 1e9, 2), "transport": wire}
     figures |= {"ucx_transports": allowed_transports(plan), "tcp_ports": opened}
-    for each in found:
-        name = "one_page" if each.pages == 1 else str(each.pages * plan.page_tokens)
+    for bandwidth in bandwidths:
+        name = "one_page" if bandwidth.pages == 1 else str(bandwidth.pages * plan.page_tokens)
         figures |= {
-            f"transfer_bw_ratio_{name}": round(each.steady / ceiling, 4),
-            f"transfer_alone_bw_ratio_{name}": round(each.alone / ceiling, 4),
+            f"transfer_bw_ratio_{name}": round(bandwidth.steady / ceiling, 4),
+            f"transfer_alone_bw_ratio_{name}": round(bandwidth.alone / ceiling, 4),
         }
         print(
-            f"{name:>8} tokens: {each.steady / 1e9:7.1f} GB/s in a stream, {each.alone / 1e9:7.1f} alone,"
+            f"{name:>8} tokens: {bandwidth.steady / 1e9:7.1f} GB/s in a stream, {bandwidth.alone / 1e9:7.1f} alone,"
             f" of {ceiling / 1e9:.1f} over {wire}",
             flush=True,
         )
@@ -74,16 +74,16 @@ def parse_arguments() -> argparse.Namespace:
 
 def measure(only: str | None, settings: Settings, plan: PoolPlan, config: ClusterSettings) -> Figures:
     """Measure the pools and then the cluster, or only the part named by `only`."""
-    found: Figures = {}
+    figures: Figures = {}
     if only != "cluster":
-        found |= pools(plan, settings)
+        figures |= pools(plan, settings)
     if only != "pools":
         cluster = Cluster.start(config)
         try:
-            found |= asyncio.run(through_the_cluster(cluster.endpoints.grpc, settings))
+            figures |= asyncio.run(through_the_cluster(cluster.endpoints.grpc, settings))
         finally:
             cluster.stop()
-    return found
+    return figures
 
 
 def main() -> None:

@@ -83,7 +83,7 @@ def _moving(answer: Answer) -> list[tuple[float, float]]:
     """
     event_times = (LifecycleEvent.TRANSFER_STARTED, LifecycleEvent.LAST_PAGES_POSTED, LifecycleEvent.TRANSFER_FINISHED)
     nanos = [answer.timeline.at(event) for event in event_times]
-    first, posted, finished = (None if each is None else each / _NANOS for each in nanos)
+    first, posted, finished = (None if event_nanos is None else event_nanos / _NANOS for event_nanos in nanos)
     if first is None or posted is None or finished is None:
         raise RuntimeError("a request without a transfer")
     return [(first, first), (posted, finished)]

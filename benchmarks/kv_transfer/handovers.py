@@ -87,7 +87,7 @@ async def handovers(client: Asking, settings: Settings) -> Figures:
     prefill = [a.ms(LifecycleEvent.PREFILL_STARTED, LifecycleEvent.PREFILL_FINISHED) for a in answers]
     shares = [e / (t + h) for e, t, h in zip(exposed, ttft, handover, strict=True)]
     prompt = settings.prompt_name
-    found: Figures = {
+    figures: Figures = {
         f"handover_ms_{prompt}": _median(handover),
         f"exposed_ms_{prompt}": _median(exposed),
         f"exposed_share_{prompt}": _median(shares),
@@ -100,10 +100,10 @@ async def handovers(client: Asking, settings: Settings) -> Figures:
         ),
         f"handover_mean_ms_{prompt}": round(statistics.mean(handover), 4),
         f"handover_parts_ms_{prompt}": handover_parts_ms(answers),
-        "handovers_ms": [round(each, 3) for each in handover],
+        "handovers_ms": [round(duration_ms, 3) for duration_ms in handover],
     }
-    print(json.dumps(found), flush=True)
-    return found
+    print(json.dumps(figures), flush=True)
+    return figures
 
 
 async def prefills(client: Asking, settings: Settings) -> Figures:
@@ -177,8 +177,8 @@ async def through_the_cluster(address: str, settings: Settings) -> Figures:
     """Run all measurements over one connection."""
     async with AsyncClient(address, timeout_s=_TIMEOUT_S) as connection:
         client = Asking(connection)
-        found = await handovers(client, settings) | await prefills(client, settings)
-        return found | await interference(client, settings)
+        figures = await handovers(client, settings) | await prefills(client, settings)
+        return figures | await interference(client, settings)
 
 
 def _median(values: list[float]) -> float:

@@ -86,13 +86,13 @@ class PoolSide:
 
     def bandwidth(self, peer: PeerRef, sizes: Sequence[int]) -> list[Bandwidth]:
         """Measure writes of these numbers of pages to shuffled pages, as in a pool that has been in use."""
-        found = []
+        bandwidths = []
         for pages in sizes:
             self._stream(peer, pages, 1, writes=_WARM, seconds=0)
             alone = self._stream(peer, pages, 1)
             steady = self._stream(peer, pages, IN_FLIGHT)
-            found.append(Bandwidth(pages, alone, steady))
-        return found
+            bandwidths.append(Bandwidth(pages, alone, steady))
+        return bandwidths
 
     def wire(self) -> str:
         """Return the name of the transport, including the sender's UCX transport."""
@@ -137,11 +137,11 @@ async def measure_pools(plan: PoolPlan, sizes: Sequence[int]) -> tuple[list[Band
         descriptions = [await side.describe.remote() for side in (sender, receiver)]
         await sender.introduce.remote(descriptions[1])
         await receiver.introduce.remote(descriptions[0])
-        found = await sender.bandwidth.remote(descriptions[1].peer, sizes)
+        bandwidths = await sender.bandwidth.remote(descriptions[1].peer, sizes)
         wire = await sender.wire.remote()
         ports = await sender.open_ports.remote()
         await asyncio.gather(*(_quietly(side.close.remote()) for side in (sender, receiver)))
-        return found, wire, ports
+        return bandwidths, wire, ports
     finally:
         node.stop()
 

@@ -29,8 +29,8 @@ def make_needles(encode: Callable[[str], Sequence[int]], text: str, tokens: int)
     for index, depth in enumerate(DEPTHS):
         number = str(271828 + 101_117 * index)
         needle, question = (
-            list(encode(each))[len(special) :]
-            for each in (
+            list(encode(part))[len(special) :]
+            for part in (
                 f"\n\nThe secret number of the archive is {number}.\n\n",
                 "\n\nQuestion: What is the secret number of the archive?\nAnswer: The secret number of the archive is",
             )

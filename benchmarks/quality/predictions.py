@@ -42,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=at_least(4), default=512, help="tokens of a piece (512)")
     parser.add_argument(
         "--needle",
-        type=lambda text: [at_least(256)(each) for each in text.split(",") if each],
+        type=lambda text: [at_least(256)(length) for length in text.split(",") if length],
         default=list(_NEEDLES),
         help="lengths in tokens of the texts that hide a number (4096,16384,32768; '' = none)",
     )
@@ -54,7 +54,7 @@ def measure(chosen: argparse.Namespace) -> Measured:
     console = Console()
     folder = prepare_model(chosen.model)
     # A GGUF file is served from its own codes; the reference is the same file in float32.
-    other = folder if chosen.candidate is None else prepare_model(chosen.candidate, codes=True)
+    candidate_folder = folder if chosen.candidate is None else prepare_model(chosen.candidate, codes=True)
     context = load_spec(folder).max_context
     lengths = [tokens for tokens in chosen.needle if tokens < context]
     if skipped := [str(tokens) for tokens in chosen.needle if tokens >= context]:
@@ -62,7 +62,7 @@ def measure(chosen: argparse.Namespace) -> Measured:
     tokens = max([chosen.tokens * min(COMPANY, chosen.samples), *lengths])
     reference = load_for_comparison(_config(chosen, folder, chosen.reference_dtype), tokens)
     packed = {"quantization": chosen.quantization, "kv_cache_dtype": chosen.kv_cache_dtype}
-    candidate = load_for_comparison(replace(_config(chosen, other, chosen.dtype), **packed), tokens)
+    candidate = load_for_comparison(replace(_config(chosen, candidate_folder, chosen.dtype), **packed), tokens)
     tokenizer, text = Tokenizer(folder), sample_text("evaluation")
     samples = token_samples(tokenizer.encode, text, chosen.samples, chosen.tokens)
     with Progress(console=console, transient=True) as progress:
@@ -72,18 +72,18 @@ def measure(chosen: argparse.Namespace) -> Measured:
     needles: dict[str, dict[str, int]] = {}
     for length in lengths:
         made = make_needles(tokenizer.encode, text, length)
-        found = {
+        counts = {
             name: found_needles(runner, tokenizer.decode, made, chosen.max_step_tokens)
             for name, runner in (("reference", reference), ("candidate", candidate))
         }
-        needles[str(length)] = found
+        needles[str(length)] = counts
         console.print(
-            f"numbers found in {length:,} tokens: {found['candidate']} of {len(DEPTHS)}, "
-            f"by the reference {found['reference']}"
+            f"numbers found in {length:,} tokens: {counts['candidate']} of {len(DEPTHS)}, "
+            f"by the reference {counts['reference']}"
         )
     result: dict[str, object] = {
         "model": folder.name,
-        "candidate": other.name,
+        "candidate": candidate_folder.name,
         "reference_dtype": reference.facts.dtype,
         "dtype": candidate.facts.dtype,
         **packed,

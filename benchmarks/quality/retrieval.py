@@ -64,7 +64,7 @@ def write_retrieval_model(folder: Path) -> Path:
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: each.contiguous() for name, each in _weights().items()}, folder / "model.safetensors")
+    save_file({name: tensor.contiguous() for name, tensor in _weights().items()}, folder / "model.safetensors")
     return folder
 
 
@@ -76,7 +76,7 @@ def _weights() -> dict[str, Tensor]:
     tensors = {"model.embed_tokens.weight": embedding, "lm_head.weight": head, "model.norm.weight": torch.ones(HIDDEN)}
     for layer, projections in enumerate((_position_before(), _same_token())):
         name = f"model.layers.{layer}."
-        tensors |= {f"{name}self_attn.{part}_proj.weight": each for part, each in projections.items()}
+        tensors |= {f"{name}self_attn.{part}_proj.weight": projection for part, projection in projections.items()}
         tensors |= {f"{name}mlp.{part}_proj.weight": torch.zeros(HIDDEN, HIDDEN) for part in ("gate", "up", "down")}
         tensors |= {f"{name}{part}_layernorm.weight": torch.ones(HIDDEN) for part in ("input", "post_attention")}
     return tensors
@@ -84,12 +84,12 @@ def _weights() -> dict[str, Tensor]:
 
 def _token_codes() -> Tensor:
     """Return codes [vocab, _CODE] of 1 and -1; those of tokens before `FIRST_HAY` are dissimilar to all others."""
-    generator, found = torch.Generator().manual_seed(0), torch.zeros(0, _CODE)
-    while len(found) < VOCAB:
+    generator, codes = torch.Generator().manual_seed(0), torch.zeros(0, _CODE)
+    while len(codes) < VOCAB:
         code = torch.randint(2, (_CODE,), generator=generator) * 2.0 - 1
-        if not (found[:FIRST_HAY] @ code > _ALIKE).any():
-            found = torch.cat([found, code[None]])
-    return found
+        if not (codes[:FIRST_HAY] @ code > _ALIKE).any():
+            codes = torch.cat([codes, code[None]])
+    return codes
 
 
 def _position_before() -> dict[str, Tensor]:
@@ -150,14 +150,14 @@ def retrieval_needles(tokens: int) -> Needles:
 
 def said(token_ids: Sequence[int]) -> str:
     """Return token ids as text, because the model has no tokenizer."""
-    return " ".join(f"<{each}>" for each in token_ids)
+    return " ".join(f"<{token_id}>" for token_id in token_ids)
 
 
 def count_found(
     lengths: Sequence[int], kv_cache_dtypes: Sequence[str], device: str, dtype: str, chunk: int
 ) -> dict[str, dict[str, int]]:
     """Return how many of `len(DEPTHS)` numbers were found, by prompt length and KV dtype."""
-    found: dict[str, dict[str, int]] = {}
+    counts: dict[str, dict[str, int]] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = write_retrieval_model(Path(folder))
         for kv_cache_dtype in kv_cache_dtypes:
@@ -168,17 +168,17 @@ def count_found(
             for length in lengths:
                 began = time.monotonic()
                 count = found_needles(runner, said, retrieval_needles(length), chunk)
-                found.setdefault(str(length), {})[kv_cache_dtype] = count
+                counts.setdefault(str(length), {})[kv_cache_dtype] = count
                 took_s = time.monotonic() - began
                 print(f"{length:,} tokens, KV {kv_cache_dtype}: {count} of {len(DEPTHS)} numbers, {took_s:.0f} s")
-    return found
+    return counts
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this case."""
     parser.add_argument(
         "--lengths",
-        type=lambda text: [at_least(64)(each) for each in text.split(",")],
+        type=lambda text: [at_least(64)(length) for length in text.split(",")],
         default=[4096, 16384, 32768],
         help="tokens of the prompts (4096,16384,32768)",
     )
@@ -190,8 +190,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace) -> Measured:
     """Count the numbers found with each KV dtype."""
-    found = count_found(
+    counts = count_found(
         options.lengths, options.kv_cache_dtypes, options.device, options.dtype, options.max_step_tokens
     )
-    result = {"model": "retrieval", "dtype": options.dtype, "needles": found, "needles_of": len(DEPTHS)}
+    result = {"model": "retrieval", "dtype": options.dtype, "needles": counts, "needles_of": len(DEPTHS)}
     return "retrieval", result | run_facts(options.device)

@@ -168,5 +168,5 @@ def measure(options: argparse.Namespace) -> Measured:
     for mode in [options.mode] if options.mode else list(Mode):
         results.append(measure_mode(Plan(options.workers, options.pages, options.requests, mode, options.shared)))
         print(", ".join(f"{name} {value}" for name, value in results[-1].items()))
-    worst = max(results, key=lambda each: float(str(each["placement_us"])))
+    worst = max(results, key=lambda result: float(str(result["placement_us"])))
     return "placement", run_facts("cpu") | {"dtype": "none", "placements": results} | worst

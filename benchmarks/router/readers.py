@@ -94,7 +94,7 @@ async def _read_http(address: str, asked: Asked) -> Answers:
 async def _all(reading: list[Coroutine[Any, Any, tuple[int, int]]], tokens: int, ages: list[float]) -> Answers:
     counts = await asyncio.gather(*reading)
     brought, messages = (sum(column) for column in zip(*counts, strict=True))
-    return Answers(sum(each == tokens for each, _ in counts), brought, messages, tuple(ages))
+    return Answers(sum(count == tokens for count, _ in counts), brought, messages, tuple(ages))
 
 
 def _request(tokens: int) -> inference_pb2.GenerateRequest:

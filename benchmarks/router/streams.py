@@ -43,8 +43,8 @@ class Router:
     def usage(self) -> Usage:
         """Return the router's resource usage."""
         self.pipe.send("usage")
-        found: Usage = self.pipe.recv()
-        return found
+        usage: Usage = self.pipe.recv()
+        return usage
 
     def read(self, kind: str, answers: int, tokens: int, *, keep_ages: bool = False) -> Answers:
         """Read `answers` concurrent answers in another process. Raises EOFError if it dies."""
@@ -54,9 +54,9 @@ class Router:
         reader = _CONTEXT.Process(target=run_readers, args=arguments, daemon=True)
         reader.start()
         there.close()
-        found: Answers = here.recv()
+        result: Answers = here.recv()
         reader.join()
-        return found
+        return result
 
 
 _CONTEXT = mp.get_context("spawn")
@@ -78,9 +78,9 @@ def running(model: Path, step_s: float, settings: dict[str, Any]) -> Iterator[Ro
         router[0].send("end")
         process.join()
     finally:
-        for each in (process, worker):
-            each.kill()
-            each.join()
+        for child in (process, worker):
+            child.kill()
+            child.join()
 
 
 def messages_a_core(model: Path, kind: str, answers: int, tokens: int) -> float:
@@ -110,12 +110,12 @@ def many_streams(model: Path, streams: int, tokens: int, rounds: int) -> Figures
         for _ in range(rounds):
             done.append(router.read("grpc", streams, tokens))
             used.append(router.usage())
-    read = sum(each.tokens for each in done)
+    read = sum(round_answers.tokens for round_answers in done)
     return {
         "streams": streams,
-        "complete_share": sum(each.answers for each in done) / (streams * rounds),
+        "complete_share": sum(round_answers.answers for round_answers in done) / (streams * rounds),
         "stream_tokens_read": read,
-        "tokens_per_message": round(read / sum(each.messages for each in done), 2),
+        "tokens_per_message": round(read / sum(round_answers.messages for round_answers in done), 2),
         "tokens_per_s_core": round(read / used[-1].cpu_s),
         "memory_growth_mib": round((used[-1].rss_bytes - used[0].rss_bytes) / _MIB, 1),
     }

@@ -199,19 +199,21 @@ def _send(tested: Worker, name: str, tokens: int, sampling: SamplingParams) -> N
 def run(rows: tuple[int, ...], steps: int, step_s: float | None) -> dict[str, object]:
     """Measure all cases, and return their figures as JSON."""
     cases: dict[str, tuple[int, PolicyName, _Kind]] = {}
-    cases |= {f"decode {each}": (each, PolicyName.UNCHUNKED, {}) for each in rows}
-    cases |= {f"decode sampled {each}": (each, PolicyName.UNCHUNKED, {"temperature": 1.0}) for each in rows}
-    cases |= {f"mixed {each} {rows[-1]}": (rows[-1], each, {"joining": True}) for each in PolicyName}
-    cases |= {f"changing {each}": (each, PolicyName.UNCHUNKED, {"changing": True}) for each in rows}
-    cases |= {f"{_CLOSE} {each}": (each, PolicyName.UNCHUNKED, {}) for each in rows}
-    found: dict[str, object] = {}
+    cases |= {f"decode {row_count}": (row_count, PolicyName.UNCHUNKED, {}) for row_count in rows}
+    cases |= {
+        f"decode sampled {row_count}": (row_count, PolicyName.UNCHUNKED, {"temperature": 1.0}) for row_count in rows
+    }
+    cases |= {f"mixed {policy} {rows[-1]}": (rows[-1], policy, {"joining": True}) for policy in PolicyName}
+    cases |= {f"changing {row_count}": (row_count, PolicyName.UNCHUNKED, {"changing": True}) for row_count in rows}
+    cases |= {f"{_CLOSE} {row_count}": (row_count, PolicyName.UNCHUNKED, {}) for row_count in rows}
+    results: dict[str, object] = {}
     for name, (requests, policy, kind) in cases.items():
         lasts_s = measured_step_s(requests) if step_s is None else step_s
         plan = Plan(requests, steps, CLOSE_S if name.startswith(_CLOSE) else lasts_s)
         watch = asyncio.run(measure_steps(plan, policy, **kind))
-        found[name] = figures = _figures(watch, plan)
+        results[name] = figures = _figures(watch, plan)
         print(f"{name:26}", *(f"{key} {value:g}" for key, value in figures.items()), flush=True)
-    return found
+    return results
 
 
 def measured_step_s(rows: int, folder: Path = RESULTS) -> float:
@@ -226,8 +228,8 @@ def measured_step_s(rows: int, folder: Path = RESULTS) -> float:
 def _figures(watch: Stopwatch, plan: Plan) -> dict[str, float]:
     # Counting may have begun in the middle of a step, whose earlier parts are then missing.
     counted = min(plan.steps, *(len(watch.spent[part]) for part in _OF_STEPS))
-    spent = {part: np.array(each[:counted]) for part, each in watch.spent.items()}
-    spent["results"] = np.sum([spent.pop(each) for each in _RESULTS], axis=0)
+    spent = {part: np.array(times[:counted]) for part, times in watch.spent.items()}
+    spent["results"] = np.sum([spent.pop(part) for part in _RESULTS], axis=0)
     whole = np.sum([spent[part] for part in PARTS], axis=0)
     cpu, clock = whole.T.tolist()
     figures = {f"{part}_us": round(statistics.median(spent[part][:, 0]), 1) for part in (*PARTS, "send")}

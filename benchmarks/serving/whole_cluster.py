@@ -140,11 +140,11 @@ def compare(
     streams = len(workload.prompts)
     decoding: dict[str, object] = {}
     if runner.asynchronous:
-        ours, theirs = decode_rate(runner, workload), statistics.median(r.decoding for r in served)
+        engine_rate, cluster_rate = decode_rate(runner, workload), statistics.median(r.decoding for r in served)
         decoding = {
-            f"cluster_decode_ratio_b{streams}": round(theirs / ours, 4),
-            "engine_decode_tokens_per_s": round(ours, 1),
-            "cluster_decode_tokens_per_s": round(theirs, 1),
+            f"cluster_decode_ratio_b{streams}": round(cluster_rate / engine_rate, 4),
+            "engine_decode_tokens_per_s": round(engine_rate, 1),
+            "cluster_decode_tokens_per_s": round(cluster_rate, 1),
         }
     return decoding | {
         f"cluster_efficiency_b{streams}": round(through / engine, 4),

@@ -76,15 +76,15 @@ class LocalWorker:
     @asynccontextmanager
     async def open(cls, runner: ModelRunner, engine: EngineConfig, method: SpeculationMethod) -> AsyncIterator[Self]:
         """Run a worker that proposes draft tokens by `method`, until the context ends."""
-        found = cls(runner, engine, method)
-        found.worker.start()
-        reader = asyncio.create_task(found._read())
+        local_worker = cls(runner, engine, method)
+        local_worker.worker.start()
+        reader = asyncio.create_task(local_worker._read())
         try:
-            yield found
+            yield local_worker
         finally:
-            await found.worker.close()
+            await local_worker.worker.close()
             await reader
-            found._fabric.close()
+            local_worker._fabric.close()
 
     @property
     def speculation(self) -> Any:

@@ -39,8 +39,8 @@ TEXTS = Path(__file__).parent / "texts"
 
 def read_prompts(name: str) -> list[str]:
     """Return the prompts of one of `SETS`."""
-    found = json.loads((TEXTS / f"{name}.json").read_text(encoding="utf-8"))
-    return [each["prompt"] for each in found["prompts"]]
+    content = json.loads((TEXTS / f"{name}.json").read_text(encoding="utf-8"))
+    return [entry["prompt"] for entry in content["prompts"]]
 
 
 def encode_prompts(tokenizer: Tokenizer, name: str) -> list[list[int]]:
@@ -72,10 +72,10 @@ class Decoded:
 async def answer(worker: LocalWorker, prompts: Sequence[Sequence[int]], most: int, into: Decoded) -> list[list[int]]:
     """Answer a batch of prompts greedily, add it to `into`, and return the answers."""
     answers = [worker.send(prompt, SamplingParams(most)) for prompt in prompts]
-    await asyncio.gather(*(each.finished.wait() for each in answers))
-    into.tokens += sum(len(each.token_ids) - 1 for each in answers)
-    into.seconds += max(each.last_s for each in answers) - min(each.first_s for each in answers)
-    return [each.token_ids for each in answers]
+    await asyncio.gather(*(reply.finished.wait() for reply in answers))
+    into.tokens += sum(len(reply.token_ids) - 1 for reply in answers)
+    into.seconds += max(reply.last_s for reply in answers) - min(reply.first_s for reply in answers)
+    return [reply.token_ids for reply in answers]
 
 
 async def compare(

@@ -61,7 +61,7 @@ class Chance:
         chance = self
 
         def runs(step: StepDrafts, token_ids: Sequence[int]) -> list[tuple[RowDrafts, list[int]]]:
-            return [(each, chance.run(each, token_ids)) for each in step.drafts]
+            return [(row_drafts, chance.run(row_drafts, token_ids)) for row_drafts in step.drafts]
 
         with patch.object(StepDrafts, "runs", runs):
             yield
@@ -167,7 +167,7 @@ class StepTable:
 
     async def rows(self, batches: Sequence[int], console: Console) -> list[Figures]:
         """Return the figures of each batch size and acceptance rate, and print them as they are measured."""
-        found: list[Figures] = []
+        rows: list[Figures] = []
         for batch in batches:
             async with CountingWorker.open(self._runner, self._engine, SpeculationMethod.OFF) as off:
                 off_per_s, off_s, misses = await off.figures(
@@ -182,9 +182,9 @@ class StepTable:
                         chance.alpha = alpha
                         row: Figures = {"batch": batch, "alpha": alpha, **plain}
                         row |= await self._with_drafts(drafting, batch, off_per_s)
-                        found.append(row)
+                        rows.append(row)
                         console.print(row)
-        return found
+        return rows
 
     async def _with_drafts(self, worker: CountingWorker, batch: int, off_per_s: float) -> Figures:
         fixed: dict[str, Figures] = {}

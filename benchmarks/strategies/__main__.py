@@ -88,10 +88,12 @@ def summary(run: Run, arguments: argparse.Namespace) -> dict[str, object]:
         if rows and common_load(rows) is None:
             print(f"\n{offer.name}: no rate was measured in every row yet; start again for what is missing")
         elif rows:
-            loads[offer.name] = {row.name: without_curves(each) for row, each in measured.items() if each}
-            tables[offer.name] = found = figures(rows)
+            loads[offer.name] = {
+                row.name: without_curves(row_loads) for row, row_loads in measured.items() if row_loads
+            }
+            tables[offer.name] = table = figures(rows)
             dtype = run.part(rows[0].strategy, offer).fact("dtype")
-            print(f"\n{offer.name}, latencies at {found['rate']:g} requests/s\n\n{as_text(found)}\n")
+            print(f"\n{offer.name}, latencies at {table['rate']:g} requests/s\n\n{as_text(table)}\n")
     result = {"tables": tables, "loads": loads, "dtype": dtype}
     if arguments.pictures is not None:
         _draw(result, arguments.pictures)
@@ -101,14 +103,14 @@ def summary(run: Run, arguments: argparse.Namespace) -> dict[str, object]:
 def without_curves(value: object) -> object:
     """Return a result without the curves of its distributions, which are needed for pictures only."""
     if isinstance(value, dict):
-        return {name: without_curves(each) for name, each in value.items() if not name.startswith("curve")}
-    return [without_curves(each) for each in value] if isinstance(value, list) else value
+        return {name: without_curves(item) for name, item in value.items() if not name.startswith("curve")}
+    return [without_curves(item) for item in value] if isinstance(value, list) else value
 
 
-def _draw(found: Mapping[str, object], folder: Path) -> None:
+def _draw(result: Mapping[str, object], folder: Path) -> None:
     from benchmarks.strategies.pictures import draw_table, make_table
 
-    draw_table(make_table("strategies", found), folder, "svg")
+    draw_table(make_table("strategies", result), folder, "svg")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -126,7 +128,7 @@ def _measured(parsed: argparse.Namespace) -> None:
         run = Run(parsed, model)
         claim(parsed.parts, {"model": model.name} | {name: getattr(parsed, name) for name in _OF_ALL_LOADS})
         complete = run.measure()
-        found = summary(run, parsed)
+        tables_and_loads = summary(run, parsed)
     options = {
         name: str(getattr(parsed, name)) for name in ("seconds", "seed", "length_scale", "slowdown", "set", "ask")
     }
@@ -135,11 +137,11 @@ def _measured(parsed: argparse.Namespace) -> None:
         "workers": parsed.workers,
         "complete": complete,
         "unloaded_step_s": run.unloaded_step_s,
-        **found,
+        **tables_and_loads,
         **options,
         **run_facts("cpu" if parsed.device == "cpu" else "cuda"),
     }
-    if parsed.save and found["tables"]:
+    if parsed.save and tables_and_loads["tables"]:
         print("saved", save_result(f"strategies-{model.name}", result))
     print(json.dumps({name: value for name, value in result.items() if name != "loads"}))
     if not complete:

@@ -64,7 +64,7 @@ class Run:
         self._step_file = arguments.parts / "unloaded_step.json"
         self._every = strategies(arguments.workers)
         self._rates = parse_rates(arguments.rates) if arguments.rates else []
-        extra = dict(parse_setting(each) for each in arguments.set)
+        extra = dict(parse_setting(setting) for setting in arguments.set)
         self._settings = settings_for_all(extra, arguments.device, arguments.workers)
         self.rows = chosen(self._every, arguments.only)
         every_offer = offers(arguments.trace, arguments.length_scale, arguments.slowdown)
@@ -128,8 +128,8 @@ class Run:
                 if not self._time_for_a_load(turn.row):
                     return False
                 switch_s = switch.to(turn.row)
-                found = self._load(turn, RunningCluster(listeners, target, standard_cells(step_s)))
-                self._keep(turn, target, found | {"switch_s": round(switch_s, 3)})
+                load = self._load(turn, RunningCluster(listeners, target, standard_cells(step_s)))
+                self._keep(turn, target, load | {"switch_s": round(switch_s, 3)})
         return True
 
     def _load(self, turn: Turn, at: RunningCluster) -> Load:

@@ -26,12 +26,14 @@ def claim(folder: Path, run: Mapping[str, object]) -> None:
     if not file.exists():
         file.write_text(json.dumps(ours, indent=1) + "\n", encoding="utf-8")
         return
-    theirs = read_kept(file)
-    if not isinstance(theirs, dict):
+    kept = read_kept(file)
+    if not isinstance(kept, dict):
         raise damaged(file)
-    other = [f"{name} {theirs.get(name)}, not {value}" for name, value in ours.items() if theirs.get(name) != value]
-    if other:
-        raise InvalidArgument("--parts", f"{folder} has loads of another run ({'; '.join(other)}); name another folder")
+    differences = [f"{name} {kept.get(name)}, not {value}" for name, value in ours.items() if kept.get(name) != value]
+    if differences:
+        raise InvalidArgument(
+            "--parts", f"{folder} has loads of another run ({'; '.join(differences)}); name another folder"
+        )
 
 
 def read_kept(file: Path) -> Any:

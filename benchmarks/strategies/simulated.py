@@ -67,7 +67,7 @@ class Simulated:
         report, cluster = self.stage.simulate(row.settings, workload, self.cells, slo)
         quality = cluster.router.prediction_quality
         errors = {name: round(getattr(quality, name), 4) for name in ("ttft_error", "itl_error", "prediction_error_s")}
-        busy = {peer.worker_id: round(each.busy_s / workload.seconds, 3) for peer, each in cluster.workers.items()}
+        busy = {peer.worker_id: round(worker.busy_s / workload.seconds, 3) for peer, worker in cluster.workers.items()}
         return {**report.as_result(), "prediction_quality": errors, "busy": busy}
 
 
@@ -85,7 +85,7 @@ def read_object(file: Path, option: str) -> Any:
 def read_network(file: Path) -> Network:
     """Read a network from a JSON object with the names of its fields."""
     content = read_object(file, "--network")
-    known = [each.name for each in fields(Network)]
+    known = [field.name for field in fields(Network)]
     if strange := sorted(content.keys() - set(known)):
         raise InvalidArgument("--network", f"{file} has {', '.join(strange)}; known are {', '.join(known)}")
     return Network(**content)
@@ -111,18 +111,18 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
     machine = hardware_of(arguments)
     network = Network() if arguments.network is None else read_network(arguments.network)
     rows = chosen(strategies(arguments.workers), arguments.only)
-    found = chosen_offers(offers(arguments.trace, 1.0, 1.0), arguments.workloads)
+    selected_offers = chosen_offers(offers(arguments.trace, 1.0, 1.0), arguments.workloads)
     stage = Stage(machine, network, arguments.drain_seconds)
     step_s = stage.unloaded_step()
     simulated = Simulated(stage, standard_cells(step_s), arguments)
     tables: dict[str, object] = {}
     loads: dict[str, object] = {}
     with ProcessPoolExecutor(arguments.processes) as pool:
-        running = {offer.name: [pool.submit(simulated.loads, row, offer) for row in rows] for offer in found}
+        running = {offer.name: [pool.submit(simulated.loads, row, offer) for row in rows] for offer in selected_offers}
         for name, futures in running.items():
             measured = {row: future.result() for row, future in zip(rows, futures, strict=True)}
             tables[name] = table = figures(make_rows(measured))
-            loads[name] = {row.name: each for row, each in measured.items()}
+            loads[name] = {row.name: row_loads for row, row_loads in measured.items()}
             print(f"\n{name}, latencies at {table['rate']:g} requests/s\n\n{as_text(table)}\n", flush=True)
             print(
                 {key: value for key, value in table.items() if key not in {"rate", "rows", "invalid_loads"}}, flush=True

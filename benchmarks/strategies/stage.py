@@ -33,15 +33,15 @@ class Chunks:
 
     def sent(self, answers: Sequence[Sequence[float]]) -> list[Sequence[float]]:
         """Return the times at which tokens leave the router, given the times at which they reach it, by answer."""
-        flushes = self._flushes([np.asarray(each[1:-1]) for each in answers])
-        return [self._delayed(each, flushes) for each in answers]
+        flushes = self._flushes([np.asarray(times[1:-1]) for times in answers])
+        return [self._delayed(times, flushes) for times in answers]
 
     def _flushes(self, inner: Sequence[np.ndarray]) -> list[float]:
         if not inner:
             return []
         arrivals = np.concatenate(inner)
         order = np.argsort(arrivals, kind="stable")
-        arrivals, owners = arrivals[order], np.repeat(np.arange(len(inner)), [len(each) for each in inner])[order]
+        arrivals, owners = arrivals[order], np.repeat(np.arange(len(inner)), [len(times) for times in inner])[order]
         flushes: list[float] = []
         at = 0
         while at < len(arrivals):
@@ -128,8 +128,8 @@ class Stage:
         requests = make_requests(fitted, self.machine.page_tokens, slo)
         end_s = fitted.seconds + self.drain_s
         outcomes = cluster.run(requests, end_s)
-        found = records(requests, outcomes, self.network, end_s, self.machine.idle_step_s)
-        return make_report(fitted, found, cells, 1.0), cluster
+        request_records = records(requests, outcomes, self.network, end_s, self.machine.idle_step_s)
+        return make_report(fitted, request_records, cells, 1.0), cluster
 
     def unloaded_step(self) -> float:
         """Return the decode step of an idle cluster in seconds.
@@ -143,7 +143,7 @@ class Stage:
         return (moments[-1] - moments[0]) / (len(moments) - 1)
 
 
-_DEFAULT_NAMES = {each.name for each in ClusterSettings(Path("any")).router.slo_classes}
+_DEFAULT_NAMES = {slo_class.name for slo_class in ClusterSettings(Path("any")).router.slo_classes}
 
 
 def _sent(outcomes: Sequence[Outcome], network: Network, idle_step_s: float) -> list[Sequence[float]]:
@@ -154,10 +154,10 @@ def _sent(outcomes: Sequence[Outcome], network: Network, idle_step_s: float) -> 
     moments: list[Sequence[float]] = [outcome.token_s(network.event_s) for outcome in outcomes]
     if network.chunks_per_s is not None:
         longest_s = network.chunk_delay_max_s
-        waiting = [place for place, each in enumerate(outcomes) if not _keeps_pace(each, idle_step_s, longest_s)]
+        waiting = [place for place, outcome in enumerate(outcomes) if not _keeps_pace(outcome, idle_step_s, longest_s)]
         sent = Chunks(network.chunks_per_s, longest_s).sent([moments[place] for place in waiting])
-        for place, each in zip(waiting, sent, strict=True):
-            moments[place] = each
+        for place, sent_s in zip(waiting, sent, strict=True):
+            moments[place] = sent_s
     return moments
 
 
@@ -184,13 +184,13 @@ def records(
     Targets in steps are multiples of `idle_step_s`.
     """
     delay = DeliveryDelay(network)
-    moments = [delay.late(each).tolist() for each in _sent(outcomes, network, idle_step_s)]
+    moments = [delay.late(sent_s).tolist() for sent_s in _sent(outcomes, network, idle_step_s)]
     ended = {id(outcome.asked): (outcome, token_s) for outcome, token_s in zip(outcomes, moments, strict=True)}
-    found = []
+    request_records = []
     for index, asked in enumerate(requests):
         outcome, token_s = ended.get(id(asked), (Outcome(asked, _TIMEOUT, deadline_s), ()))
         whole = not outcome.error
-        found.append(
+        request_records.append(
             RequestRecord(
                 index,
                 asked.due_s,
@@ -208,4 +208,4 @@ def records(
                 outcome.decode_worker,
             )
         )
-    return found
+    return request_records

@@ -25,18 +25,18 @@ def steps_of(load: ScrapeInterval) -> dict[str, dict[str, object]]:
     They are the number of steps, and quantiles of the milliseconds and of observed / predicted time, as exact as the
     buckets of the histograms.
     """
-    found: dict[str, dict[str, object]] = {}
+    by_phase: dict[str, dict[str, object]] = {}
     for phase in _PHASES:
         count = load.grown(f.STEP_SECONDS, "_count", phase=phase)
         if count:
-            found[phase] = {
+            by_phase[phase] = {
                 "count": int(count),
                 "ms": {name: _rounded(load, 1e3, f.STEP_SECONDS, part, phase) for name, part in _PARTS.items()},
                 "over_predicted": {
                     name: _rounded(load, 1.0, f.STEP_OVER_PREDICTED, part, phase) for name, part in _PARTS.items()
                 },
             }
-    return found
+    return by_phase
 
 
 def _rounded(load: ScrapeInterval, times: float, family: Family, part: float, phase: str) -> float | None:

@@ -100,19 +100,19 @@ def invalid_loads(rows: Sequence[Row]) -> list[str]:
 def relations(rows: Sequence[Row], rate: float) -> dict[str, object]:
     """Return the ratios disaggregated ÷ colocated and adaptive ÷ the best other row, if both sides were measured."""
     by_kind = {row.strategy.kind: row for row in rows}
-    found: dict[str, object] = {}
+    ratios: dict[str, object] = {}
     apart, shared, adaptive = (by_kind.get(kind) for kind in (DISAGGREGATED, SHARED, ADAPTIVE))
     if apart and shared:
-        found["itl_p99_disaggregated_over_shared"] = _ratio(
+        ratios["itl_p99_disaggregated_over_shared"] = _ratio(
             at_rate(apart, rate)["gap_ms"]["p99"], at_rate(shared, rate)["gap_ms"]["p99"]
         )
     colocated = [row for row in rows if row.strategy.settings["mode"] == _COLOCATED_SIGN]
     if apart and colocated:
-        found |= _over_best("goodput_disaggregated_over_colocated", apart, colocated)
+        ratios |= _over_best("goodput_disaggregated_over_colocated", apart, colocated)
     others = [row for row in rows if row is not adaptive]
     if adaptive and others:
-        found |= _over_best("goodput_adaptive_over_best", adaptive, others)
-    return found
+        ratios |= _over_best("goodput_adaptive_over_best", adaptive, others)
+    return ratios
 
 
 def _over_best(name: str, ours: Row, others: Sequence[Row]) -> dict[str, object]:
@@ -126,9 +126,9 @@ def _over_best(name: str, ours: Row, others: Sequence[Row]) -> dict[str, object]
     return {name: ratios, f"{name}{_NOT_ALIKE}": [cell for cell, same in alike.items() if not same]}
 
 
-def _ratio(ours: float, theirs: float) -> float | None:
+def _ratio(value: float, reference: float) -> float | None:
     """Return the ratio; None = the reference is missing."""
-    return round(ours / theirs, 4) if theirs else None
+    return round(value / reference, 4) if reference else None
 
 
 def as_text(figures_of_workload: Mapping[str, object]) -> str:

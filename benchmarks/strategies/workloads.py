@@ -46,8 +46,8 @@ def offers(traces: Sequence[Path], scale: float, slowdown: float) -> list[Offer]
             raise InvalidArgument(option, f"{value:g} is not above 0")
     balanced = Synthetic(Lengths(2000 * scale, _SIGMA), Lengths(500 * scale, _SIGMA))
     decode_heavy = Synthetic(Lengths(1000 * scale, _SIGMA), Lengths(3000 * scale, _SIGMA))
-    found = [Offer("balanced", balanced, 1.0), Offer("decode-heavy", decode_heavy, 0.5)]
+    all_offers = [Offer("balanced", balanced, 1.0), Offer("decode-heavy", decode_heavy, 0.5)]
     for file in traces:
         name = file.stem.replace("_", "-")
-        found.append(Offer(name, read_trace(file).scaled(scale), _TRACE_RATES.get(name, _TRACE_RATE)))
-    return [Offer(offer.name, offer.source, offer.first_rate / slowdown) for offer in found]
+        all_offers.append(Offer(name, read_trace(file).scaled(scale), _TRACE_RATES.get(name, _TRACE_RATE)))
+    return [Offer(offer.name, offer.source, offer.first_rate / slowdown) for offer in all_offers]

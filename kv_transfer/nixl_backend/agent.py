@@ -132,8 +132,8 @@ class PoolAgent:
         if name != agent_name(peer.peer):
             raise FailedPrecondition(f"metadata of {agent_name(peer.peer)} is {name}'s; introduce the peer again")
         try:
-            theirs = _page_list(peer.base_address, peer.page_bytes, peer.pages, peer.device_id)
-            return Connection(name, self._agent.prep_xfer_dlist(name, theirs, peer.memory))
+            page_list = _page_list(peer.base_address, peer.page_bytes, peer.pages, peer.device_id)
+            return Connection(name, self._agent.prep_xfer_dlist(name, page_list, peer.memory))
         except Exception:
             self._agent.remove_remote_agent(name)
             raise
@@ -147,7 +147,7 @@ class PoolAgent:
         self._agent.remove_remote_agent(connection.agent)
 
     def fail_if_dead(self, peer: PeerDescription, connection: Connection) -> bool:
-        """Return True if the peer's process has ended; UCX then fails every operation that waits for the peer.
+        """Return True if the peer's process has ended, and let UCX fail every operation that waits for it.
 
         UCX detects the end by itself only when it copies pages, not while notices wait in a shared-memory segment that
         nothing reads. This call makes UCX copy from the process: the kernel refuses, and the endpoint fails. On a
@@ -213,7 +213,7 @@ class PoolAgent:
         self._local_pages = self._local_probe = self._registration = self._probe_registration = self._agent = None
 
     def leak(self, handles: list[Any]) -> None:
-        """Keep the agent and the handles forever, instead of `close`, because transfers in flight do not end.
+        """Keep the agent and the handles forever, because transfers in flight do not end; replaces `close`.
 
         Nothing is freed, not even when Python exits, because NIXL's and UCX's destructors would follow the pointers
         that those transfers still hold. No thread makes progress on them.

@@ -102,8 +102,7 @@ class PostedTransfers:
     def poll(self) -> None:
         """Poll the posted transfers, and complete those that are quiescent.
 
-        Quiescent are the transfers that NIXL reports as done, and those that failed at least `ERROR_REST_S` seconds
-        ago.
+        A transfer is quiescent if NIXL reports it as done, or if it failed at least `ERROR_REST_S` seconds ago.
         """
         for move in self._due_transfers():
             if move.quiescent_at is None:
@@ -114,8 +113,8 @@ class PostedTransfers:
     def _due_transfers(self) -> Iterator[_PostedTransfer]:
         """Yield the transfers to poll: of each link, the oldest ones up to and including the first that is in flight.
 
-        In addition, yields one of the other transfers, in turn. One poll makes progress on all transfers, and each poll
-        costs as much as the copy of a page.
+        Of the other transfers, each call yields one, in turn. To poll all of them would be slow, because each poll
+        costs as much as the copy of a page, and is not needed, because one poll makes progress on all transfers.
         """
         going: set[Link] = set()
         others: list[_PostedTransfer] = []

@@ -3,10 +3,10 @@
 One thread owns the agent; all other threads pass commands to it through a queue. The thread waits on the queue with a
 timeout, and polls the agent after each wait. The timeout depends on the events that are expected:
 
-- writes in flight: it polls when the oldest should have ended (`kv_transfer/poll_backoff.py`), every 20 µs to 500 µs;
-- a notice that was announced: every `DUE_LISTEN_S`;
-- other notices, or a peer's connection: every `LISTEN_S`, because UCX makes progress only while polled;
-- nothing: every `REST_S`, so that a peer in the middle of a transfer is served late, but always.
+- writes in flight: 20 µs to 500 µs, shortest when the oldest write should end (`kv_transfer/poll_backoff.py`);
+- a notice that was announced: `DUE_LISTEN_S`;
+- other notices, or a peer's connection: `LISTEN_S`, because UCX makes progress only while polled;
+- nothing: `REST_S`, so that a peer in the middle of a transfer is served late, but always.
 """
 
 import logging
@@ -196,7 +196,7 @@ class NixlTransport(Transport):
 
     def _take(self, flight: PendingWrite) -> None:
         write = flight.write
-        if write.notice is not None and not all(other.done() for other in write.after):
+        if write.notice is not None and not all(earlier.done() for earlier in write.after):
             self._writes.announce(write.peer)
         hold(write.after, partial(self._begin, flight))
 
@@ -314,7 +314,7 @@ class NixlTransport(Transport):
         """Run `act` and log any exception; return True if there was none.
 
         The thread survives every error. After an error it sleeps for `pause_s` seconds, so that an error that recurs in
-        every step does not become a busy loop.
+        every iteration does not cause a busy loop.
         """
         try:
             act()

@@ -41,7 +41,7 @@ def find_transport(log: str, agent: str, page_bytes: int, *, near: bool | None =
 
 
 def _newest(log: str, head: str, page_bytes: int) -> str | None:
-    found = None
+    transports = None
     owner = ours = False
     for line in log.splitlines():
         if _TABLE.match(line) is None:
@@ -51,8 +51,8 @@ def _newest(log: str, head: str, page_bytes: int) -> str | None:
             ours = owner and _OPERATION in line
         row = _ROW.search(line) if ours else None
         if row is not None and _covers(row, page_bytes):
-            found = "+".join(dict.fromkeys(_WIRE.findall(row[7]))) or found
-    return found
+            transports = "+".join(dict.fromkeys(_WIRE.findall(row[7]))) or transports
+    return transports
 
 
 def _covers(row: re.Match[str], size: int) -> bool:
@@ -81,8 +81,8 @@ class UcxLog:
             if self._file is None and "UCX_LOG_FILE" not in os.environ:
                 self._file = os.memfd_create("tandem-ucx-log")
                 self._libc = ctypes.CDLL(None)
-            mine = {"UCX_LOG_FILE": f"/proc/self/fd/{self._file}", "UCX_PROTO_INFO": "y"}
-            wanted = {**settings, **({} if self._file is None else mine)}
+            log_settings = {"UCX_LOG_FILE": f"/proc/self/fd/{self._file}", "UCX_PROTO_INFO": "y"}
+            wanted = {**settings, **({} if self._file is None else log_settings)}
             added = {k: v for k, v in wanted.items() if k not in os.environ}
             os.environ.update(added)
             try:

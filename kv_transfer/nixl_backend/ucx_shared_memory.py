@@ -68,4 +68,8 @@ def listening(process: int | None = None) -> frozenset[str]:
         sockets = psutil.Process(process).net_connections("tcp")
     except (psutil.Error, OSError):
         return frozenset()
-    return frozenset(f"{each.laddr[0]}:{each.laddr[1]}" for each in sockets if each.status == psutil.CONN_LISTEN)
+    return frozenset(
+        f"{connection.laddr[0]}:{connection.laddr[1]}"
+        for connection in sockets
+        if connection.status == psutil.CONN_LISTEN
+    )

@@ -43,7 +43,7 @@ class Writes:
         self._posted = PostedTransfers(agent, links, layout.page_bytes)
         self._flights: dict[PendingWrite, Link] = {}
         self._due: dict[str, float] = {}
-        """Agents that have announced a notice, each with the end of its frequent polls (`time.monotonic`)."""
+        """Agents that have announced a notice, each with the end of the frequent polls for it (`time.monotonic`)."""
 
     @property
     def unfinished(self) -> bool:
@@ -71,7 +71,7 @@ class Writes:
         return self._posted.reached
 
     def post(self, flight: PendingWrite) -> None:
-        """Begin a write, or fail it if it is late or impossible, or if its peer cannot be reached.
+        """Begin a write, or fail it if it cannot begin (`PendingWrite.invalid_reason`) or its peer cannot be reached.
 
         A write that fails here has moved nothing.
         """

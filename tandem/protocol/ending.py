@@ -1,4 +1,4 @@
-"""The rules for when an answer ends and how many KV pages it needs; both schedulers and the router apply them."""
+"""The rules that determine the end of an answer and its number of KV pages; schedulers and routers apply them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Ending:
     limit: int
     """Maximum number of tokens of the answer."""
     least: int = 0
-    """Number of first tokens of the answer that cannot end it by a stop token id (`min_tokens`)."""
+    """Minimum number of tokens that precede a stop token id if it ends the answer (`min_tokens`)."""
 
     @classmethod
     def of(cls, prompt_tokens: int, sampling: SamplingParams, model: ModelFacts) -> "Ending":
@@ -77,8 +77,8 @@ def pages_for(tokens: int, page_tokens: int) -> int:
 def decode_pages(role: Role, total: int, longest: int) -> int | None:
     """Return how many of a worker's `total` pages may be reserved for decoding requests; None = all.
 
-    A worker with both schedulers open keeps some pages free for a prompt of `longest` pages; otherwise two such workers
-    could wait for each other's pages.
+    A worker with both schedulers open keeps `longest` pages free for prompts, but at most half of its pages. Otherwise
+    two workers could wait for each other's pages.
     """
     return None if role is not Role.BOTH else total - min(total // 2, longest)
 

@@ -64,7 +64,7 @@ class ContextLengths:
     prompt: int
     """Length of the prompt, or a lower bound of it."""
     answer: int
-    """Maximum length of the answer by the client's limit; 1 without a limit."""
+    """The client's limit on the length of the answer; 1 without a limit."""
     limit: int
     """Maximum length of prompt and answer together."""
 
@@ -103,7 +103,7 @@ class Unauthenticated(TandemError):
 
 
 class PermissionDenied(TandemError):
-    """The caller's key is valid, but its role does not allow the call."""
+    """The caller's key is valid, but the key's role does not allow the call."""
 
     code = "PERMISSION_DENIED"
     grpc_status = grpc.StatusCode.PERMISSION_DENIED

@@ -57,13 +57,13 @@ class KvPages:
         if self.windows == (None,):
             return numbers
         return sum(
-            [numbers if each is None else min(numbers, self.numbers(each + flight) + 1) for each in self.windows]
+            [numbers if window is None else min(numbers, self.numbers(window + flight) + 1) for window in self.windows]
         )
 
     def tokens_in(self, pages: int, *, decoding: bool = False) -> int:
         """Return the maximum number of positions, in whole pages, for which `held` does not exceed `pages`.
 
-        The result is above 2⁴⁰ if `held` never exceeds it.
+        If `held` never exceeds `pages`, the result is above 2⁴⁰.
         """
         page = self.page_tokens
         more = bisect_right(range(1 << 40), pages, key=lambda number: self.held(number * page, decoding=decoding))
@@ -98,7 +98,7 @@ class KvPages:
     def skipped(self, tokens: int, sent: int) -> int | None:
         """Return the number of leading pages that a hand-over skips if it sends `sent` pages.
 
-        Returns None if no number matches.
+        Returns None if no number of leading pages gives `sent` pages.
         """
         starts = [self.first(group, tokens) for group in range(self.groups)]
         # Pages are counted from the last one backwards, until `sent` are found; windowed groups end at their first
@@ -115,14 +115,14 @@ class KvPages:
         In each group with a sliding window the held pages are consecutive: all pages before the first held one are
         already freed.
         """
-        found = []
+        entries = []
         for group in range(self.groups):
             end = min(self.first(group, position), len(pages) // self.groups)
             for entry in range((end - 1) * self.groups + group, -1, -self.groups):
                 if pages[entry] == FREED:
                     break
-                found.append(entry)
-        return sorted(found)
+                entries.append(entry)
+        return sorted(entries)
 
 
 def held_pages(pages: Sequence[int]) -> list[int]:

@@ -17,7 +17,7 @@ _DOMAIN = b"tandem.kv.page.1"
 
 
 def root_digest(salt: str) -> bytes:
-    """Return the digest with which the chain of a salt begins; it differs from the digest of any page."""
+    """Return the digest with which the chain of a `salt` begins; it differs from the digests of all pages."""
     return blake2b(salt.encode(), digest_size=DIGEST_BYTES, person=_DOMAIN).digest()
 
 

@@ -17,4 +17,4 @@ class PolicyName(StrEnum):
     CHUNKED = "chunked"
     """Chunks that fill the rest of the step's token budget."""
     DECODE_PRIORITY = "decode-priority"
-    """Chunks as long as the ITL targets allow; the same as `CHUNKED` if a decoding request has no ITL target."""
+    """Chunks as long as the ITL targets allow; the same as `CHUNKED` while any decoding request has no ITL target."""

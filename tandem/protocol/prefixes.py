@@ -1,4 +1,4 @@
-"""Messages with which a worker tells routers its cached pages, by digest (`tandem/protocol/page_digests.py`)."""
+"""Messages in which a worker reports its cached pages to routers, by digest (`tandem/protocol/page_digests.py`)."""
 
 from dataclasses import dataclass
 

@@ -67,7 +67,7 @@ class WorkerActor:
         return this_process()
 
     async def works(self) -> None:
-        """Return when the worker's event loop has checked that the device makes progress (`WorkerProcess.works`)."""
+        """Wait until the worker's event loop has checked that the device makes progress (`WorkerProcess.works`)."""
         self._called()
         await self._process.works()
 
@@ -91,7 +91,7 @@ class WorkerActor:
     async def change_controller(self, controller_address: str, outlive_s: float) -> str:
         """Register with another controller, and return host:port of the metrics.
 
-        From now on the worker ends after `outlive_s` seconds without contact to a controller. Raises the errors of
+        After this call, the worker ends after `outlive_s` seconds without contact to a controller. Raises the errors of
         `WorkerProcess.change_controller`.
         """
         self._called()
@@ -118,7 +118,7 @@ class WorkerActor:
         self._called_at = time.monotonic()
 
     async def _end_alone(self) -> None:
-        """End the worker when it has had no contact with a controller for `outlive_s` seconds."""
+        """End the worker after `outlive_s` seconds without contact to a controller."""
         while (silent_s := min(time.monotonic() - self._called_at, self._process.silent_s)) < self._outlive_s:  # noqa: ASYNC110
             await asyncio.sleep(min(LOOK_S, self._outlive_s - silent_s))
         log.warning("%s has heard no controller for %.0f s, and ends", self._me.worker_id, silent_s)
@@ -156,15 +156,15 @@ def release_own_group() -> None:
                 remove_placement_group(place)
                 for actor in there:
                     ray.kill(ray.get_actor(actor))
-    mine = get_current_placement_group()
-    if mine is not None:
-        remove_placement_group(mine)
+    own_group = get_current_placement_group()
+    if own_group is not None:
+        remove_placement_group(own_group)
 
 
 def given_device(asked: str) -> str:
-    """Return `asked` or, if it is `cuda`, the GPU that Ray has assigned to this process.
+    """Return `asked`; if it is `cuda`, return the GPU that Ray has assigned to this process, e.g. `cuda:0`.
 
-    The number in the result is CUDA's number of that GPU in this process, e.g. `cuda:0`.
+    The number is the one by which CUDA in this process knows the GPU.
     """
     if asked != "cuda":
         return asked
@@ -174,8 +174,8 @@ def given_device(asked: str) -> str:
 
 
 def visible_number(gpu: str, visible: str | None) -> int:
-    """Return CUDA's number of the GPU with Ray's id `gpu`.
+    """Return the number by which CUDA in this process knows the GPU with Ray's id `gpu`.
 
     `visible` is the value of CUDA_VISIBLE_DEVICES; None = all GPUs are visible.
     """
-    return int(gpu) if visible is None else [each.strip() for each in visible.split(",")].index(gpu)
+    return int(gpu) if visible is None else [device.strip() for device in visible.split(",")].index(gpu)

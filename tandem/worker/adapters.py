@@ -39,7 +39,7 @@ class WorkerAdapters:
     async def load(self, meant: PeerRef, wanted: AdapterFacts, in_use: Collection[str] = ()) -> AdapterFacts:
         """Load an adapter and return its facts. The hash of its files must be `wanted.identity`, unless that is empty.
 
-        The slots of adapters whose hashes are `in_use` are not reused: requests on any worker use these adapters, and a
+        `in_use` has the hashes of the adapters that requests on any worker use. Their slots are not reused, because a
         request with a reservation on another worker may send its prompt here next.
 
         Loading the same adapter twice has no effect. Raises ModelError or InvalidArgument if the adapter cannot be

@@ -83,7 +83,7 @@ class WorkerAssignment:
 
     @property
     def closing(self) -> Role | None:
-        """The phases of `role` that reject new requests and still finish their own; None if there are none."""
+        """The phases of `role` that reject new requests and finish those that they have; None if there are none."""
         if self.draining:
             return self.role
         closing = list(self._closing)
@@ -93,8 +93,8 @@ class WorkerAssignment:
         """Apply an assignment, which may open and close phases.
 
         A phase that closes has `grace_s` seconds to finish its requests. Then its remaining requests are aborted, and
-        their routers send them to other workers. Raises Unavailable while the worker drains, because it ends
-        afterwards.
+        their routers send them to other workers. Raises Unavailable while the worker drains, because a drained worker
+        ends.
         """
         if self.draining:
             raise Unavailable(f"worker {self._me.worker_id} drains and takes no other assignment; start it again")

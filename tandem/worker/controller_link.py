@@ -38,7 +38,7 @@ NOBODY_OF_OURS = (
 )
 """Status codes of a probe which show that no worker of this cluster listens at the address.
 
-Nothing listens there, or the process that has the port now is no worker or belongs to another cluster.
+Either nothing listens there, or the process that now has the port is no worker or belongs to another cluster.
 """
 REFRESH_S = 1.0
 """The interval at which the worker's facts are compared with those last sent to the controller, in seconds."""
@@ -48,8 +48,8 @@ class ControllerLink:
     """One worker's registration with the controller. Used on the event loop; owned by the process.
 
     `describe` returns the worker's current facts. `on_peer_joined` is called for each worker that appears, and again
-    when a worker opens another phase. `on_peer_gone` is called with an incarnation of another worker that is assumed
-    dead; all earlier incarnations of that worker are then dead, too. `on_superseded` is called when the controller
+    when a worker opens another phase. `on_peer_gone` is called with each incarnation of another worker that is assumed
+    dead; the earlier incarnations of that worker are then dead, too. `on_superseded` is called when the controller
     refuses this incarnation because it has ended or a later one has registered.
     """
 
@@ -237,7 +237,7 @@ class ControllerLink:
         self._mark_dead(peer)
 
     async def _answerer(self, stub: worker_pb2_grpc.WorkerStub, peer: PeerRef) -> PeerRef | None:
-        """Return the worker that answers at `peer`'s address; None if no worker of this cluster does.
+        """Return the worker that answers at the address of `peer`; None if no worker of this cluster answers.
 
         A worker that does not respond in time is assumed to be `peer`.
         """

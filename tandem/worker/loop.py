@@ -41,9 +41,8 @@ class _Step:
 class StepMeter:
     """Measures the duration of steps and fits the cost model. Engine thread only; any thread may read `parameters`.
 
-    The duration of a step begins with the results of the previous step, because the time between two results is the
-    time between tokens; if the step's scheduling began later, after an idle time, the duration begins with that. Owned
-    by the worker.
+    A step is measured from the results of the previous step, because the time between two results is the time between
+    tokens. After an idle time, a step is measured from the start of its scheduling. Owned by the worker.
     """
 
     def __init__(
@@ -209,7 +208,7 @@ class StepLoop:
             return not self._stopping
 
     def _gather(self) -> None:
-        """Wait `batch_wait_s` seconds if a prompt is queued and no request decodes, so that a burst shares a step."""
+        """Wait `batch_wait_s` seconds for prompts to share a step, if a prompt is queued and no request decodes."""
         if self._batch_wait_s > 0.0 and self._prefill.queue.length and not self._decode.running_requests():
             time.sleep(self._batch_wait_s)
 

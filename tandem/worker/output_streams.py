@@ -1,13 +1,13 @@
 """The output of a worker: one stream of events for each router.
 
-The engine thread publishes the events of each step. On the event loop they are sorted by router, and the streams send
-them. A stream that is slower than the steps sends the events of several steps as one message.
+The engine thread publishes the events of each step. The event loop passes each event to the stream of its router. A
+stream that is slower than the steps sends the events of several steps as one message.
 
 Changes of the prefix cache are sent to the routers that request them, in numbered batches. A stream that is much too
-slow loses some batches, which its router notices by the numbers.
+slow loses some batches; its router notices the missing numbers.
 
-A router's requests live no longer than its stream. When the stream ends, or when no stream is attached within
-`attach_grace_s` seconds of a router's first request, `on_gone` is called.
+A router's requests are aborted (`on_gone`) when its stream ends, or when no stream is attached within `attach_grace_s`
+seconds of its first request.
 """
 
 import asyncio

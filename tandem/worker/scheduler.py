@@ -103,8 +103,8 @@ class StepScheduler:
     def apply(self, work: StepWork, output: ModelRunnerOutput) -> tuple[Sequence[RoutedEvent], DecodedStep | None]:
         """Pass the output of a step to both schedulers; steps are passed in the order of their plans.
 
-        Returns the events for the routers, and the decode rows with the tokens of those requests that have no event;
-        None instead of the rows if no request decoded. Afterwards the caller delivers the updates of
+        Returns the events for the routers, and the decoded step with the tokens of those requests that have no event;
+        None instead of the decoded step if no request decoded. The caller then delivers the updates of
         `PrefillScheduler.take_updates`.
         """
         decoded, prefilled = output.split(work.decode_rows)
@@ -118,8 +118,8 @@ class StepScheduler:
 class BatchGrowth:
     """Limits the size of the decode batch so that the inter-token targets of all its requests are met.
 
-    Requests beyond the limit wait with their KV until others end; the oldest continues first. Routers, which place
-    requests by the same cost model, should not have sent them: the limit is the last line of defense.
+    Requests beyond the limit wait with their KV until others end; the oldest continues first. Routers place requests by
+    the same cost model, so they rarely send requests that exceed the limit.
     """
 
     def __init__(self, cost: Callable[[], StepCost], itl_target_s: float | None) -> None:

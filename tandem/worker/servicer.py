@@ -107,8 +107,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.ConnectPeerRequest, _context: _Context
     ) -> worker_pb2.ConnectPeerResponse:
         """Accept the handshake of a prefill worker and return this worker's description."""
-        mine = self._worker.peers.accept(conversion.from_proto(request, Handshake))
-        return worker_pb2.ConnectPeerResponse(description=conversion.to_proto(mine, worker_pb2.PeerDescription))
+        description = self._worker.peers.accept(conversion.from_proto(request, Handshake))
+        return worker_pb2.ConnectPeerResponse(description=conversion.to_proto(description, worker_pb2.PeerDescription))
 
     async def AllocatePages(
         self, request: worker_pb2.AllocatePagesRequest, _context: _Context

@@ -38,7 +38,7 @@ class StepPolicy:
             self._most = min(assignment.step_budget or CHUNKED_BUDGET, max_step_tokens)
         self._progress = _Progress(self._most)
         self.steps_without_prompts = 0
-        """Steps without waiting prompts since the last call of `prefill_tokens`."""
+        """The number of steps without waiting prompts since the last call of `prefill_tokens`."""
 
     def prefill_tokens(self, decode_work: StepWork, waiting: WaitingPrompts, targets: Sequence[float] = ()) -> int:
         """Return the maximum number of prompt tokens of a step with `decode_work`.
@@ -81,8 +81,7 @@ class StepPolicy:
 class _Progress:
     """Forces a chunk after `FORCED_CHUNK_INTERVAL` steps that gave waiting prompts less than the minimal chunk.
 
-    This way no prompt starves, and the resulting long steps are too rare to raise the 99th percentile of a request's
-    gaps.
+    So no prompt starves. The long steps that result are too rare to raise the 99th percentile of a request's gaps.
     """
 
     def __init__(self, budget: int) -> None:

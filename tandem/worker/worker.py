@@ -79,7 +79,7 @@ class Worker:
         """Completes with the error of a failed step; the process must then end."""
         used = Utilization(engine.roofline, given=config.ceilings)
         self.metrics = WorkerMetrics(engine.facts.name, me.worker_id, used)
-        """The metrics of this worker; export `worker_facts` together with them."""
+        """The metrics of this worker; `worker_facts` must be exported together with them."""
         self._cache = PrefixCache(engine.pool, engine.kv_pages, enabled=config.prefix_cache)
         self._streams = OutputStreams(
             self._events, self._load, self._router_gone, config.attach_grace_s, self._cache.changes
@@ -186,8 +186,8 @@ class Worker:
     def peer_joined(self, info: WorkerInfo) -> None:
         """Record that another worker serves, or has opened a further phase.
 
-        A worker that was assumed dead is accepted again. If this worker hands prompts over to it, the connection is
-        warmed up now, so that no user's prompt has to wait for it.
+        A worker that was assumed dead is accepted again. If this worker may hand prompts over to the other one, the
+        connection is warmed up now, so that no prompt waits for it.
         """
         self.admission.peer_back(info.peer)
         self.peers.restore_peer(info.peer)
@@ -258,8 +258,8 @@ class Worker:
 
     def _make_peers(self, engine: LoadedEngine, layout: KVLayout) -> Peers:
         facts = (*engine_facts(engine, layout), *self._checks.facts(), *self.transport.facts())
-        mine = make_handshake(self.transport.describe(), facts, layout)
-        return Peers(mine, self.transport, self._config.token, self._config.rpc_timeout_s)
+        handshake = make_handshake(self.transport.describe(), facts, layout)
+        return Peers(handshake, self.transport, self._config.token, self._config.rpc_timeout_s)
 
     def _make_handovers(self, engine: LoadedEngine) -> Handoffs:
         return Handoffs(
@@ -343,8 +343,8 @@ class Worker:
     def _die(self, error: BaseException) -> None:
         """Fail the requests that the lost engine was computing, and end all streams.
 
-        The requests of launched steps fail with Internal. For all other requests, routers notice the end of their
-        streams, and know which of these requests still need this worker.
+        The requests of launched steps fail with Internal. The routers of all other requests notice the end of their
+        streams, and know which of the requests still need this worker.
         """
         if self.died.done():
             return

@@ -59,7 +59,7 @@ class _Plan:
     scalars: tuple[str, ...]
     """The fields whose values are read from a message without conversion."""
     readers: tuple[tuple[str, _Convert], ...]
-    """Functions that read a field's value from a message, for all other fields."""
+    """Functions that read a field's value from a message, for the fields that are not in `scalars`."""
 
     def write(self, value: object) -> Any:
         contents = {name: getattr(value, name) for name in self.names}

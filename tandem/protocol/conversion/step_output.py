@@ -59,7 +59,7 @@ def _event_from_proto(message: worker_pb2.RequestEvent) -> RequestEvent:
 
 
 def _tokens_to_proto(value: StepTokens, unwritten: list[RequestEvent]) -> worker_pb2.StepTokens | None:
-    """Convert a `StepTokens`; if that fails, return None and append its events to `unwritten`."""
+    """Convert a `StepTokens`; if that fails, return None and append the same tokens as events to `unwritten`."""
     try:
         return worker_pb2.StepTokens(
             request_ids=value.request_ids,

@@ -14,7 +14,8 @@ class LifecycleEvent(IntEnum):
 
     RECEIVED to FINISHED are in the order in which they occur in a disaggregated request. LAST_PAGES_POSTED to
     KV_CHECKED are the parts of a KV transfer, between PREFILL_FINISHED and DECODE_ADMITTED. SILENT and REQUEUED end an
-    attempt: later events belong to the next attempt.
+    attempt: later events belong to the next attempt. SILENT has the time of the last event from the attempt's workers,
+    if they sent none for a while before the attempt ended.
     """
 
     RECEIVED = 1

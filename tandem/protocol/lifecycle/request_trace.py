@@ -24,7 +24,7 @@ _TRACE_BYTES = 16
 
 
 def only(values: Collection[str | bytes]) -> str:
-    """Return the value of a header that must occur once; "" if it is missing or occurs several times.
+    """Return the only one of a header's `values`; "" if there is none or more than one.
 
     W3C Trace Context treats several values as none.
     """
@@ -49,13 +49,13 @@ class TraceContext:
 
         See https://www.w3.org/TR/trace-context/; in later versions only the known fields are read.
         """
-        found = _PARENT.fullmatch(traceparent)
-        if found is None or (found["more"] and traceparent.startswith("00")):
+        match = _PARENT.fullmatch(traceparent)
+        if match is None or (match["more"] and traceparent.startswith("00")):
             return cls.fresh()
-        trace, span = found["trace"], found["span"]
+        trace, span = match["trace"], match["span"]
         if not int(trace, 16) or not int(span, 16):
             return cls.fresh()
-        return cls(trace, span, bool(int(found["flags"], 16) & _SAMPLED))
+        return cls(trace, span, bool(int(match["flags"], 16) & _SAMPLED))
 
     @classmethod
     def fresh(cls) -> TraceContext:

@@ -1,8 +1,8 @@
 """Divides the life of a request into consecutive spans, whose durations add up to its latency.
 
-Workers record events by their own clocks. All events of a worker in an attempt are therefore shifted by one amount,
-which puts them after their cause (such as the reservation) and before their effect (such as the first token) by the
-router's clock. Events that are between the two already, as with synchronized clocks, are not shifted.
+Workers record events by their own clocks. All events of a worker in an attempt are therefore shifted by the same time,
+so that by the router's clock they follow their cause (such as the reservation) and precede their effect (such as the
+first token). Events that are between the two already, as with synchronized clocks, are not shifted.
 """
 
 from collections.abc import Iterable, Iterator
@@ -48,7 +48,7 @@ class Span:
     attempt: int
     """Number of the attempt, from 1."""
     worker: str
-    """The worker that the request was on; empty for the queue and for attempts before the last one."""
+    """The id of the worker in this phase; empty for the queue and for attempts before the last one."""
 
     @property
     def seconds(self) -> float:
@@ -71,7 +71,7 @@ class _Attempt:
         return self.at.get(LifecycleEvent.REQUEUED, self.at.get(LifecycleEvent.PLACED))
 
     def align(self, end: int) -> None:
-        """Shift the events of each worker so that they lie between the router's events; the attempt ended at `end`."""
+        """Shift the events of each worker to times between their cause and their effect; the attempt ended at `end`."""
         end = min(end, self.at.get(LifecycleEvent.SILENT, end))
         reserved = max(
             (self.at[event] for event in (LifecycleEvent.PLACED, LifecycleEvent.RESERVED) if event in self.at),
@@ -132,12 +132,12 @@ def spans_of(timeline: Timeline) -> tuple[Span, ...]:
 
 def seconds_by_phase(spans: Iterable[Span], until: int | None = None) -> dict[Phase, float]:
     """Return the seconds spent in each phase, up to the time `until` in Unix nanoseconds; None = to the end."""
-    found: dict[Phase, float] = {}
+    seconds: dict[Phase, float] = {}
     for span in spans:
         end = span.end_nanos if until is None else min(until, span.end_nanos)
         if end > span.begin_nanos:
-            found[span.phase] = found.get(span.phase, 0.0) + (end - span.begin_nanos) / 1e9
-    return found
+            seconds[span.phase] = seconds.get(span.phase, 0.0) + (end - span.begin_nanos) / 1e9
+    return seconds
 
 
 def last_attempt(timeline: Timeline) -> Timeline:

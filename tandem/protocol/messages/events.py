@@ -36,7 +36,7 @@ class RequestEvent:
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """The tokens of those requests of a router that have no other output, in columns with one entry per request.
+    """The tokens of a router's requests whose output is nothing but tokens, in columns with one entry per request.
 
     The output of a usual step is thus a single message, for any number of requests.
     """
@@ -56,14 +56,14 @@ class StepTokens:
 
     def rows(self) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
         """Iterate over the requests: id, attempt, position of the first token, tokens."""
-        each: Iterator[tuple[int, ...]] = zip(self.token_ids, strict=True)
+        row_tokens: Iterator[tuple[int, ...]] = zip(self.token_ids, strict=True)
         if self.counts:
             tokens = iter(self.token_ids)
-            each = (tuple(islice(tokens, count)) for count in self.counts)
-        return zip(self.request_ids, self.attempts, self.indices, each, strict=True)
+            row_tokens = (tuple(islice(tokens, count)) for count in self.counts)
+        return zip(self.request_ids, self.attempts, self.indices, row_tokens, strict=True)
 
     def events(self) -> Iterator[RequestEvent]:
-        """Iterate over the requests as events with the same content."""
+        """Iterate over the requests, each as a `RequestEvent` with the same content."""
         for request_id, attempt, index, token_ids in self.rows():
             yield RequestEvent(RequestRef(request_id, attempt), index, token_ids)
 

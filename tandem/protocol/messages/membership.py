@@ -57,7 +57,7 @@ class WorkerInfo:
     device: str
     transport: str
     not_ready: str = ""
-    """The reason why the worker accepts no new requests at present; empty = it does."""
+    """The reason why the worker accepts no new requests at present; empty if it accepts them."""
     warnings: tuple[str, ...] = ()
     """Warnings about the worker's configuration."""
     assignment: Assignment | None = None
@@ -132,6 +132,6 @@ class Membership:
     workers: tuple[WorkerInfo, ...]
     mode: str = ""
     adapters: tuple[AdapterFacts, ...] | None = None
-    """The adapters, if they can change while the cluster serves; None = those with which its workers started."""
+    """The adapters, if they can change while the cluster serves; None = those with which the workers were started."""
     expected: tuple[ExpectedWorker, ...] = ()
     """The workers that do not serve now but will without an operator's action."""

@@ -69,7 +69,7 @@ class SamplingParams:
 
     @property
     def masked_tokens(self) -> int:
-        """Number of leading answer tokens whose logits a logit bias or `min_tokens` changes, before penalties.
+        """Number of leading answer tokens whose logits are changed by a logit bias or `min_tokens`, before penalties.
 
         See `tandem/engine/logits_mask.py`.
         """
@@ -77,7 +77,7 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """True if sampling needs the earlier tokens themselves, besides the logits that the model gives."""
+        """True if sampling depends on the earlier tokens and not only on the logits."""
         return self.penalized or self.grammar != ""
 
 

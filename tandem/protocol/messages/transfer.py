@@ -15,8 +15,8 @@ class PeerDescription:
     """The memory of a worker's KV cache: back-end metadata, base address, page size in bytes, number of pages.
 
     `host` identifies the running host, `process` the worker's process in its PID namespace; empty = unknown.
-    `probe_address` is the address of a page of registered host memory that peers may read; the page has no content, and
-    0 means that there is none.
+    `probe_address` is the address of a page of registered host memory without content, which peers may read to find out
+    whether the process is alive; 0 = none.
     """
 
     peer: PeerRef
@@ -46,7 +46,7 @@ class Handshake:
 
 @dataclass(frozen=True, slots=True)
 class PageChecksum:
-    """The checksum of a prompt page when it was written; `value` is below 2^64.
+    """The checksum of a page of a prompt's KV, computed before the transfer; `value` is below 2^64.
 
     `page` is the index of the page in the request's page list (`tandem/protocol/kv_pages.py`).
     """
@@ -62,7 +62,7 @@ class TransferNotice:
     The first `skipped` of the `pages` pages were not sent, because the receiver has them in its prefix cache.
     `token_hash` covers all prefilled tokens: the prompt and the `prior_output_tokens` answer tokens after it.
     `first_token_id` is the token that the prefill worker sampled, at position `prior_output_tokens` of the answer, from
-    0. `next_draw` is the number of the next random draw in the request's seeded sequence.
+    0. `next_draw` is the index of the next random number in the request's seeded sequence.
     """
 
     lease: Lease

@@ -10,7 +10,7 @@ from tandem.protocol.messages.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class _Continued:
-    """An attempt to compute an answer, which earlier attempts may have begun.
+    """An attempt to compute an answer; earlier attempts may have generated its first tokens.
 
     The last `prior_output_tokens` of `prompt_token_ids` are answer tokens that earlier attempts have generated.
     """
@@ -22,7 +22,7 @@ class _Continued:
     prior_output_tokens: int = field(default=0, kw_only=True)
     cache_salt: str = field(default="", kw_only=True)
     adapter: str = field(default="", kw_only=True)
-    """The hash of the request's adapter, "" = the base model; each adapter has a separate cache salt."""
+    """The hash of the request's adapter; "" = the base model. Different adapters have different cache salts."""
 
     @property
     def scores_prompt(self) -> bool:
@@ -52,8 +52,8 @@ class _Continued:
 class Reservation(_Continued):
     """A request of a router to a decode worker: reserve pages for this prompt and its answer.
 
-    Only the worker `prefill` may write to the pages. `gap_target_s` is the maximum inter-token gap in seconds that the
-    answer tolerates on this worker, infinite = any.
+    Only the worker `prefill` may write to the pages. `gap_target_s` is the answer's target for the maximum inter-token
+    gap on this worker in seconds; infinite = no target.
     """
 
     prefill: PeerRef

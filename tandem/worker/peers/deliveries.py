@@ -31,7 +31,8 @@ ReportDeliveries = Callable[[PeerRef, str, Sequence[Lease]], Awaitable[bool]]
 class _Peer:
     """Leases whose notices were sent to one incarnation of a worker.
 
-    `late` has the leases from before the last report, `fresh` the leases from after it.
+    The next report names the leases in `late`. Then those in `fresh` become `late`: until the next report, their
+    notices have time to arrive.
     """
 
     address: str
@@ -48,7 +49,7 @@ class Deliveries:
     """
 
     def __init__(self, report: ReportDeliveries, period_s: float) -> None:
-        """Create the reports; a lease is reported at least `period_s` seconds after its notice was sent."""
+        """Begin without leases; a lease is reported at least `period_s` seconds after its notice was sent."""
         self._report = report
         self._period_s = period_s
         self._peers: dict[PeerRef, _Peer] = {}
@@ -65,8 +66,8 @@ class Deliveries:
     async def close(self) -> None:
         """Stop reporting. A last report is not needed: a decode worker ends the leases of a worker that has ended."""
         reporting = [peer.reporting for peer in self._peers.values() if peer.reporting is not None]
-        for each in reporting:
-            each.cancel()
+        for task in reporting:
+            task.cancel()
         await asyncio.gather(*reporting, return_exceptions=True)
 
     async def _report_all(self, ref: PeerRef, peer: _Peer) -> None:

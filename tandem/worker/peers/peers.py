@@ -22,11 +22,11 @@ from tandem.protocol.messages import Destination, Handshake, Lease, PeerDescript
 from tandem.worker.peers.deliveries import MOST_WAITING, Deliveries
 
 RUNS_KEPT = 16
-"""Maximum number of incarnations of each worker that are remembered; pages of earlier ones have long been free."""
+"""Maximum number of remembered incarnations per worker; the pages that earlier ones wrote have long been free."""
 
 
 class SameHostPeers:
-    """The prefill workers on this host, and whether their processes are alive, where this process can observe them.
+    """Knows the prefill workers on this host, and tells whether their processes are alive.
 
     Entries are by incarnation, because an earlier incarnation may still be alive beside its successor. Owned by
     `Peers`.
@@ -40,7 +40,7 @@ class SameHostPeers:
     def add(self, them: PeerDescription) -> None:
         """Record a peer that has just connected and is therefore alive.
 
-        If its process cannot be observed from here, its death is not noticed either.
+        If its process cannot be observed from here, `process_alive` returns None for it.
         """
         if not self._host or them.host != self._host:
             return
@@ -57,7 +57,10 @@ class SameHostPeers:
         return peer.incarnation in self._runs.get(peer.worker_id, {})
 
     def process_alive(self, peer: PeerRef) -> bool | None:
-        """Return True if the process of this incarnation is alive; None if that is unknown. Any thread may call it."""
+        """Return True if this incarnation's process is alive, False if it has ended, None if that is unknown.
+
+        Any thread may call it.
+        """
         process = self._runs.get(peer.worker_id, {}).get(peer.incarnation)
         return processes.process_alive(process) if process else None
 
@@ -120,9 +123,9 @@ class Peers(DecodePeers):
     Used on the event loop. Owned by the worker.
     """
 
-    def __init__(self, mine: Handshake, sender: Sender, token: str, rpc_timeout_s: float) -> None:
-        self._mine = mine
-        self._me = mine.description.peer
+    def __init__(self, handshake: Handshake, sender: Sender, token: str, rpc_timeout_s: float) -> None:
+        self._mine = handshake
+        self._me = handshake.description.peer
         self._sender = sender
         self._token = token
         self._timeout_s = rpc_timeout_s
@@ -131,7 +134,7 @@ class Peers(DecodePeers):
         self._accepted: dict[str, PeerDescription] = {}
         self._owed: dict[PeerRef, deque[Destination]] = {}
         self._incompatible = IncompatiblePeers()
-        self._same_host = SameHostPeers(mine.description.host)
+        self._same_host = SameHostPeers(handshake.description.host)
         self._deliveries = Deliveries(self._name_deliveries, DELIVERY_PERIOD_S)
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -148,8 +151,8 @@ class Peers(DecodePeers):
         which no request owns. Errors are logged and never raised.
         """
         try:
-            theirs = await self._introduced(peer, address)
-            write = PageWrite(peer, (self._mine.description.pages - 1,), (theirs.pages - 1,))
+            description = await self._introduced(peer, address)
+            write = PageWrite(peer, (self._mine.description.pages - 1,), (description.pages - 1,))
             moved = asyncio.wrap_future(self._sender.write(write, self._timeout_s))
             async with asyncio.timeout(2 * self._timeout_s):
                 done = await moved
@@ -196,7 +199,7 @@ class Peers(DecodePeers):
         self._deliveries.add(destination)
 
     async def release(self, destination: Destination, *, in_doubt: bool) -> None:
-        """Report to the decode worker that no write under the lease is in flight and none will follow.
+        """Report to the decode worker that no write under the lease is in flight and that none will follow.
 
         With `in_doubt`, a write has failed and its data may still arrive for a while.
         """
@@ -224,24 +227,24 @@ class Peers(DecodePeers):
 
     # ---- decode side ----
 
-    def accept(self, theirs: Handshake) -> PeerDescription:
+    def accept(self, handshake: Handshake) -> PeerDescription:
         """Accept the handshake of a prefill worker and return this worker's description.
 
         Raises FailedPrecondition, with the reason, if the two are incompatible, and StaleEpoch if the incarnation is
         known to have ended.
         """
-        peer = theirs.description.peer
+        peer = handshake.description.peer
         if peer in self._gone:
             raise StaleEpoch(f"incarnation {peer.incarnation} of {peer.worker_id} is known to be over; start it anew")
         try:
-            check_compatible(self._mine, theirs)
+            check_compatible(self._mine, handshake)
         except FailedPrecondition as error:
             self._incompatible.add(peer, error.message)
             raise
         self._incompatible.discard(peer)
-        self._sender.add_peer(theirs.description)
-        self._accepted[peer.worker_id] = theirs.description
-        self._same_host.add(theirs.description)
+        self._sender.add_peer(handshake.description)
+        self._accepted[peer.worker_id] = handshake.description
+        self._same_host.add(handshake.description)
         return self._mine.description
 
     def same_host(self, peer: PeerRef) -> bool:
@@ -249,7 +252,7 @@ class Peers(DecodePeers):
         return self._same_host.has(peer)
 
     def process_alive(self, peer: PeerRef) -> bool | None:
-        """Return True if the process of this incarnation of a prefill worker is alive; None if that is unknown."""
+        """Return True if this prefill worker's process is alive, False if it has ended, None if that is unknown."""
         return self._same_host.process_alive(peer)
 
     # ---- both ----
@@ -261,8 +264,8 @@ class Peers(DecodePeers):
     def forget(self, peer: PeerRef) -> None:
         """Close the connections to this incarnation of a worker and its earlier ones, which have ended.
 
-        Unless `restore_peer` accepts one of these incarnations again, no connection to them is opened, because another
-        process may listen at the address by now.
+        No connection to them is opened again, because another process may listen at the address by now; `restore_peer`
+        lifts this for one incarnation.
         """
         self._gone.add(peer)
         for known, connection in list(self._connections.items()):
@@ -326,25 +329,25 @@ class Peers(DecodePeers):
             self._incompatible.add(peer, error.message.removeprefix(f"worker {peer.worker_id}: "))
             raise
         self._incompatible.discard(peer)
-        theirs = conversion.from_proto(reply.description, PeerDescription)
-        if theirs.peer != peer:
+        description = conversion.from_proto(reply.description, PeerDescription)
+        if description.peer != peer:
             raise StaleEpoch(
-                f"{peer.worker_id} has restarted (incarnation {theirs.peer.incarnation}, not {peer.incarnation});"
+                f"{peer.worker_id} has restarted (incarnation {description.peer.incarnation}, not {peer.incarnation});"
                 " reserve anew"
             )
         if peer in self._gone:
             raise Unavailable(f"worker {peer.worker_id} is gone; choose another")
-        self._sender.add_peer(theirs)
+        self._sender.add_peer(description)
         log.info("introduced to %s (incarnation %d)", peer.worker_id, peer.incarnation)
-        return theirs
+        return description
 
     def _drop_unless_introduced(
         self, peer: PeerRef, connection: _Connection, introduced: "asyncio.Task[PeerDescription]"
     ) -> None:
         """Drop a connection whose handshake failed.
 
-        The waiting requests cannot do this: all of them may have been cancelled, and the next request must not get the
-        error of an old handshake.
+        The next request must not get the error of an old handshake. The requests that wait for the handshake cannot
+        drop the connection, because all of them may have been cancelled.
         """
         if introduced.cancelled() or introduced.exception() is not None:
             self._drop(peer, connection)

@@ -26,7 +26,7 @@ class WarmUps:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, info: WorkerInfo) -> None:
-        """Record that another worker serves or has opened a further phase; connect to it if it may get prompts."""
+        """Record that another worker serves or has opened another phase; connect to it if prompts may be sent to it."""
         self._others[info.peer.worker_id] = info
         self.start_due()
 
@@ -35,12 +35,12 @@ class WarmUps:
         known = self._others.get(peer.worker_id)
         if known is not None and known.peer.incarnation <= peer.incarnation:
             del self._others[peer.worker_id]
-        for other in list(self._running):
-            if other.worker_id == peer.worker_id and other.incarnation <= peer.incarnation:
-                self._running.pop(other).cancel()
+        for running_peer in list(self._running):
+            if running_peer.worker_id == peer.worker_id and running_peer.incarnation <= peer.incarnation:
+                self._running.pop(running_peer).cancel()
 
     def start_due(self) -> None:
-        """Start to connect to each worker that may get prompts from here and is not connected yet."""
+        """Start to connect to each worker to which prompts may be sent and that is not connected yet."""
         for info in self._others.values():
             if self._wanted(info.peer) and info.peer not in self._running:
                 task = asyncio.ensure_future(self._warm_up(info.peer, info.address))

@@ -21,7 +21,7 @@ _PASSING = (
     *("worker_id", "role", "engine", "step_policy", "step_budget", "itl_target_s"),
     *("controller_address", "host", "port", "metrics_port", "outlive_s"),
 )
-"""The settings that are never compared; another controller sets most of them anew."""
+"""The settings that are never compared; a new controller sets most of them again."""
 _SECRETS = ("token", "metrics_key")
 
 
@@ -35,7 +35,7 @@ class WorkerDescription:
     serves: bool
     """True if the worker takes requests; otherwise it starts, drains or has ended."""
     served: Settings
-    """The settings that must equal those of the new controller's config; otherwise it does not take the worker over."""
+    """The settings that must equal those of a new controller, which otherwise does not take the worker over."""
     tuning: Settings
     """The settings that may differ from the new controller's config; they apply until the worker is restarted."""
 
@@ -51,9 +51,9 @@ def tuning_of(config: WorkerConfig) -> Settings:
 
 
 def differences(ours: Settings, theirs: Settings) -> tuple[str, ...]:
-    """Return the names of settings that differ, including settings that only one side has."""
-    mine, others = dict(ours), dict(theirs)
-    return tuple(name for name in {**mine, **others} if mine.get(name) != others.get(name))
+    """Return the names of the settings that differ between `ours` and `theirs` or that only one of them has."""
+    our_values, their_values = dict(ours), dict(theirs)
+    return tuple(name for name in {**our_values, **their_values} if our_values.get(name) != their_values.get(name))
 
 
 def _settings(config: WorkerConfig, wanted: Callable[[str], bool]) -> Settings:

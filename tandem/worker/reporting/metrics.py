@@ -35,10 +35,11 @@ Emit = Callable[[RoutedEvent], None]
 
 
 class Utilization:
-    """The fractions of the device's memory bandwidth and peak operations that the newest steps used.
+    """The fractions of the device's memory bandwidth and peak operations per second that the newest steps used.
 
-    If steps exceed a ceiling, it was measured under load, and is raised to what the steps reached, unless an operator
-    has set the ceilings. Owned by the worker's metrics; updated on the engine thread.
+    Bandwidth and peak (the ceilings) are measured or set by an operator. A measured ceiling that steps exceed was
+    measured under load, so it is raised to the rate that the steps reached. Owned by the worker's metrics; updated on
+    the engine thread.
     """
 
     def __init__(self, roofline: Roofline, given: Ceilings | None = None) -> None:
@@ -46,7 +47,7 @@ class Utilization:
         self._given = given is not None
         self.ceilings = given or roofline.ceilings
         self.busy_s = self.bytes = self.flops = 0.0
-        """The sums over all steps."""
+        """Duration in seconds, bytes read and floating-point operations, summed over all steps."""
         self._marks: deque[tuple[float, float, float]] = deque([(0.0, 0.0, 0.0)], maxlen=_WINDOW_MARKS)
 
     def step(self, work: StepWork, seconds: float) -> None:
@@ -179,13 +180,13 @@ def engine_facts(engine: ModelRunner, role: Callable[[], str]) -> Facts:
 
 def worker_facts(report: WorkerReport, transport: Transport) -> Facts:
     """Return the metrics of a worker that are read at a scrape."""
-    load, found = report.load(), report.inspect()
+    load, inspection = report.load(), report.inspect()
     stored, removed = report.prefix_events
     return {
         f.REQUESTS_RUNNING: load.decode_requests,
         f.REQUESTS_WAITING: load.prefill_requests,
         f.KV_USAGE: load.pages_used / load.pages_total if load.pages_total else 0.0,
-        f.KV_PAGES: _pages(found),
+        f.KV_PAGES: _pages(inspection),
         f.BATCH_LIMIT: report.batch_limit,
         f.PREFIX_QUERIES: load.prefix_query_tokens,
         f.PREFIX_HITS: load.prefix_hit_tokens,
@@ -193,14 +194,14 @@ def worker_facts(report: WorkerReport, transport: Transport) -> Facts:
         f.PREEMPTIONS: load.preemptions,
         f.STEP_COST_ERROR: load.cost.error,
         **step_costs(load.cost),
-        f.OPEN_LEASES: found.leases,
+        f.OPEN_LEASES: inspection.leases,
         f.PENDING_TRANSFER_PAGES: report.pending_transfer_pages,
         f.EXPIRED_LEASES: report.expired_leases,
-        f.CHECKSUM_FAILURES: found.checksum_failures,
-        f.FENCED: found.fenced,
+        f.CHECKSUM_FAILURES: inspection.checksum_failures,
+        f.FENCED: inspection.fenced,
         f.TRANSPORT: {(transport.transport_kinds(),): 1.0},
         f.TRANSPORT_WARNINGS: len(transport.warnings()),
-        f.POOL_SOUND: not found.integrity_error,
+        f.POOL_SOUND: not inspection.integrity_error,
         f.WORKER_READY: not report.not_ready,
         **speculation_facts(report.speculation, load.decode_speedup),
     }
@@ -247,13 +248,13 @@ def step_costs(cost: CostParameters) -> Facts:
     return {f.STEP_COST: parts, f.STEP_FREE_TOKENS: cost.free_tokens, f.STEP_MIXED_NOISE: cost.mixed_step_margin}
 
 
-def _pages(found: WorkerInspection) -> Reading:
+def _pages(inspection: WorkerInspection) -> Reading:
     return {
-        ("free",): found.pages_free,
-        ("owned",): found.pages_owned,
-        ("shared",): found.pages_shared,
-        ("cached",): found.pages_cached,
-        ("advertised",): found.pages_advertised,
-        ("quarantined",): found.pages_quarantined,
-        ("reserved",): found.pages_reserved,
+        ("free",): inspection.pages_free,
+        ("owned",): inspection.pages_owned,
+        ("shared",): inspection.pages_shared,
+        ("cached",): inspection.pages_cached,
+        ("advertised",): inspection.pages_advertised,
+        ("quarantined",): inspection.pages_quarantined,
+        ("reserved",): inspection.pages_reserved,
     }

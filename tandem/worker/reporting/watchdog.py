@@ -58,7 +58,7 @@ class Watchdog:
                 task.cancel()
 
     def check_device(self) -> bool:
-        """End the worker if its device hangs, and return True if it hangs.
+        """Return True if the device hangs; in that case, also end the worker.
 
         This call must never wait for the device.
         """
