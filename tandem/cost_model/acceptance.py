@@ -43,10 +43,10 @@ class Acceptance:
 
         Entry i is the product of the rates of the positions 0 to i.
         """
-        found = self._survivals.setdefault(source, [])
-        for position in range(len(found), drafts):
-            found.append((found[-1] if found else 1.0) * self.rate(source, position))
-        return found[:drafts]
+        survivals = self._survivals.setdefault(source, [])
+        for position in range(len(survivals), drafts):
+            survivals.append((survivals[-1] if survivals else 1.0) * self.rate(source, position))
+        return survivals[:drafts]
 
     def observe(self, source: Hashable, drafted: int, accepted: int) -> None:
         """Learn from a verified draft: from its accepted tokens and from the first rejected one.

@@ -115,7 +115,7 @@ class ModelSizes:
 
     def context_bytes(self, rows: int, tokens: int) -> float:
         """Return the KV bytes that `rows` decode rows read if their contexts have `tokens` tokens in total."""
-        unseen = (each.kv_bytes_per_token * max(0, tokens - rows * each.window) for each in self.windowed)
+        unseen = (layers.kv_bytes_per_token * max(0, tokens - rows * layers.window) for layers in self.windowed)
         return self.kv_bytes_per_token * tokens - sum(unseen)
 
     def step_bytes(self, work: StepWork) -> float:
@@ -138,7 +138,7 @@ class ModelSizes:
 
     def _attention_flops(self, tokens: int, pairs: float) -> float:
         """Return the attention operations of `tokens` tokens that have `pairs` / `tokens` attention pairs each."""
-        unseen = (each.attention_flop_per_pair * max(0, pairs - tokens * each.window) for each in self.windowed)
+        unseen = (layers.attention_flop_per_pair * max(0, pairs - tokens * layers.window) for layers in self.windowed)
         return self.attention_flop_per_pair * pairs - sum(unseen)
 
 
@@ -165,11 +165,11 @@ def guess(sizes: ModelSizes, device: Ceilings, grid: StepGrid = EACH_TOKEN) -> C
     # of 32.
     experts_s = (sizes.expert_bytes_read(_BATCH) - sizes.expert_bytes_read(1)) / (_BATCH - 1) / device.bytes_per_s
     # Layers with a narrow window cost each row and token the same, whatever their context is.
-    narrow = [each for each in sizes.windowed if each.window < _CONTEXT]
-    row_bytes = sum(each.kv_bytes_per_token * each.window for each in narrow)
-    token_flop = sum(each.attention_flop_per_pair * each.window for each in narrow)
-    context_bytes = sizes.kv_bytes_per_token - sum(each.kv_bytes_per_token for each in narrow)
-    pair_flop = sizes.attention_flop_per_pair - sum(each.attention_flop_per_pair for each in narrow)
+    narrow = [layers for layers in sizes.windowed if layers.window < _CONTEXT]
+    row_bytes = sum(layers.kv_bytes_per_token * layers.window for layers in narrow)
+    token_flop = sum(layers.attention_flop_per_pair * layers.window for layers in narrow)
+    context_bytes = sizes.kv_bytes_per_token - sum(layers.kv_bytes_per_token for layers in narrow)
+    pair_flop = sizes.attention_flop_per_pair - sum(layers.attention_flop_per_pair for layers in narrow)
     return CostParameters(
         base_s=weights_s + device.launch_s + _PACKED_LATENCY_S * packed.products,
         prompt_base_s=device.launch_s + _KNEE * weights_s + dequantizing_s,

@@ -76,7 +76,7 @@ class StepFit:
         self.parameters = replace(guess, error=0.0, observed=0)
         """The newest published parameters; replaced as a whole, never modified."""
         values, scale = _values(guess), _values(UNMEASURED)
-        scale[[each.endswith("base_s") for each in SECONDS]] = max(guess.base_s, _SECONDS_MIN)
+        scale[[name.endswith("base_s") for name in SECONDS]] = max(guess.base_s, _SECONDS_MIN)
         self._scale: _Vector = np.where(values > 0, values, scale)
         self._guess: _Vector = values / self._scale
         self._free = self._guess
@@ -156,9 +156,11 @@ class StepFit:
         back = (1 - keep * keep) * _GUESS_INFORMATION
         wanted = information @ self._free + back * times * self._guess + targets @ rows
         information += np.diag(back) + rows.T @ rows
-        found = np.linalg.solve(information, wanted).astype(np.float64, copy=False)
-        self._free = found
-        self._coefficients = found if found.min() >= 0.0 else _within_bounds(information, wanted, self._coefficients)
+        solution = np.linalg.solve(information, wanted).astype(np.float64, copy=False)
+        self._free = solution
+        self._coefficients = (
+            solution if solution.min() >= 0.0 else _within_bounds(information, wanted, self._coefficients)
+        )
 
     def _amounts(self, work: StepWork) -> tuple[float, ...]:
         """Return the step's amount of each cost part, in the order of the coefficients."""
@@ -183,9 +185,9 @@ def _seconds(parameters: CostParameters) -> list[float]:
 
 def _within_bounds(information: _Vector, wanted: _Vector, start: _Vector) -> _Vector:
     """Return coefficients c >= 0 that approximately minimize ½ c·information·c - wanted·c, by coordinate descent."""
-    rows, targets, found = information.tolist(), wanted.tolist(), start.tolist()
+    rows, targets, coefficients = information.tolist(), wanted.tolist(), start.tolist()
     for _ in range(_SWEEPS):
         for i, row in enumerate(rows):
-            rest = sum(a * b for a, b in zip(row, found, strict=True)) - row[i] * found[i]
-            found[i] = max(0.0, (targets[i] - rest) / row[i])
-    return np.array(found)
+            rest = sum(a * b for a, b in zip(row, coefficients, strict=True)) - row[i] * coefficients[i]
+            coefficients[i] = max(0.0, (targets[i] - rest) / row[i])
+    return np.array(coefficients)

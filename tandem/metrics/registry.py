@@ -122,8 +122,8 @@ class Registry:
         for family, cells in tuple(self._counters.items()):
             yield Snapshot(family, {labels: cell.value for labels, cell in tuple(cells.items())}, {})
         for source in self._sources:
-            for family, found in source().items():
-                yield Snapshot(family, found if isinstance(found, Mapping) else {(): found}, {})
+            for family, series in source().items():
+                yield Snapshot(family, series if isinstance(series, Mapping) else {(): series}, {})
         for family, histograms in tuple(self._histograms.items()):
             yield Snapshot(family, {}, dict(histograms))
 

@@ -329,6 +329,8 @@ def _depth(value: Any) -> int:
     depth, level = 0, [value]
     while level:
         depth += 1
-        inner = [each for each in level if isinstance(each, dict | list)]
-        level = [child for each in inner for child in (each.values() if isinstance(each, dict) else each)]
+        inner = [container for container in level if isinstance(container, dict | list)]
+        level = [
+            child for container in inner for child in (container.values() if isinstance(container, dict) else container)
+        ]
     return depth

@@ -82,7 +82,7 @@ class PlanInputs:
             return 0.0
         context = round(self.demand.context_tokens)
         costs = roofline(self.draft.model, self.device.ceilings), self.predicted_costs
-        drafted_s, step_s = (StepCost(each).decode_step_seconds(1, context) for each in costs)
+        drafted_s, step_s = (StepCost(parameters).decode_step_seconds(1, context) for parameters in costs)
         return drafted_s / step_s
 
     @property
@@ -118,10 +118,10 @@ class PlanInputs:
         Returns None if the KV is already that narrow, or if 8-bit KV is unsupported.
         """
         try:
-            found = kv_element_bytes(self.model, "int8")
+            element_bytes = kv_element_bytes(self.model, "int8")
         except InvalidArgument:
             return None
-        return found if found < self.kv_element_bytes else None
+        return element_bytes if element_bytes < self.kv_element_bytes else None
 
     @property
     def facts(self) -> WorkerFacts:
@@ -161,10 +161,12 @@ class PlanInputs:
             for narrow in ([False, True] if kv else [False])
             if self._fits(self._memory(model, kv if kv and narrow else self.kv_element_bytes))
         ]
-        larger = [name for name, each in DEVICES.items() if self._fits(replace(self, device=each).memory)]
+        larger = [name for name, kind in DEVICES.items() if self._fits(replace(self, device=kind).memory)]
         larger.sort(key=lambda name: DEVICES[name].memory_gib)
-        found = [*fitting[:1], *(f"--gpu {name}" for name in larger[:1])]
-        words = f"it fits with {' or '.join(found)}" if found else "it fits in fewer bits neither, and on no known GPU"
+        choices = [*fitting[:1], *(f"--gpu {name}" for name in larger[:1])]
+        words = (
+            f"it fits with {' or '.join(choices)}" if choices else "it fits in fewer bits neither, and on no known GPU"
+        )
         memory = self.memory
         if memory.device_bytes <= OVERHEAD_BYTES:
             return words
@@ -211,8 +213,8 @@ class PlanInputs:
         A single worker does both prefill and decode.
         """
         if self.workers is not None:
-            found = self.sizing.best(self.workers, Limits(), shared=self.workers == 1)
+            best = self.sizing.best(self.workers, Limits(), shared=self.workers == 1)
         else:
-            found = self.sizing.fewest(Range(2, WORKERS_MAX), Limits(), TARGET_RATIO)
-        assert found is not None
-        return found
+            best = self.sizing.fewest(Range(2, WORKERS_MAX), Limits(), TARGET_RATIO)
+        assert best is not None
+        return best

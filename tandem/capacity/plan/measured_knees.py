@@ -106,9 +106,9 @@ def _classes(table: Mapping[str, Any]) -> list[SloClass]:
     if not step_s:
         raise InvalidArgument("--check", "the table does not say how long an unloaded step took; measure it again")
     return [
-        SloClass(each.name, each.ttft_s, STEPS * step_s if each.itl_steps < float("inf") else each.itl_s)
-        for each in DEFAULT_CLASSES
-        if each.has_targets
+        SloClass(slo.name, slo.ttft_s, STEPS * step_s if slo.itl_steps < float("inf") else slo.itl_s)
+        for slo in DEFAULT_CLASSES
+        if slo.has_targets
     ]
 
 

@@ -38,14 +38,16 @@ class Drafting:
         """
         try:
             acceptance, drafts, given = (text if text.count(",") > 1 else f"{text},{cost}").split(",")
-            found = cls(float(acceptance), int(drafts), float(given))
+            drafting = cls(float(acceptance), int(drafts), float(given))
         except ValueError:
             message = f"{text!r} is not ACCEPTANCE,DRAFTS or ACCEPTANCE,DRAFTS,COST such as 0.7,3,0.02"
             raise InvalidArgument(OPTION, message) from None
-        if not (0 <= found.acceptance <= 1 and 1 <= found.drafts <= DRAFTS_MAX and 0 <= found.cost < float("inf")):
+        if not (
+            0 <= drafting.acceptance <= 1 and 1 <= drafting.drafts <= DRAFTS_MAX and 0 <= drafting.cost < float("inf")
+        ):
             message = f"takes an acceptance of 0 to 1, 1 to {DRAFTS_MAX} drafts, and a cost of at least 0"
             raise InvalidArgument(OPTION, message)
-        return found
+        return drafting
 
     @property
     def tokens(self) -> float:

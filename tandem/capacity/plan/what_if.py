@@ -37,8 +37,8 @@ class Quantized:
 def changes(sizing: Sizing, split: Split, forms: Iterable[Quantized]) -> Iterator[Change]:
     """Yield one change for each quantized form: the load that it allows, and the best split for it."""
     for form in forms:
-        other = replace(sizing, prompts=_quantized(sizing.prompts, form), answers=_quantized(sizing.answers, form))
-        yield _change(form.name, sizing, other, split)
+        changed = replace(sizing, prompts=_quantized(sizing.prompts, form), answers=_quantized(sizing.answers, form))
+        yield _change(form.name, sizing, changed, split)
 
 
 def _quantized(facts: WorkerFacts, form: Quantized) -> WorkerFacts:

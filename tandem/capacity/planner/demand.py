@@ -58,8 +58,8 @@ class Demand:
         0 = equal, 1 = a factor of e.
         """
         return max(
-            abs(math.log(max(mine, 1e-9) / max(theirs, 1e-9)))
-            for mine, theirs in (
+            abs(math.log(max(rate, 1e-9) / max(other_rate, 1e-9)))
+            for rate, other_rate in (
                 (self.per_s * self.computed_tokens, other.per_s * other.computed_tokens),
                 (self.per_s * self.answer_tokens, other.per_s * other.answer_tokens),
             )

@@ -133,13 +133,13 @@ def rows_that_fit(demand: Demand, targets: LatencyTargets, facts: WorkerFacts, r
     pages = decode_pages(role, int(facts.kv_tokens), int(facts.occupied(facts.longest_tokens, role)))
     kv_tokens = facts.kv_tokens if pages is None else pages
     by_gap = StepCost(facts.cost).rows_within(targets.gap_s, demand.context_tokens)
-    found = min(
+    strictest = min(
         (HEADROOM * by_gap, Limit.GAP),
         (HEADROOM * kv_tokens / max(facts.occupied(demand.kv_tokens, role), 1.0), Limit.KV),
         (HEADROOM * facts.batch_requests, Limit.BATCH),
-        key=lambda each: each[0],
+        key=lambda bound: bound[0],
     )
-    return Rows(max(found[0], 1.0), found[1])
+    return Rows(max(strictest[0], 1.0), strictest[1])
 
 
 def decode_load_ratio(demand: Demand, targets: LatencyTargets, facts: WorkerFacts, workers: int) -> LoadRatio:

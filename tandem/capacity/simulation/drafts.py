@@ -97,8 +97,8 @@ class _Model(_Stateless, BatchProposer):
         return self._chance.drafts.cost
 
     def compute(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
-        self.spent_s += self._chance.drafts.token_s * max(len(each.draws) for each in wanted)
-        return [self._chance.tokens(len(each.draws)) for each in wanted]
+        self.spent_s += self._chance.drafts.token_s * max(len(draft.draws) for draft in wanted)
+        return [self._chance.tokens(len(draft.draws)) for draft in wanted]
 
 
 def _cut_all(*_: object) -> int:

@@ -115,7 +115,7 @@ def read_costs(file: Path, option: str = "--costs") -> CostParameters:
     except (OSError, ValueError) as error:
         raise InvalidArgument(option, f"{file.name} cannot be read: {error}") from None
     content = content.get("costs", content)
-    known = {each.name for each in fields(CostParameters)}
+    known = {parameter.name for parameter in fields(CostParameters)}
     strange = set(content) - known
     if strange:
         raise InvalidArgument(option, f"{file.name} has {', '.join(sorted(strange))}; known are {', '.join(known)}")

@@ -172,11 +172,11 @@ class HttpClient:
 
 
 async def _headers(reader: asyncio.StreamReader) -> Mapping[bytes, bytes]:
-    found = {}
+    headers = {}
     while line := (await reader.readline()).strip():
         name, _, value = line.partition(b":")
-        found[name.lower()] = value.strip().lower()
-    return found
+        headers[name.lower()] = value.strip().lower()
+    return headers
 
 
 async def _body(reader: asyncio.StreamReader, headers: Mapping[bytes, bytes]) -> AsyncIterator[bytes]:

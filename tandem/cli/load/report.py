@@ -115,7 +115,7 @@ def _score(score: CellScore) -> dict[str, object]:
 def score_cell(cell: SloCell, records: Sequence[RequestRecord], seconds: float) -> CellScore:
     """Count the outcomes of a workload's requests for `cell`; `seconds` is the workload's duration."""
     outcomes = Counter(cell.judge(record) for record in records)
-    return CellScore(cell, {each: outcomes[each] for each in Outcome}, outcomes[Outcome.MET] / seconds)
+    return CellScore(cell, {outcome: outcomes[outcome] for outcome in Outcome}, outcomes[Outcome.MET] / seconds)
 
 
 def make_report(

@@ -21,8 +21,8 @@ def find_default_model() -> Path:
     """
     if chosen := os.environ.get(VARIABLE):
         return Path(chosen)
-    found = importlib.util.find_spec(PACKAGE)
-    for folder in (found.submodule_search_locations or []) if found else []:
+    spec = importlib.util.find_spec(PACKAGE)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
         for file in sorted(Path(folder).glob("*.gguf")):
             return file
     raise ModelError(

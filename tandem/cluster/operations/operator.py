@@ -235,7 +235,7 @@ class Operator:
         roles = await self._assignments.roles()
         here, awaited = {}, {}
         newest_first = list(self._supervisors.items())[::-1]
-        for name, supervisor in sorted(newest_first, key=lambda each: _worth(each[1])):
+        for name, supervisor in sorted(newest_first, key=lambda pair: _worth(pair[1])):
             if supervisor in self._awaited:
                 awaited[name] = roles[name]
             elif supervisor.phase not in {Phase.DRAINING, Phase.DRAINED, Phase.STOPPED}:

@@ -60,8 +60,8 @@ class RayControllers(Controllers):
     async def others(self, than: int) -> list[OtherController]:
         """Return the other live controllers, the oldest first."""
         numbers = [number for number in await asyncio.to_thread(_numbers) if number != than]
-        found = (await asyncio.to_thread(_controller, number) for number in sorted(numbers))
-        return [each async for each in found if each is not None]
+        controllers = (await asyncio.to_thread(_controller, number) for number in sorted(numbers))
+        return [controller async for controller in controllers if controller is not None]
 
 
 class _RayController(OtherController):

@@ -144,8 +144,8 @@ class JoinedRay:
         import ray
 
         roles = needed.keys() - {GPU}
-        nodes = [each for each in ray.nodes() if each["Alive"] and any(each["Resources"].get(role) for role in roles)]
-        hosts = sorted({str(each["NodeManagerAddress"]) for each in nodes})
+        nodes = [node for node in ray.nodes() if node["Alive"] and any(node["Resources"].get(role) for role in roles)]
+        hosts = sorted({str(node["NodeManagerAddress"]) for node in nodes})
         if len(hosts) > 1 and not self._trusted_network:
             raise InvalidArgument(
                 "--address",

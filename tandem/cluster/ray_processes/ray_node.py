@@ -162,14 +162,14 @@ class RayNode:
 
     def _processes(self) -> list[psutil.Process]:
         """Return Ray's processes, found by this node's folder in their command lines, and all their descendants."""
-        found: list[psutil.Process] = []
+        processes: list[psutil.Process] = []
         for child in psutil.Process().children():
             try:
                 if self._folder is not None and any(str(self._folder.path) in part for part in child.cmdline()):
-                    found += [child, *child.children(recursive=True)]
+                    processes += [child, *child.children(recursive=True)]
             except psutil.NoSuchProcess:
                 continue
-        return found
+        return processes
 
 
 @contextlib.contextmanager

@@ -103,9 +103,9 @@ class ApiKeys:
         self._follow_file()
         # The duration of the search depends on hashes only, so it reveals nothing about the keys.
         digest = hashlib.sha256(presented or b"").digest()
-        found = self._by_digest.get(digest)
-        same = hmac.compare_digest(digest, _NO_DIGEST if found is None else found.digest)
-        return found if presented and same else None
+        key = self._by_digest.get(digest)
+        same = hmac.compare_digest(digest, _NO_DIGEST if key is None else key.digest)
+        return key if presented and same else None
 
     def check(self, headers: Iterable[tuple[str | bytes, str | bytes]]) -> None:
         """Raise Unauthenticated if calls need a key and the headers of this call have no accepted key."""

@@ -58,10 +58,10 @@ def presented_key(headers: Iterable[tuple[str | bytes, str | bytes]]) -> bytes |
     Header names are in lower case. The scheme `Bearer` is case-insensitive and followed by one or more spaces. Raises
     InvalidArgument if several headers have a key, because two readers of the call could then use different keys.
     """
-    found = [(_bytes(name), _bytes(value)) for name, value in headers if _bytes(name) in _KEY_HEADERS]
-    if len(found) > 1:
-        raise InvalidArgument(found[0][0].decode(), f"is sent {len(found)} times; send one key, once")
-    return _KEY_HEADERS[found[0][0]](found[0][1]) if found else None
+    presented = [(_bytes(name), _bytes(value)) for name, value in headers if _bytes(name) in _KEY_HEADERS]
+    if len(presented) > 1:
+        raise InvalidArgument(presented[0][0].decode(), f"is sent {len(presented)} times; send one key, once")
+    return _KEY_HEADERS[presented[0][0]](presented[0][1]) if presented else None
 
 
 def shows_key(headers: Iterable[tuple[str | bytes, str | bytes]], keys: Iterable[str]) -> bool:
