@@ -206,7 +206,7 @@ class WorkerSupervisor:
             await asyncio.sleep(LOOK_S)
 
     async def _adjust(self, orphans: Found, state: HandoverState) -> None:
-        """Once the cluster serves, adjust the number of taken-over workers and their settings to the config."""
+        """Wait until the cluster serves, then adjust the number and settings of taken-over workers to the config."""
         await self.started.wait()
         cluster = self._config.cluster
         if state.surplus:

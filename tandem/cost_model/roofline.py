@@ -19,9 +19,13 @@ It is the median of the values that workers of an 8B model on H200s have learned
 _UNPACKING = 1.5
 """Time to unpack quantized weights for one decode row ÷ time of the row's arithmetic with 16-bit weights.
 
-Measured on an H100, steps of llama-3-8b in int8 and int4 are .92 and .93 times as fast as in 16 bits with 128 rows, .72
-and .75 times with 256 rows (docs/decisions/quantized_weights.md). With this factor .87 and .94, .78 and .81 are
-predicted; without it 1.18 and 1.31, 1.11 and 1.18.
+Speed of decode steps of llama-3-8b on an H100, relative to 16-bit weights (docs/decisions/quantized_weights.md):
+
+                             128 rows      256 rows
+                            int8   int4   int8   int4
+    measured                 .92    .93    .72    .75
+    predicted                .87    .94    .78    .81
+    predicted without it    1.18   1.31   1.11   1.18
 """
 _DEQUANTIZING = 1.5
 """Time to dequantize the weights for a step with a prompt ÷ time to write them in 16 bits at memory bandwidth.
@@ -32,9 +36,13 @@ factor 7.5 ms is predicted.
 _PACKED_LATENCY_S = 4e-6
 """Fixed time in seconds of a product of few tokens with a packed weight: launch, first loads, joins.
 
-It adds to the time to read the weight. For llama-3-8b on an H100 these are .5 ms of a step. Without them a step of one
-row in int8, fp8 and int4 is predicted to be 1.75, 1.77 and 2.74 times as fast as in 16 bits; 1.40, 1.34 and 1.74 were
-measured; with them 1.52, 1.53 and 2.20 are predicted.
+It adds to the time to read the weight, in total .5 ms in a step of llama-3-8b on an H100. Speed of a step of one row,
+relative to 16-bit weights:
+
+                            int8    fp8   int4
+    measured                1.40   1.34   1.74
+    predicted               1.52   1.53   2.20
+    predicted without it    1.75   1.77   2.74
 """
 _FLOAT8_PRODUCTS = 0.58
 """Time of large products of FP8 weights and FP8 inputs ÷ time of the same products in 16 bits.
@@ -52,8 +60,8 @@ GPU = Ceilings(flops=6.7e14, bytes_per_s=4e12, launch_s=3e-4, verify_s=2.2e-3)
 """The measured ceilings of an H200 in bfloat16; for other GPUs they are only an estimate.
 
 `verify_s` is the least-squares fit of 16 sizes of steps with draft tokens and 5 without, of llama-3-8b on an H100
-(docs/decisions/cost_model.md). It is 0 for CPU workers: their host computes the steps themselves, so no step hides host
-work that a step with draft tokens would expose.
+(docs/decisions/cost_model.md). It is 0 for CPU workers: their host computes the steps itself, so it never plans a step
+while another one is computed, with or without draft tokens.
 """
 CPU = Ceilings(flops=1e11, bytes_per_s=2e10, launch_s=1e-4)
 """The ceilings of a few CPU cores in float32."""

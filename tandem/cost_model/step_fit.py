@@ -36,15 +36,15 @@ _Vector = NDArray[np.float64]
 FORGET = 0.005
 """Fraction of the information on a cost part that is forgotten at each step with this part, if predictions are good."""
 FORGET_MAX = 0.05
-"""Maximum of this fraction; the fraction grows with the usual error while predictions are bad."""
+"""Maximum of the fraction that is forgotten; the fraction grows with the usual error while predictions are bad."""
 GOOD_ERROR = 0.05
 """Maximum relative error of a prediction that counts as good."""
 OUTLIER = 4.0
 """Maximum error that a step may contribute, as a multiple of the usual relative error."""
 LEARN_EVERY = 8
-"""While predictions are good, the fit learns from one in this many steps without prompts.
+"""While predictions are good, the fit learns from one out of this many consecutive steps without prompts.
 
-It solves the equations of this many steps at once.
+It also solves its collected equations once per this many steps.
 """
 AT_ONCE = 64
 """Number of first steps after each of which the coefficients are updated."""
@@ -56,9 +56,10 @@ _ERROR_PART = 0.01
 _GUESS_INFORMATION = np.array([1e-3, 0.1, 0.1, 0.1, 1e-3, 1e-3, 0.1])
 """The weight of each initial coefficient, in steps, in the order of `SECONDS`.
 
-Decode steps have many sizes. Steps with prompts may have the same size for a long time, and then their duration does
-not show how it is divided among the parts; and predictions err by some percent with the size, so a hundred such steps
-would move the coefficients away from those that hold for other sizes (docs/decisions/cost_model.md).
+Decode steps have many sizes, so the weights of their coefficients are small. Steps with prompts may have the same size
+for a long time, and then their duration does not show how it is divided among the parts. Predictions err by some
+percent with the size, so with small weights a hundred such steps would move the coefficients away from those that hold
+for other sizes (docs/decisions/cost_model.md).
 """
 _SECONDS_MIN = 1e-6
 """Lower bound of the duration of a step, in seconds."""

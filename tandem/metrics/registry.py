@@ -16,7 +16,7 @@ from tandem.metrics.family import Family, Kind
 Labels = tuple[str, ...]
 """The label values of a series, in the order of the family's label names."""
 Reading = Mapping[Labels, float]
-"""Values by label values: one for each series of a family."""
+"""The values of a family's series, by label values."""
 Facts = Mapping[Family, float | Reading]
 """Current values by family; a plain number is the value of a family without labels."""
 

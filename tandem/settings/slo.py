@@ -31,7 +31,7 @@ class SloClass:
     itl_percent: float = 99.0
     """The percentile of a request's own inter-token gaps that the ITL target limits, between 0 and 100."""
     worst_gap_s: float = math.inf
-    """The maximum of every single inter-token gap."""
+    """The maximum length of every inter-token gap of a request."""
     overload: Overload = Overload.REJECT
     has_targets: bool = field(init=False, repr=False, compare=False)
     """True if the class has any target."""

@@ -114,7 +114,7 @@ def _load_tiktoken(path: Path) -> LoadedTokenizer:
     ranks = _read_ranks(path)
 
     class Converter(TikTokenConverter):  # type: ignore[misc]  # transformers has no types
-        """A converter that takes the ranks read above, because tiktoken would copy the file to a shared folder."""
+        """A converter that uses `ranks`; tiktoken's own reader would copy the file to a shared folder."""
 
         @staticmethod
         def load_tiktoken_bpe(tiktoken_url: str) -> dict[bytes, int]:

@@ -131,7 +131,7 @@ class PlanInputs:
 
     @property
     def sizing(self) -> Sizing:
-        """The demand and the kind of workers that serve it, from which their number and split are computed."""
+        """The demand, and the workers' costs and capacity, from which their number and split are computed."""
         return Sizing(self.demand, self.targets, self.facts, self.facts)
 
     @property
@@ -149,7 +149,7 @@ class PlanInputs:
         return memory.kv_tokens >= self.demand.kv_tokens
 
     def _what_fits(self) -> str:
-        """Return the end of an error message: a quantization or a GPU with which a mean request fits, if there is one.
+        """Return the end of an error message: a quantization and a GPU with which a mean request fits, if they exist.
 
         It also says how many GPUs of the current kind the request would take, if they have memory beyond
         `OVERHEAD_BYTES`.
@@ -178,7 +178,7 @@ class PlanInputs:
     def _weight_forms(self) -> Iterator[tuple[str, ModelSpec]]:
         """Yield the model as it is and, if it is not quantized, with 8-bit and with 4-bit weights.
 
-        Before each of them it yields the value for `--quantization`, "" for the model as it is.
+        Each is preceded by the value of `--quantization` that gives it, "" for the model as it is.
         """
         yield "", self.model
         if self.model.quantization is None:

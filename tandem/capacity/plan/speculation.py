@@ -22,7 +22,7 @@ OPTION = "--speculate"
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """Draft tokens as every request has them in every step: their number, acceptance probability and cost."""
+    """The draft tokens that each request has in each step: their number, acceptance probability and cost."""
 
     acceptance: float
     """Probability, 0 to 1, that a draft token is accepted, given that all earlier tokens of the draft were."""

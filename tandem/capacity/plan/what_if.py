@@ -15,7 +15,10 @@ from tandem.settings.planner import Limits
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change, and the load that it allows with the best split of the same workers: `rate` times the current load."""
+    """A change of the model, and the load that the same workers can then serve: `rate` times the current load.
+
+    `split` is their best split for it.
+    """
 
     name: str
     rate: float

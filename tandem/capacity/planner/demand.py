@@ -81,7 +81,7 @@ class Demand:
         return self.prompt_tokens + self.answer_tokens
 
     def prompt_seconds(self, cost: StepCost, chunk_tokens: int) -> float:
-        """Return the device seconds of a mean prompt in steps of `chunk_tokens` tokens that several prompts share.
+        """Return the device seconds of a mean prompt in steps of `chunk_tokens` tokens, shared with other prompts.
 
         The prompt is charged for its share of the tokens of these steps, and for its own attention pairs.
         """

@@ -14,7 +14,10 @@ class TargetCounts:
 
     met: float = 0.0
     missed: Mapping[Phase, float] = field(default_factory=dict)
-    """Requests that missed a target, by the phase that caused it; for a rejected request, the phase that would have."""
+    """Requests that missed a target, by the phase that caused it.
+
+    A rejected request counts for the phase that would have missed its target.
+    """
 
     @property
     def total(self) -> float:

@@ -46,7 +46,8 @@ class LoadFigures:
 class Trial:
     """Runs loads of one request mix, each on a new simulated cluster.
 
-    With `asks`, requests name the service class that they are judged by; else they are best effort for the router.
+    With `asks`, requests name the service class by which they are judged; otherwise the router treats them as best
+    effort.
     """
 
     machine: Hardware

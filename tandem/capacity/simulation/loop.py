@@ -179,9 +179,9 @@ class VirtualStepLoop:
         return newest if run is None else after_steps(newest, run.ended_steps(self._clock.now))
 
     def _catch_up(self) -> None:
-        """Apply the ended steps of a steady run if any of them has needed a new KV page.
+        """Apply the ended steps of a steady run, if any of them has needed a new KV page.
 
-        Otherwise they can be applied later, because no caller sees a difference.
+        Without a new page they are applied later, because no caller can see the difference.
         """
         if self._steady is not None and self._clock.now >= self._steady.first_page_s:
             self._pass(self._steady, self._steady.ended_steps(self._clock.now))

@@ -29,7 +29,7 @@ class Lookahead:
     steps: int
     """Number of further steps with exactly the rows of the steps in flight."""
     untouched: int
-    """Number of these steps, counted from the first, before one needs a new KV page."""
+    """Number of these steps that run before the first one that needs a new KV page."""
     needed: int = -1
     """The run is valid only while more than this number of pages is free."""
 

@@ -65,7 +65,7 @@ class GrpcServer:
         return str(self.target.view.model.model)
 
     def warm_up(self, requests: int) -> None:
-        """Send a fixed number of concurrent requests, or none if `requests` is 0; see `touch`."""
+        """Send a fixed number of concurrent requests; if `requests` is 0, send none."""
         if requests:
             touch(self.target)
 
@@ -87,7 +87,7 @@ class HttpServer:
     """Any server with OpenAI's HTTP API."""
 
     share: HttpShare
-    """The server and the settings of all requests; its arrivals are not used."""
+    """The server's address and the settings of all requests; `send` replaces its arrivals by those of the workload."""
     context: int | None = None
     words: WordLengths = WordLengths()  # noqa: RUF009  # frozen
 
@@ -131,7 +131,7 @@ class HttpServer:
     def _probe(self, number: int, length: int) -> int:
         """Send one request without streaming, and return its number of prompt tokens, or 0 if the server reports none.
 
-        `length` is the length of the prompt in tokens, or in words for chat; different `number` give different prompts.
+        `length` is the length of the prompt in tokens, or in words for chat. Another `number` gives another prompt.
         """
         share = replace(self.share, seed=WARM_SEED)
         body = request_body(share, Arrival(0.0, (Block(number, length),), _WARM_TOKENS))

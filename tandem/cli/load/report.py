@@ -13,7 +13,7 @@ from tandem.cli.load.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class CellScore:
-    """The outcomes of a load's requests for one SLO cell: the number of requests with each, rejected ones included."""
+    """The number of a load's requests by outcome, for one SLO cell; rejected requests are included."""
 
     cell: SloCell
     outcomes: Mapping[Outcome, int]

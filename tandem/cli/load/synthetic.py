@@ -36,7 +36,7 @@ class Lengths:
         return cls(*values)
 
     def draw(self, generator: np.random.Generator, count: int) -> list[int]:
-        """Draw `count` lengths of at least one token."""
+        """Sample `count` lengths of at least one token."""
         location = math.log(self.mean) - self.sigma**2 / 2
         return [max(1, round(length)) for length in np.exp(location + self.sigma * generator.standard_normal(count))]
 
@@ -82,7 +82,7 @@ class Synthetic:
 
 
 def due_times(generator: np.random.Generator, cv: float, rate: float, seconds: float) -> list[float]:
-    """Draw the due times of requests at `rate` per second, all below `seconds`; with a `cv` of 0 all gaps are equal.
+    """Sample the due times of requests at `rate` per second, all below `seconds`; with a `cv` of 0 all gaps are equal.
 
     Raises InvalidArgument unless `rate` is above 0.
     """

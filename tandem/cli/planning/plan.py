@@ -103,7 +103,7 @@ def what_if_lines(inputs: PlanInputs, split: Split) -> Iterator[str]:
 def speculation_lines(inputs: PlanInputs, drafting: Drafting) -> Iterator[str]:
     """Yield lines with the predicted speedup of decoding by draft tokens.
 
-    One prediction uses step costs of the roofline; the other, if there are any, fitted step costs.
+    It is predicted with the step costs of the roofline and, if there are fitted step costs, also with those.
     """
     from tandem.cost_model.step_cost import StepCost
 

@@ -32,7 +32,7 @@ class SettingsCommand(TyperCommand):
     """A command whose options may also come from `--config FILE` and from variables TANDEM_…."""
 
     def __init__(self, *args: Any, params: list[Any] | None = None, **given: Any) -> None:
-        """Create the command; an option of `params` without an environment variable gets `TANDEM_` and its name.
+        """Create the command; an option in `params` without an environment variable gets TANDEM_ followed by its name.
 
         The arguments are those of `TyperCommand`.
         """

@@ -259,7 +259,7 @@ class Operator:
             await asyncio.sleep(LOOK_S)
 
     async def _arrive(self, supervisor: ProcessSupervisor) -> None:
-        """Wait until a worker serves, and add it back to the topology; return as well if its supervisor has stopped."""
+        """Wait until a worker serves and add it back to the topology, or return when its supervisor has stopped."""
         try:
             await supervisor.until(Phase.SERVING)
             await self._assignments.restore_worker(supervisor.name)
@@ -320,7 +320,7 @@ class Operator:
 
     @contextlib.contextmanager
     def _counting_on(self, supervisor: ProcessSupervisor) -> Iterator[None]:
-        """Treat the worker as expected to serve while the body runs, and afterwards unless the body fails."""
+        """Count the worker among those expected to serve while the body runs; afterwards too, unless the body fails."""
         self._awaited.add(supervisor)
         try:
             yield

@@ -47,7 +47,7 @@ class Controllers(ABC):
 
 
 class NoControllers(Controllers):
-    """Implements `Controllers` for a cluster with only one controller, because the workers end with the controller."""
+    """Implements `Controllers` for a cluster whose workers end with its controller: it has no other controller."""
 
     async def others(self, than: int) -> list[OtherController]:
         """Return no controllers."""

@@ -92,7 +92,7 @@ class JoinedRay:
             ray.shutdown()
 
     def kill(self) -> None:
-        """Prevent the call of `ray.shutdown` at the interpreter's exit, which would wait for a Ray that hangs.
+        """Unregister `ray.shutdown` as an exit handler of the interpreter, because it would wait for a Ray that hangs.
 
         The remaining actors end with this process. May be called from any thread.
         """

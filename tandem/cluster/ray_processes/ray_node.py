@@ -1,7 +1,7 @@
 """A private Ray node: all sockets on loopback, a new token, and a temp folder that is removed at the end.
 
-Ray ties its processes to the thread that starts them (they get SIGKILL when it ends), so the caller of `start` keeps
-that thread alive until `stop`. If the owner is killed, a watchdog process ends the processes that survive the owner.
+Ray's processes get SIGKILL when the thread that started them ends, so the caller of `start` must keep its thread alive
+until `stop`. If the owner is killed, a watchdog process ends the processes that survive the owner.
 """
 
 import atexit

@@ -107,7 +107,7 @@ class RouterProcess:
     """
 
     def __init__(self, config: ClusterSettings, token: str, number: int = 0, group: Any = None) -> None:
-        """`number` is the number of the controller, `group` the placement group of its routers."""
+        """Create the spawner; `number` is the number of the controller, `group` the placement group of its routers."""
         self._cluster = config
         self._token = token
         self._prefix = f"router-{number}-"
