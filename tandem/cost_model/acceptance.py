@@ -15,8 +15,8 @@ WINDOW = 32.0
 class Acceptance:
     """Learns the probability that a draft token is accepted if all earlier ones were, by source and position.
 
-    It is an exponential moving average of the outcomes. The sources are those of
-    `tandem.engine.speculation.proposer.DraftSource`.
+    It is an exponential moving average of the outcomes. After a run of equal outcomes that is improbable at this
+    average, only the run counts. The sources are those of `tandem.engine.speculation.proposer.DraftSource`.
     """
 
     def __init__(self, prior: float = PRIOR) -> None:

@@ -105,5 +105,5 @@ def chunks_within(
 
 
 def forced_chunk(most: int) -> Chunks:
-    """Return a forced chunk of at most `most` tokens, with the number of steps that follow it."""
+    """Return forced chunks of at most `most` tokens, with `FORCED_CHUNK_INTERVAL` steps after each of them."""
     return Chunks(max(1, min(FORCED_CHUNK_TOKENS, most)), FORCED_CHUNK_INTERVAL)

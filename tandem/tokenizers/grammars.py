@@ -47,7 +47,7 @@ Masks within this limit took at most 25 ms; within llguidance's limit of 50,000 
 that llama.cpp ships and 200 generated schemas need no more items (docs/decisions/sampling.md).
 """
 _TOKEN_S = 0.2
-"""Maximum processor time in seconds for one mask: twenty times the longest time measured with these grammars."""
+"""Maximum processor time in seconds for one mask: twenty times the longest time of the grammars measured above."""
 _REPLAYED_TOKEN_S = 0.001
 """Additional processor time in seconds for each replayed token of a continued answer: ten times the usual time."""
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"

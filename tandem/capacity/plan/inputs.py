@@ -44,7 +44,7 @@ _HELPS = "more workers do not help: relax the target, or take a faster --gpu or 
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
-    """A model on workers of one kind, each with a GPU, and the load and latency targets to serve."""
+    """The input of `tandem plan`: a model, the GPU of each worker, the load to serve and its latency targets."""
 
     name: str
     model: ModelSpec
@@ -74,7 +74,7 @@ class PlanInputs:
 
     @property
     def draft_step_ratio(self) -> float:
-        """The duration of a draft model's decode step of one request ÷ that of the main model's, by the roofline.
+        """The duration of a one-request decode step of the draft model ÷ that of the main model, by the roofline.
 
         It is 0 without a draft model.
         """

@@ -104,7 +104,7 @@ def _loads(table: Mapping[str, Any]) -> dict[str, dict[str, list[Any]]]:
 def _classes(table: Mapping[str, Any]) -> list[SloClass]:
     """Return the service classes to compare.
 
-    A strict class's ITL target is `STEPS` decode steps of the measured cluster.
+    If a class gives its ITL target in steps, the target becomes `STEPS` decode steps of the measured cluster.
     """
     step_s = table.get("unloaded_step_s") or table.get("unloaded_step_ms", 0.0) / 1e3
     if not step_s:

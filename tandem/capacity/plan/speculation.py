@@ -77,10 +77,10 @@ class Drafting:
         return seconds / (seconds - costs.count(self._survival(drafts), kv_read_once=True).saved_s)
 
     def break_even(self, cost: StepCost, context: int) -> int:
-        """Return the smallest batch size at and above which draft tokens never raise the throughput; at most ROWS_MAX.
+        """Return the smallest batch size from which draft tokens never raise the throughput; at most ROWS_MAX.
 
-        Steps of ROWS_MAX requests have no draft tokens. Below the returned size draft tokens may not raise the
-        throughput either, because a step that verifies them has an additional fixed cost.
+        Steps of ROWS_MAX requests have no draft tokens. Draft tokens may fail to raise the throughput of smaller
+        batches, too, because a step that verifies them has an additional fixed cost.
         """
         paying = (batch for batch in range(1, ROWS_MAX) if self.speedup(cost, batch, context) > 1)
         return 1 + max(paying, default=0)

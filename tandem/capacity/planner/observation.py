@@ -10,7 +10,7 @@ from tandem.protocol.lifecycle.spans import Phase
 
 @dataclass(frozen=True, slots=True)
 class TargetCounts:
-    """Requests with latency targets that ended in the window: `met` their targets, or `missed` them, by phase."""
+    """The numbers of requests with latency targets that ended in the window, by whether they met all of them."""
 
     met: float = 0.0
     missed: Mapping[Phase, float] = field(default_factory=dict)

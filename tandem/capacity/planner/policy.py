@@ -116,9 +116,10 @@ def _swings(seen: Observation, newest: Demand, before: Demand | None) -> bool:
 def _answer_tokens(seen: Observation, state: State) -> float:
     """Estimate the mean output length from ended and running requests.
 
-    Right after a change of the mix, only short requests have ended. A request occupies its batch slot for its output
-    length (Little's law). If the number of decoding requests grows, their outputs are longer than those of ended
-    requests; if that number shrinks, their outputs are shorter. If no further request fits, queued requests count too.
+    Right after a change of the mix, only short requests have ended. The number of running requests gives a second
+    estimate: by Little's law, that number is the rate of admitted requests times the duration of a mean output. If the
+    number grows, the result is the larger of the two estimates; if it shrinks, the smaller; otherwise the mean of the
+    ended requests. If no further request fits, queued requests count as running, and the larger estimate is used.
     """
     ended, decoding = seen.offered.answer_tokens, seen.decode or seen.shared
     if seen.answers is None or not decoding:

@@ -45,7 +45,7 @@ class Drafts:
         return StepCost(CostParameters(self.token_s, 0.0, 0.0, 0.0, 0.0, 0.0))
 
     def speculation(self, batch: DraftingBatch, grow: Callable[[DecodeRequest], bool]) -> Speculation:
-        """Return the speculation control for a new worker, which decides how many draft tokens each request gets."""
+        """Return the speculation control of a new worker; it decides how many draft tokens each request gets."""
         chance = _Chance(self)
         if not self.token_s:
             return Speculation(_LookUps(chance), batch, grow, _cut_all)

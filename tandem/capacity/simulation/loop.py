@@ -1,8 +1,8 @@
 """A worker's step loop under the virtual clock.
 
 As in `tandem/worker/loop.py`, a step is scheduled and launched while the step before it runs. To be fast, the loop
-applies a run of equal decode steps in a single operation. A call from outside first applies the steps of the run that
-have ended by then, so it sees the worker's state at its time.
+applies a run of equal decode steps in a single operation. If another component calls the worker during the run, the
+steps that have ended are applied first, so that the call sees the state of the worker at its time.
 """
 
 from __future__ import annotations

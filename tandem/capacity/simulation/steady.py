@@ -1,4 +1,4 @@
-"""Steady runs of equal decode steps, which differ only in their contexts while no request joins, ends or waits."""
+"""Steady runs: decode steps with the same rows, because no request joins, ends or waits; only their contexts grow."""
 
 import math
 from collections import deque

@@ -58,7 +58,7 @@ def check_cores(cores: int | None = None) -> Check:
 
 
 def check_shared_memory(free_bytes: int | None = None) -> Check:
-    """Check the free space in /dev/shm, which Ray's object store and transfers within the host use."""
+    """Check the free space in /dev/shm, because Ray's object store and transfers within the host use it."""
     if free_bytes is None:
         if not SHM.is_dir():
             return Check("/dev/shm", Level.FAIL, "missing", "mount a tmpfs there; in a container give it --shm-size=1g")

@@ -51,7 +51,7 @@ class LoadReport:
 
     @property
     def valid(self) -> bool:
-        """True if the clients sent 99 % of the requests on time; otherwise the server got another load than planned."""
+        """True if the clients sent at least 99 % of the requests on time, so that the server got the planned load."""
         return self.lateness.p99 <= self.lateness_bound_s
 
     @property

@@ -125,7 +125,7 @@ def _collect(pipes: Sequence[Connection], on_progress: Callable[[Progress], None
 
 @contextmanager
 def _stopped_by_interrupt(pipes: Sequence[Connection]) -> Iterator[list[float]]:
-    """While the body runs, let the first Ctrl-C stop the clients instead of this process.
+    """Let the first Ctrl-C stop the clients instead of this process while the body runs.
 
     Yields a list that is empty until then, and afterwards contains the time of the Ctrl-C (`time.monotonic`).
     """

@@ -85,7 +85,7 @@ class Assignments:
         return self._wanted[worker_id]
 
     def topology_with(self, worker_ids: Collection[str]) -> Topology:
-        """Return the topology as it will be when those of `worker_ids` that are absent serve again."""
+        """Return the topology that results when the absent workers among `worker_ids` serve again."""
         topology = self.topology
         for worker_id in self._absent.keys() & set(worker_ids):
             topology = _with_more(topology, self._absent[worker_id], 1)
@@ -146,7 +146,7 @@ class Assignments:
         await self._wait_until_stable(grace_s)
 
     async def _share(self, topology: Topology, grace_s: float) -> None:
-        """Apply a topology to the present workers, and to absent workers for when they serve again.
+        """Apply a topology: change the assignments of present workers, and the roles that absent workers return to.
 
         Returns once the schedulers that the topology needs are open; the others close later.
         """

@@ -15,7 +15,7 @@ from tandem.settings.planner import PlannerMode
 
 @dataclass(frozen=True, slots=True)
 class HandoverState:
-    """The workers that a controller starts with."""
+    """The workers that a controller has at first."""
 
     slots: tuple[Slot, ...]
     topology: Topology

@@ -187,9 +187,9 @@ class Operator:
         """Drain a worker: let it finish requests for `grace_s` seconds, move the rest to other workers, and end it.
 
         With `restart` the worker starts again, and the call returns when it serves. With `node_leaves` the worker
-        starts on another node once its node has left. Otherwise it stays drained. Raises NotFound for an unknown name,
-        and FailedPrecondition if the worker does not serve, has been drained before or, unless `force` is set, is the
-        last worker that serves.
+        starts on another node once its node has left. With neither, it stays drained. Raises NotFound for an unknown
+        name, and FailedPrecondition if the worker does not serve, has been drained before or, unless `force` is set, is
+        the last worker that serves.
         """
         supervisor = self._supervisors.get(worker_id)
         if supervisor is None:

@@ -53,8 +53,8 @@ class Fleet:
     def add(self, slot: Slot, living: tuple[int, Process] | None = None, *, drained: bool = False) -> ProcessSupervisor:
         """Add a slot, and start a process for it in the background.
 
-        If `living` is given, a live process with its incarnation, that process is adopted instead. With `drained` no
-        process is started until an operator wants the worker.
+        `living` is a live process of the slot and its incarnation; if it is given, it is adopted instead. With
+        `drained` no process is started until an operator wants the worker.
         """
         supervisor = self._keep(slot)
         if living is not None:

@@ -47,8 +47,8 @@ class JoinedRay:
         """Prepare to join the Ray cluster at `address`: host:port of the head's GCS, or `auto`.
 
         `auto` is RAY_ADDRESS or, if unset, the cluster that `ray start` last joined. `start` waits up to `wait_s`
-        seconds for a missing cluster or node, unless `stopping` is set before. Actors are created in `namespace`, where
-        other processes find them and which may contain actors of earlier processes; None = a new namespace for this
+        seconds for a missing cluster or node, unless `stopping` is set before. Actors are created in `namespace`, so
+        that other processes find them; it may contain actors of earlier processes. None = a new namespace for this
         process alone. `trusted_network` must be True if workers may run on several hosts.
         """
         self._trusted_network = trusted_network

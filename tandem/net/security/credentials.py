@@ -14,7 +14,7 @@ _SCHEME = b"bearer "
 def check_guarded(field: str, host: str, *, guarded: bool, insecure: bool) -> None:
     """Raise InvalidArgument for `field` if a router on `host` would be open to the network without an API key.
 
-    `guarded` is True if the router requires API keys. A loopback host, and any host with `insecure`, may do without.
+    `guarded` is True if the router requires API keys. They are not required on a loopback host, nor with `insecure`.
     """
     if not guarded and not insecure and not is_loopback(host):
         advice = "give --api-key or --api-key-file, or --insecure if that is meant"
