@@ -145,10 +145,10 @@ class AnswerGrammar:
     def allowed(self, answer: Sequence[int], drafts: int = 0) -> NDArray[np.int32]:
         """Return the mask of the tokens that may follow `answer`, as int32 words of shape [vocab / 32].
 
-        From call to call, `answer` may only grow. With `drafts`, the mask is that after `answer` and the first `drafts`
-        draft tokens that were last passed to `count_allowed` for the same answer. The lowest bit of the first word is
-        token 0. Raises InvalidArgument if the grammar exceeds its limits while the mask is computed, or if `answer`
-        does not follow the grammar.
+        With `drafts`, return instead the mask of the tokens that may follow `answer` and the first `drafts` draft
+        tokens that were last passed to `count_allowed` for the same answer. The lowest bit of the first word is token
+        0. From call to call, `answer` may only grow. Raises InvalidArgument if the grammar exceeds its limits while the
+        mask is computed, or if `answer` does not follow the grammar.
         """
         if drafts:
             return self._behind[drafts - 1]

@@ -65,8 +65,8 @@ class Drafting:
         """Return tokens per second with draft tokens ÷ those without, for `batch` requests of `context` tokens each.
 
         Workers predict the speedup with the same `DraftCosts`. Attention reads the KV of a request once for all its
-        rows. Requests have fewer draft tokens if the step would otherwise have more than ROWS_MAX rows; if none are
-        left, the speedup is 1.
+        rows. Requests have fewer draft tokens if the step would otherwise have more than ROWS_MAX rows; if none of them
+        has a draft token, the speedup is 1.
         """
         drafts = min(self.drafts, ROWS_MAX // batch - 1)
         if drafts < 1:

@@ -154,9 +154,9 @@ def shared_load_ratio(
 ) -> LoadRatio:
     """Return the load ratio of `workers` workers that do both prefill and decode.
 
-    Each prompt takes its prefill time once, and each decode row takes its time once per step. A step therefore lasts
-    base ÷ (1 - share of prefill - share of decode) seconds. At the maximum load this duration reaches the ITL target,
-    or all rows that fit are used, or the TTFT target is just met.
+    The load determines the share of a worker's time that prompts take and the share that decode rows take. The rest of
+    each step is its base cost, so a step lasts base ÷ (1 - share of prefill - share of decode) seconds. At the maximum
+    load this duration reaches the ITL target, or all rows that fit are used, or the TTFT target is just met.
 
     `backlog_s` is the work on queued prompts in addition to the new load, in device seconds per second.
     """

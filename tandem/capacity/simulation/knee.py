@@ -88,7 +88,7 @@ class Trial:
 
 
 def find_knee(load: Callable[[float], LoadFigures], guess: float) -> LoadFigures | None:
-    """Return the load with the highest tried rate at which `KEPT` of the requests met their class.
+    """Return the load with the highest tried rate at which at least the share `KEPT` of requests met their class.
 
     Returns None if there is none. The search starts at the rate `guess`.
     """

@@ -59,7 +59,7 @@ class SteadyBatch(DraftingBatch):
     """A running batch that can skip many steps at once, provided that no request has draft tokens."""
 
     def __init__(self, slots: int, kv: KvPages) -> None:
-        """Create the batch like `RunningBatch`; a step reads each request's KV once for all its rows, as on GPUs."""
+        """Create the batch like `RunningBatch`; a step reads a request's KV once for all of the request's rows."""
         super().__init__(slots, kv)
         self.kv_read_once = True
         self._first_end: tuple[BatchSnapshot | None, int] = None, 0

@@ -99,7 +99,7 @@ class HttpServer:
     def warm_up(self, requests: int) -> None:
         """Send `requests` concurrent requests.
 
-        For chat, two requests before these measure how many tokens the server counts per word of a prompt.
+        For chat, two other requests are sent first, to measure how many tokens the server counts per word of a prompt.
         """
         long = _PROBE_WORDS if self.context is None else min(_PROBE_WORDS, self.context // 8)
         short = max(1, long // 4)

@@ -63,7 +63,7 @@ class Trace:
         return replace(self, requests=tuple(requests))
 
     def _span_s(self, count: int) -> float:
-        """Return the due time of the request after the first `count`.
+        """Return the due time of the request that follows the first `count` requests.
 
         Past the end of the trace, the due time is extrapolated by one mean gap.
         """

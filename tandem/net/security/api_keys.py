@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 _HASHED = "sha256:"
 _NO_DIGEST = bytes(hashlib.sha256().digest_size)
-"""A digest that no key has; an unknown presented key is compared with it."""
+"""A digest that no key has: an unknown key is compared with it, so that its check takes as long as any other."""
 _QUOTA_MAX = 10**12
 _NAME_CHARS = 64
 
@@ -97,7 +97,7 @@ class ApiKeys:
     def find(self, headers: Iterable[tuple[str | bytes, str | bytes]]) -> ApiKey | None:
         """Return the accepted key in the headers of a call; None if the headers have no key, or an unknown one.
 
-        Raises InvalidArgument if it presents several keys.
+        Raises InvalidArgument if the headers have several keys.
         """
         presented = presented_key(headers)
         self._follow_file()

@@ -24,8 +24,8 @@ def check_guarded(field: str, host: str, *, guarded: bool, insecure: bool) -> No
 def derived_secret(token: str, purpose: str) -> bytes:
     """Return a secret of 64 bytes derived from the cluster's token, different for each `purpose`.
 
-    The token can be found from it only by trying tokens, and scrypt makes each try cost 16 MiB and about 40 ms. A
-    process computes it once per token.
+    The token can be found from the secret only by trying tokens, and scrypt makes each try cost 16 MiB and about 40 ms.
+    A process runs scrypt once per token.
     """
     return hmac.digest(_stretched(token), purpose.encode(), "sha512")
 
