@@ -47,7 +47,7 @@ LEARN_EVERY = 8
 It also solves its collected equations once per this many steps.
 """
 AT_ONCE = 64
-"""Number of first steps after each of which the coefficients are updated."""
+"""The coefficients are updated after each of the first steps, up to this number of steps."""
 _USUAL_MIN = 0.02
 _USUAL_PART = 0.05
 """Weight of the newest error in the moving average of errors (the usual error)."""
@@ -97,7 +97,7 @@ class StepFit:
         self._rows: list[list[float]] = []
         """The equations row · coefficients = target that are not solved yet.
 
-        Each is divided by the larger of the predicted and the measured duration.
+        Each equation is divided by the larger of the predicted and the measured duration.
         """
         self._targets: list[float] = []
 

@@ -36,7 +36,7 @@ class LoadedTokenizer:
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     """Special tokens by their names in tokenizer_config.json.
 
-    A token that tokenizer_config.json itself defines takes precedence.
+    A token that tokenizer_config.json itself defines takes precedence over that of the tokenizer file.
     """
     chat_template: str | None = None
     """The chat template in the tokenizer file; it is used only if the folder has no other template."""

