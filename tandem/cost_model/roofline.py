@@ -60,8 +60,8 @@ GPU = Ceilings(flops=6.7e14, bytes_per_s=4e12, launch_s=3e-4, verify_s=2.2e-3)
 """The measured ceilings of an H200 in bfloat16; for other GPUs they are only an estimate.
 
 `verify_s` is the least-squares fit of 16 sizes of steps with draft tokens and 5 without, of llama-3-8b on an H100
-(docs/decisions/cost_model.md). It is 0 for CPU workers: their host computes the steps itself, so it never plans a step
-while another one is computed, with or without draft tokens.
+(docs/decisions/cost_model.md). It is 0 for CPU workers: the host computes their steps itself, so a step without draft
+tokens hides no host work that a step with draft tokens would expose.
 """
 CPU = Ceilings(flops=1e11, bytes_per_s=2e10, launch_s=1e-4)
 """The ceilings of a few CPU cores in float32."""
