@@ -27,7 +27,8 @@ def option_groups(command: Callable[..., R]) -> Callable[..., R]:
     @functools.wraps(command)
     def flat(*arguments: Any, **given: Any) -> R:
         made = {
-            name: group(**{each.name: given.pop(each.name) for each in fields(group)}) for name, group in groups.items()
+            name: group(**{option.name: given.pop(option.name) for option in fields(group)})
+            for name, group in groups.items()
         }
         return command(*arguments, **given, **made)
 
@@ -40,6 +41,8 @@ def option_groups(command: Callable[..., R]) -> Callable[..., R]:
 def _options(group: Any) -> list[inspect.Parameter]:
     hints = get_type_hints(group, include_extras=True)
     return [
-        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=hints[each.name])
-        for each in fields(group)
+        inspect.Parameter(
+            option.name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=hints[option.name]
+        )
+        for option in fields(group)
     ]

@@ -54,7 +54,7 @@ def in_options(message: str) -> str:
 
     Names with an underscore are replaced anywhere, others only at the beginning of the message before a colon.
     """
-    return re.sub(r"^(\w+)(?=:)|\b\w+_\w+\b", lambda found: SETTINGS.get(found.group(), found.group()), message)
+    return re.sub(r"^(\w+)(?=:)|\b\w+_\w+\b", lambda match: SETTINGS.get(match.group(), match.group()), message)
 
 
 def exit_code(error: Exception) -> int:

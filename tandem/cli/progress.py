@@ -15,7 +15,7 @@ Report = Callable[[str, float], None]
 
 @contextmanager
 def progress_bars(console: Console) -> Iterator[Report]:
-    """Show one progress bar per activity on a terminal, nothing elsewhere; yield the function that updates them."""
+    """Show one progress bar per activity if the output is a terminal; yield the function that updates the bars."""
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())

@@ -189,14 +189,14 @@ def _chunk(message: inference_pb2.GenerateResponse) -> Chunk:
         index=message.index,
         text=chunk.text,
         reasoning=chunk.reasoning,
-        tool_calls=[ToolCallDelta(each.index, each.id, each.name, each.arguments) for each in chunk.tool_calls],
+        tool_calls=[ToolCallDelta(call.index, call.id, call.name, call.arguments) for call in chunk.tool_calls],
         token_ids=list(chunk.token_ids),
-        logprobs=[_score(each) for each in chunk.logprobs],
+        logprobs=[_score(token) for token in chunk.logprobs],
     )
 
 
 def _prompt(message: inference_pb2.PromptDetails) -> Prompt:
-    return Prompt(message.text, list(message.token_ids), [_score(each) for each in message.tokens])
+    return Prompt(message.text, list(message.token_ids), [_score(token) for token in message.tokens])
 
 
 def _score(score: inference_pb2.TokenScore) -> TokenScore:

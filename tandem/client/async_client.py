@@ -145,8 +145,8 @@ class AsyncClient:
         answer: inference_pb2.GetTokenizerInfoResponse = await self._unary(
             self._stub.GetTokenizerInfo, inference_pb2.GetTokenizerInfoRequest()
         )
-        found: dict[str, Any] = json.loads(answer.info)
-        return found
+        info: dict[str, Any] = json.loads(answer.info)
+        return info
 
     async def abort(self, request_id: str) -> bool:
         """Cancel a request, and return True if it was running."""
@@ -156,22 +156,24 @@ class AsyncClient:
 
     async def model(self) -> inference_pb2.GetModelInfoResponse:
         """Return the properties of the served model. Raises Unavailable if no worker has loaded the model."""
-        found: inference_pb2.GetModelInfoResponse = await self._unary(
+        response: inference_pb2.GetModelInfoResponse = await self._unary(
             self._stub.GetModelInfo, inference_pb2.GetModelInfoRequest()
         )
-        return found
+        return response
 
     async def server(self) -> inference_pb2.GetServerInfoResponse:
         """Return the state of the router and its workers. Raises PermissionDenied for a tenant's key."""
-        found: inference_pb2.GetServerInfoResponse = await self._unary(
+        response: inference_pb2.GetServerInfoResponse = await self._unary(
             self._stub.GetServerInfo, inference_pb2.GetServerInfoRequest()
         )
-        return found
+        return response
 
     async def loads(self) -> inference_pb2.GetLoadsResponse:
         """Return the numbers of waiting and running requests. Raises PermissionDenied for a tenant's key."""
-        found: inference_pb2.GetLoadsResponse = await self._unary(self._stub.GetLoads, inference_pb2.GetLoadsRequest())
-        return found
+        response: inference_pb2.GetLoadsResponse = await self._unary(
+            self._stub.GetLoads, inference_pb2.GetLoadsRequest()
+        )
+        return response
 
     async def close(self) -> None:
         """Close the connection and cancel the requests that are still running."""

@@ -137,8 +137,8 @@ def generate_request(prompts: Prompts, options: GenerateOptions) -> inference_pb
     """Build the request. Raises InvalidArgument, which names the value, for a value that cannot be sent."""
     given: dict[str, Any] = {**options}
     fields = {name: given.pop(name) for name in _GENERATE_FIELDS if given.get(name) is not None}
-    several = not isinstance(prompts, str) and any(hasattr(each, "__len__") for each in prompts)
-    prompt = {"prompts": {"prompts": [_prompt(each) for each in prompts]}} if several else _prompt(prompts)
+    several = not isinstance(prompts, str) and any(hasattr(item, "__len__") for item in prompts)
+    prompt = {"prompts": {"prompts": [_prompt(item) for item in prompts]}} if several else _prompt(prompts)
     request: inference_pb2.GenerateRequest = _message(inference_pb2.GenerateRequest, {**fields, **prompt})
     request.options.CopyFrom(_options(given))
     return request
@@ -176,8 +176,8 @@ def chat_request(conversation: Conversation, options: ChatOptions) -> inference_
     fields = {
         "model": given.pop("model", ""),
         "request_id": given.pop("request_id", ""),
-        "messages": [_turn(each) for each in messages],
-        "tools": [_tool(each) for each in given.pop("tools", ())],
+        "messages": [_turn(message) for message in messages],
+        "tools": [_tool(tool) for tool in given.pop("tools", ())],
         "tool_choice": "" if isinstance(choice, Tool) else choice,
         "tool_function": choice.name if isinstance(choice, Tool) else "",
         **{name: given.pop(name) for name in _CHAT_FIELDS if name in given},

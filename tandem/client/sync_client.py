@@ -149,8 +149,8 @@ class Client:
         answer: inference_pb2.GetTokenizerInfoResponse = self._unary(
             self._stub.GetTokenizerInfo, inference_pb2.GetTokenizerInfoRequest()
         )
-        found: dict[str, Any] = json.loads(answer.info)
-        return found
+        info: dict[str, Any] = json.loads(answer.info)
+        return info
 
     def abort(self, request_id: str) -> bool:
         """Cancel a request, and return True if it was running."""
@@ -160,22 +160,22 @@ class Client:
 
     def model(self) -> inference_pb2.GetModelInfoResponse:
         """Return the properties of the served model. Raises Unavailable if no worker has loaded the model."""
-        found: inference_pb2.GetModelInfoResponse = self._unary(
+        response: inference_pb2.GetModelInfoResponse = self._unary(
             self._stub.GetModelInfo, inference_pb2.GetModelInfoRequest()
         )
-        return found
+        return response
 
     def server(self) -> inference_pb2.GetServerInfoResponse:
         """Return the state of the router and its workers. Raises PermissionDenied for a tenant's key."""
-        found: inference_pb2.GetServerInfoResponse = self._unary(
+        response: inference_pb2.GetServerInfoResponse = self._unary(
             self._stub.GetServerInfo, inference_pb2.GetServerInfoRequest()
         )
-        return found
+        return response
 
     def loads(self) -> inference_pb2.GetLoadsResponse:
         """Return the numbers of waiting and running requests. Raises PermissionDenied for a tenant's key."""
-        found: inference_pb2.GetLoadsResponse = self._unary(self._stub.GetLoads, inference_pb2.GetLoadsRequest())
-        return found
+        response: inference_pb2.GetLoadsResponse = self._unary(self._stub.GetLoads, inference_pb2.GetLoadsRequest())
+        return response
 
     def close(self) -> None:
         """Close the connection and cancel the requests that are still running."""

@@ -41,7 +41,7 @@ class Changes:
     """
 
     def __init__(self, what: str) -> None:
-        """`what` names the kind of change in log messages."""
+        """Prepare to run changes; `what` names their kind in log messages."""
         self._what = what
         self._begun: set[asyncio.Task[Any]] = set()
 

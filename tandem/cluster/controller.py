@@ -142,7 +142,7 @@ class Controller:
                 ("router", self._router_keeper.health()),
                 *((slot.role.value, health) for slot, health in self._supervisor.fleet.health()),
             ],
-            lambda: {each.peer.worker_id: each.role.value for each in self._registry.membership().workers},
+            lambda: {worker.peer.worker_id: worker.role.value for worker in self._registry.membership().workers},
         )
 
     async def health(self) -> ClusterHealth:

@@ -24,7 +24,7 @@ from tandem.protocol.errors import Unavailable
 ANSWER_TIMEOUT_S = 10.0
 """Timeout of one call to the controller or to the router's health service, in seconds."""
 START_TIMEOUT_S = 60.0
-"""Timeout for the start of a controller's process, and again for its listener to open, in seconds."""
+"""Timeout in seconds for the start of a controller's process, and the same for its listener to open afterwards."""
 
 
 class ControllerProcess:

@@ -46,7 +46,7 @@ async def until_it_hangs(
     asking: asyncio.Task[None] | None = None
 
     def ask() -> None:
-        """Send a probe, unless the previous probe is pending, because its late reply is a sign of life as well."""
+        """Send a probe, unless the previous one is pending: a late reply to that one is a sign of life as well."""
         nonlocal asking
         if not is_there():
             heartbeat.beat()

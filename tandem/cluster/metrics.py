@@ -102,23 +102,26 @@ class ClusterMetrics:
         The labels are for relabeling only: each process labels its own series.
         """
         roles = self._roles()
-        found = [
+        targets = [
             {
                 "targets": [target.address],
                 "labels": {"__meta_tandem_worker": name, "__meta_tandem_role": roles.get(name, target.role)},
             }
             for name, target in self._targets.items()
         ]
-        return json.dumps(found).encode(), _JSON
+        return json.dumps(targets).encode(), _JSON
 
     def _facts(self) -> Facts:
         roles, kept = self._roles(), tuple(self._health())
         return {
             f.PROCESS_UP: {
-                (roles.get(each.name, role), each.name): float(each.phase is Phase.SERVING) for role, each in kept
+                (roles.get(health.name, role), health.name): float(health.phase is Phase.SERVING)
+                for role, health in kept
             },
-            f.PROCESS_RESTARTS: {(each.name,): float(each.restarts) for _, each in kept},
+            f.PROCESS_RESTARTS: {(health.name,): float(health.restarts) for _, health in kept},
             f.TARGET_UP: {
-                (each.name,): float(self._answered[each.name]) for _, each in kept if each.name in self._answered
+                (health.name,): float(self._answered[health.name])
+                for _, health in kept
+                if health.name in self._answered
             },
         }

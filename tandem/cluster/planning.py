@@ -77,7 +77,7 @@ class Planning:
         self._state = State()
         self._before: Scrape | None = None
         self._decision: Decision | None = None
-        self._changes = dict.fromkeys((each for each in Direction if each is not Direction.NONE), 0)
+        self._changes = dict.fromkeys((direction for direction in Direction if direction is not Direction.NONE), 0)
 
     def export_to(self, registry: Registry) -> None:
         """Export the planner's decisions as metrics."""
@@ -136,14 +136,14 @@ class Planning:
         log.info("planner: %s after %.1f s", split.text, self._clock() - began)
 
     def _targets_by_class(self, idle_step_s: float) -> Mapping[str, LatencyTargets]:
-        classes = (each for each in self._classes if each.has_targets)
+        classes = (slo for slo in self._classes if slo.has_targets)
         return {
-            each.name: LatencyTargets(each.ttft_s, each.gap_target(idle_step_s) / StepCost().margin) for each in classes
+            slo.name: LatencyTargets(slo.ttft_s, slo.gap_target(idle_step_s) / StepCost().margin) for slo in classes
         }
 
     def _facts(self) -> Facts:
         facts: dict[Family, float | Reading] = {
-            f.PLANNER_CHANGES: {(each.value,): float(count) for each, count in self._changes.items()}
+            f.PLANNER_CHANGES: {(direction.value,): float(count) for direction, count in self._changes.items()}
         }
         decision = self._decision
         if decision is not None:

@@ -105,5 +105,5 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         self, _request: cluster_pb2.ListAbsentRequest, _context: _Context
     ) -> cluster_pb2.ListAbsentResponse:
         """List the workers that do not serve now, with reasons."""
-        absent = (conversion.to_proto(each, cluster_pb2.Absence) for each in self._operator.absent())
+        absent = (conversion.to_proto(absence, cluster_pb2.Absence) for absence in self._operator.absent())
         return cluster_pb2.ListAbsentResponse(workers=absent)

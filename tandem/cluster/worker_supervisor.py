@@ -118,11 +118,11 @@ class WorkerSupervisor:
     async def take_over(self, handover: Handover) -> None:
         """Take over the workers; return when live workers are registered here and missing ones are starting."""
         left = await self._left.living()
-        above = max((generation_of(each.peer.incarnation) for each in left), default=0)
+        above = max((generation_of(worker.peer.incarnation) for worker in left), default=0)
         # A dead controller may have used a higher generation that live workers have seen; Ray's head knows of it too.
         self._incarnations.begin(await self._left.next_generation(above))
-        found = await fitting(left, self._served)
-        living = {name: description.assignment.role for name, (_, description) in found.items()}
+        orphans = await fitting(left, self._served)
+        living = {name: description.assignment.role for name, (_, description) in orphans.items()}
         before, self._before = self._before, None
         if before is not None and before.slots and handover == Handover():
             handover, state = before.handover, restore(before, living)
@@ -130,9 +130,9 @@ class WorkerSupervisor:
             state = inherit(self._config.cluster, self._config.slots, living, handover)
         await self._left.clear({slot.worker_id for slot in state.slots})
         self._assignments.inherit(state.topology, state.roles, state.drained)
-        self.taken_over = frozenset(found)
+        self.taken_over = frozenset(orphans)
         for slot in state.slots:
-            self._fill(slot, found.get(slot.worker_id), drained=slot.worker_id in state.drained)
+            self._fill(slot, orphans.get(slot.worker_id), drained=slot.worker_id in state.drained)
         await self._until_they_follow()
         self._registry.keep({PeerRef(one.name, one.incarnation) for _, one in self.fleet.health()})
         self.operator.resume(handover)
@@ -141,7 +141,7 @@ class WorkerSupervisor:
         self._tasks = [
             begin(going_on(self._assignments.run, _ASSIGNMENTS), _ASSIGNMENTS),
             begin(going_on(self.adapters.run, _ADAPTERS), _ADAPTERS),
-            begin(self._adjust(found, state), "changing workers that were taken over"),
+            begin(self._adjust(orphans, state), "changing workers that were taken over"),
         ]
         if self._planner is not None:
             self._tasks.append(begin(self._planner.run(), "the planner"))
@@ -189,11 +189,11 @@ class WorkerSupervisor:
             for name in names:
                 self._metrics.gone(name)
 
-    def _fill(self, slot: Slot, found: tuple[OrphanedWorker, WorkerDescription] | None, *, drained: bool) -> None:
-        if found is None:
+    def _fill(self, slot: Slot, orphan: tuple[OrphanedWorker, WorkerDescription] | None, *, drained: bool) -> None:
+        if orphan is None:
             self.fleet.add(slot, drained=drained)
             return
-        left, _ = found
+        left, _ = orphan
         log.info("taking over %s (incarnation %d)", left.peer.worker_id, left.peer.incarnation)
         self.fleet.add(slot, (left.peer.incarnation, self._workers.adopt(slot, left)))
 
@@ -205,8 +205,8 @@ class WorkerSupervisor:
         ):
             await asyncio.sleep(LOOK_S)
 
-    async def _adjust(self, found: Found, state: HandoverState) -> None:
-        """Once the cluster serves, adjust the number of taken-over workers and their settings to the config."""
+    async def _adjust(self, orphans: Found, state: HandoverState) -> None:
+        """Wait until the cluster serves, then adjust the number and settings of taken-over workers to the config."""
         await self.started.wait()
         cluster = self._config.cluster
         if state.surplus:
@@ -214,10 +214,10 @@ class WorkerSupervisor:
             if self._assignments.topology.mode is Mode.DISAGGREGATED:
                 sizes = SizeChange(cluster.prefill, cluster.decode, grace_s=GRACE_S)
             await _log_on_failure(self.operator.resize(sizes), "there are more workers than asked for")
-        for name, (_, description) in found.items():
-            other = differences(tuning_of(self._asked_of(name)), description.tuning)
-            if other and name in self.fleet.supervisors:
-                log.warning("%s was started with another %s; restarting it", name, ", ".join(other))
+        for name, (_, description) in orphans.items():
+            changed = differences(tuning_of(self._asked_of(name)), description.tuning)
+            if changed and name in self.fleet.supervisors:
+                log.warning("%s was started with another %s; restarting it", name, ", ".join(changed))
                 again = self.operator.drain_worker(name, GRACE_S, restart=True, force=False)
                 await _log_on_failure(again, f"{name} keeps its settings")
 

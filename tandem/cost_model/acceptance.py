@@ -15,8 +15,8 @@ WINDOW = 32.0
 class Acceptance:
     """Learns the probability that a draft token is accepted if all earlier ones were, by source and position.
 
-    It is an exponential moving average of the outcomes. The sources are those of
-    `tandem.engine.speculation.proposer.DraftSource`.
+    It is an exponential moving average of the outcomes. After a run of equal outcomes that is improbable at this
+    average, only the run counts. The sources are those of `tandem.engine.speculation.proposer.DraftSource`.
     """
 
     def __init__(self, prior: float = PRIOR) -> None:
@@ -43,10 +43,10 @@ class Acceptance:
 
         Entry i is the product of the rates of the positions 0 to i.
         """
-        found = self._survivals.setdefault(source, [])
-        for position in range(len(found), drafts):
-            found.append((found[-1] if found else 1.0) * self.rate(source, position))
-        return found[:drafts]
+        survivals = self._survivals.setdefault(source, [])
+        for position in range(len(survivals), drafts):
+            survivals.append((survivals[-1] if survivals else 1.0) * self.rate(source, position))
+        return survivals[:drafts]
 
     def observe(self, source: Hashable, drafted: int, accepted: int) -> None:
         """Learn from a verified draft: from its accepted tokens and from the first rejected one.

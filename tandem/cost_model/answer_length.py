@@ -16,9 +16,10 @@ WINDOW = 256
 SEEN_MIN = WINDOW // 16
 """Minimum number of ended answers of a class for a forecast from them."""
 UNSEEN_TOKENS = 512
-"""The forecast in tokens for a class with fewer ended answers, unless the answer's limit is lower.
+"""The forecast in tokens for a class with fewer than `SEEN_MIN` ended answers, unless the answer's limit is lower.
 
-The limit itself is no usable forecast: it may be the whole context, and a worker's pool has pages for few such answers.
+The limit itself is no usable forecast: it may be the whole context, and a worker's pool has pages for only a few
+answers of that length.
 """
 
 

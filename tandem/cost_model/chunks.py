@@ -14,9 +14,8 @@ MIN_CHUNK_TOKENS = 64
 FORCED_CHUNK_INTERVAL = 127
 """Number of steps without prompt tokens between two forced chunks.
 
-A forced chunk is computed if the limits of the steps would allow fewer than `MIN_CHUNK_TOKENS` tokens. With this
-interval, less than 1 % of an answer's inter-token gaps contain a forced chunk, which targets for the 99th percentile
-tolerate.
+A chunk is forced if the limits of its step would allow fewer than `MIN_CHUNK_TOKENS` prompt tokens. With this interval,
+less than 1 % of an answer's inter-token gaps contain a forced chunk; ITL targets for the 99th percentile tolerate this.
 """
 FORCED_CHUNK_TOKENS = 32 * MIN_CHUNK_TOKENS
 """The size of a forced chunk, in tokens."""
@@ -105,5 +104,5 @@ def chunks_within(
 
 
 def forced_chunk(most: int) -> Chunks:
-    """Return a forced chunk of at most `most` tokens, with the number of steps that follow it."""
+    """Return forced chunks of at most `most` tokens, with `FORCED_CHUNK_INTERVAL` steps after each of them."""
     return Chunks(max(1, min(FORCED_CHUNK_TOKENS, most)), FORCED_CHUNK_INTERVAL)

@@ -44,7 +44,7 @@ def device_kind(option: str, name: str) -> DeviceKind:
 
     Raises InvalidArgument, with `option` and the known names, if the name is unknown.
     """
-    found = DEVICES.get(name.upper())
-    if found is None:
+    kind = DEVICES.get(name.upper())
+    if kind is None:
         raise InvalidArgument(option, f"{name!r} is none of {', '.join(DEVICES)}; or give --ceilings and --memory-gib")
-    return found
+    return kind

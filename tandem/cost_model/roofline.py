@@ -19,9 +19,13 @@ It is the median of the values that workers of an 8B model on H200s have learned
 _UNPACKING = 1.5
 """Time to unpack quantized weights for one decode row ÷ time of the row's arithmetic with 16-bit weights.
 
-Measured on an H100, steps of llama-3-8b in int8 and int4 are .92 and .93 times as fast as in 16 bits with 128 rows, .72
-and .75 times with 256 rows (docs/decisions/quantized_weights.md). With this factor .87 and .94, .78 and .81 are
-predicted; without it 1.18 and 1.31, 1.11 and 1.18.
+Speed of decode steps of llama-3-8b on an H100, relative to 16-bit weights (docs/decisions/quantized_weights.md):
+
+                             128 rows      256 rows
+                            int8   int4   int8   int4
+    measured                 .92    .93    .72    .75
+    predicted                .87    .94    .78    .81
+    predicted without it    1.18   1.31   1.11   1.18
 """
 _DEQUANTIZING = 1.5
 """Time to dequantize the weights for a step with a prompt ÷ time to write them in 16 bits at memory bandwidth.
@@ -32,9 +36,13 @@ factor 7.5 ms is predicted.
 _PACKED_LATENCY_S = 4e-6
 """Fixed time in seconds of a product of few tokens with a packed weight: launch, first loads, joins.
 
-It adds to the time to read the weight. For llama-3-8b on an H100 these are .5 ms of a step. Without them a step of one
-row in int8, fp8 and int4 is predicted to be 1.75, 1.77 and 2.74 times as fast as in 16 bits; 1.40, 1.34 and 1.74 were
-measured; with them 1.52, 1.53 and 2.20 are predicted.
+It adds to the time to read the weight, in total .5 ms in a step of llama-3-8b on an H100. Speed of a step of one row,
+relative to 16-bit weights:
+
+                            int8    fp8   int4
+    measured                1.40   1.34   1.74
+    predicted               1.52   1.53   2.20
+    predicted without it    1.75   1.77   2.74
 """
 _FLOAT8_PRODUCTS = 0.58
 """Time of large products of FP8 weights and FP8 inputs ÷ time of the same products in 16 bits.
@@ -52,8 +60,8 @@ GPU = Ceilings(flops=6.7e14, bytes_per_s=4e12, launch_s=3e-4, verify_s=2.2e-3)
 """The measured ceilings of an H200 in bfloat16; for other GPUs they are only an estimate.
 
 `verify_s` is the least-squares fit of 16 sizes of steps with draft tokens and 5 without, of llama-3-8b on an H100
-(docs/decisions/cost_model.md). It is 0 for CPU workers: their host computes the steps themselves, so no step hides host
-work that a step with draft tokens would expose.
+(docs/decisions/cost_model.md). It is 0 for CPU workers: the host computes their steps itself, so a step without draft
+tokens hides no host work that a step with draft tokens would expose.
 """
 CPU = Ceilings(flops=1e11, bytes_per_s=2e10, launch_s=1e-4)
 """The ceilings of a few CPU cores in float32."""
@@ -115,7 +123,7 @@ class ModelSizes:
 
     def context_bytes(self, rows: int, tokens: int) -> float:
         """Return the KV bytes that `rows` decode rows read if their contexts have `tokens` tokens in total."""
-        unseen = (each.kv_bytes_per_token * max(0, tokens - rows * each.window) for each in self.windowed)
+        unseen = (layers.kv_bytes_per_token * max(0, tokens - rows * layers.window) for layers in self.windowed)
         return self.kv_bytes_per_token * tokens - sum(unseen)
 
     def step_bytes(self, work: StepWork) -> float:
@@ -138,7 +146,7 @@ class ModelSizes:
 
     def _attention_flops(self, tokens: int, pairs: float) -> float:
         """Return the attention operations of `tokens` tokens that have `pairs` / `tokens` attention pairs each."""
-        unseen = (each.attention_flop_per_pair * max(0, pairs - tokens * each.window) for each in self.windowed)
+        unseen = (layers.attention_flop_per_pair * max(0, pairs - tokens * layers.window) for layers in self.windowed)
         return self.attention_flop_per_pair * pairs - sum(unseen)
 
 
@@ -165,11 +173,11 @@ def guess(sizes: ModelSizes, device: Ceilings, grid: StepGrid = EACH_TOKEN) -> C
     # of 32.
     experts_s = (sizes.expert_bytes_read(_BATCH) - sizes.expert_bytes_read(1)) / (_BATCH - 1) / device.bytes_per_s
     # Layers with a narrow window cost each row and token the same, whatever their context is.
-    narrow = [each for each in sizes.windowed if each.window < _CONTEXT]
-    row_bytes = sum(each.kv_bytes_per_token * each.window for each in narrow)
-    token_flop = sum(each.attention_flop_per_pair * each.window for each in narrow)
-    context_bytes = sizes.kv_bytes_per_token - sum(each.kv_bytes_per_token for each in narrow)
-    pair_flop = sizes.attention_flop_per_pair - sum(each.attention_flop_per_pair for each in narrow)
+    narrow = [layers for layers in sizes.windowed if layers.window < _CONTEXT]
+    row_bytes = sum(layers.kv_bytes_per_token * layers.window for layers in narrow)
+    token_flop = sum(layers.attention_flop_per_pair * layers.window for layers in narrow)
+    context_bytes = sizes.kv_bytes_per_token - sum(layers.kv_bytes_per_token for layers in narrow)
+    pair_flop = sizes.attention_flop_per_pair - sum(layers.attention_flop_per_pair for layers in narrow)
     return CostParameters(
         base_s=weights_s + device.launch_s + _PACKED_LATENCY_S * packed.products,
         prompt_base_s=device.launch_s + _KNEE * weights_s + dequantizing_s,

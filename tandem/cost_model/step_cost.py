@@ -181,12 +181,12 @@ class StepCost:
 
             chunks · (rows + chunk) + pause · chunks · rows
         """
-        each = pairs / tokens
+        pairs_per_token = pairs / tokens
         full, rest = divmod(tokens, chunk)
         steps = full + (rest > 0)
         seconds = steps * (1 + pause) * self.rows_seconds(rows, context_tokens)
         if full:
-            seconds += full * self.prompts_seconds(chunk, chunk * each, rows)
+            seconds += full * self.prompts_seconds(chunk, chunk * pairs_per_token, rows)
         if rest:
-            seconds += self.prompts_seconds(rest, rest * each, rows)
+            seconds += self.prompts_seconds(rest, rest * pairs_per_token, rows)
         return seconds, steps

@@ -36,18 +36,18 @@ _Vector = NDArray[np.float64]
 FORGET = 0.005
 """Fraction of the information on a cost part that is forgotten at each step with this part, if predictions are good."""
 FORGET_MAX = 0.05
-"""Maximum of this fraction; the fraction grows with the usual error while predictions are bad."""
+"""Maximum of the fraction that is forgotten; the fraction grows with the usual error while predictions are bad."""
 GOOD_ERROR = 0.05
 """Maximum relative error of a prediction that counts as good."""
 OUTLIER = 4.0
 """Maximum error that a step may contribute, as a multiple of the usual relative error."""
 LEARN_EVERY = 8
-"""While predictions are good, the fit learns from one in this many steps without prompts.
+"""While predictions are good, the fit learns from one out of this many consecutive steps without prompts.
 
-It solves the equations of this many steps at once.
+It also solves its collected equations once per this many steps.
 """
 AT_ONCE = 64
-"""Number of first steps after each of which the coefficients are updated."""
+"""The coefficients are updated after each of the first steps, up to this number of steps."""
 _USUAL_MIN = 0.02
 _USUAL_PART = 0.05
 """Weight of the newest error in the moving average of errors (the usual error)."""
@@ -56,9 +56,10 @@ _ERROR_PART = 0.01
 _GUESS_INFORMATION = np.array([1e-3, 0.1, 0.1, 0.1, 1e-3, 1e-3, 0.1])
 """The weight of each initial coefficient, in steps, in the order of `SECONDS`.
 
-Decode steps have many sizes. Steps with prompts may have the same size for a long time, and then their duration does
-not show how it is divided among the parts; and predictions err by some percent with the size, so a hundred such steps
-would move the coefficients away from those that hold for other sizes (docs/decisions/cost_model.md).
+Decode steps have many sizes, so the weights of their coefficients are small. Steps with prompts may have the same size
+for a long time, and then their duration does not show how it is divided among the parts. Predictions err by some
+percent with the size, so with small weights a hundred such steps would move the coefficients away from those that hold
+for other sizes (docs/decisions/cost_model.md).
 """
 _SECONDS_MIN = 1e-6
 """Lower bound of the duration of a step, in seconds."""
@@ -76,7 +77,7 @@ class StepFit:
         self.parameters = replace(guess, error=0.0, observed=0)
         """The newest published parameters; replaced as a whole, never modified."""
         values, scale = _values(guess), _values(UNMEASURED)
-        scale[[each.endswith("base_s") for each in SECONDS]] = max(guess.base_s, _SECONDS_MIN)
+        scale[[name.endswith("base_s") for name in SECONDS]] = max(guess.base_s, _SECONDS_MIN)
         self._scale: _Vector = np.where(values > 0, values, scale)
         self._guess: _Vector = values / self._scale
         self._free = self._guess
@@ -96,7 +97,7 @@ class StepFit:
         self._rows: list[list[float]] = []
         """The equations row · coefficients = target that are not solved yet.
 
-        Each is divided by the larger of the predicted and the measured duration.
+        Each equation is divided by the larger of the predicted and the measured duration.
         """
         self._targets: list[float] = []
 
@@ -156,9 +157,11 @@ class StepFit:
         back = (1 - keep * keep) * _GUESS_INFORMATION
         wanted = information @ self._free + back * times * self._guess + targets @ rows
         information += np.diag(back) + rows.T @ rows
-        found = np.linalg.solve(information, wanted).astype(np.float64, copy=False)
-        self._free = found
-        self._coefficients = found if found.min() >= 0.0 else _within_bounds(information, wanted, self._coefficients)
+        solution = np.linalg.solve(information, wanted).astype(np.float64, copy=False)
+        self._free = solution
+        self._coefficients = (
+            solution if solution.min() >= 0.0 else _within_bounds(information, wanted, self._coefficients)
+        )
 
     def _amounts(self, work: StepWork) -> tuple[float, ...]:
         """Return the step's amount of each cost part, in the order of the coefficients."""
@@ -183,9 +186,9 @@ def _seconds(parameters: CostParameters) -> list[float]:
 
 def _within_bounds(information: _Vector, wanted: _Vector, start: _Vector) -> _Vector:
     """Return coefficients c >= 0 that approximately minimize ½ c·information·c - wanted·c, by coordinate descent."""
-    rows, targets, found = information.tolist(), wanted.tolist(), start.tolist()
+    rows, targets, coefficients = information.tolist(), wanted.tolist(), start.tolist()
     for _ in range(_SWEEPS):
         for i, row in enumerate(rows):
-            rest = sum(a * b for a, b in zip(row, found, strict=True)) - row[i] * found[i]
-            found[i] = max(0.0, (targets[i] - rest) / row[i])
-    return np.array(found)
+            rest = sum(a * b for a, b in zip(row, coefficients, strict=True)) - row[i] * coefficients[i]
+            coefficients[i] = max(0.0, (targets[i] - rest) / row[i])
+    return np.array(coefficients)

@@ -81,7 +81,7 @@ class RecurringErrors:
         place = _place(error.__traceback__) if error is not None else None
         statement = record.name, record.msg, type(error), place
         about = record.args if isinstance(record.args, tuple) and not getattr(record, OF_REQUEST, "") else ()
-        exactly = *statement, *(each for each in about if isinstance(each, str))
+        exactly = *statement, *(part for part in about if isinstance(part, str))
         return exactly if exactly in self._said or len(self._said) < MOST_KINDS else statement
 
 

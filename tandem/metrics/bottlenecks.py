@@ -16,11 +16,11 @@ KV_FULL = 0.9
 BATCH_FULL = 0.9
 """Share of the decode batch's rows in use above which the batch counts as full."""
 TRANSFERRING = 0.7
-"""Minimum average number of concurrent hand-overs at which transfers are the bottleneck of waiting requests."""
+"""Minimum average number of concurrent hand-overs at which transfers are the bottleneck while requests wait."""
 BACKLOG = 0.05
-"""Minimum share of used KV pages at which hand-overs of a busy worker count as a backlog."""
+"""Minimum share of used KV pages at which concurrent hand-overs of a busy worker may be its bottleneck."""
 CONCURRENT_TRANSFERS = 2.0
-"""Minimum average number of concurrent hand-overs at which transfers are the bottleneck although none waits."""
+"""Minimum average number of concurrent hand-overs at which transfers are the bottleneck although no request waits."""
 IN_TRANSFER = 0.5
 """If incoming transfers hold at least this share of the used pages, they are the cause of missing pages."""
 COMPUTING = 0.5
@@ -94,9 +94,9 @@ class Figures:
 
     @property
     def transport_is_slow(self) -> bool:
-        """True if KV transfers take longer than prefill and do harm.
+        """True if KV transfers are the bottleneck: they take longer than prefill and slow down the worker.
 
-        Concurrent hand-overs do no harm as long as the engine keeps computing and almost no pages are in use.
+        They do not slow it down while its engine keeps computing and almost no KV pages are in use.
         """
         waiting = self.requests_waiting > 0 or self.prompts_waiting > 0
         enough = TRANSFERRING if waiting else CONCURRENT_TRANSFERS

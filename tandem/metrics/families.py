@@ -344,5 +344,5 @@ PLANNER_CHANGES = counter(
     "direction",
 )
 
-FAMILIES: tuple[Family, ...] = tuple(each for each in list(vars().values()) if isinstance(each, Family))
+FAMILIES: tuple[Family, ...] = tuple(family for family in list(vars().values()) if isinstance(family, Family))
 """All families, in the order of this module."""

@@ -16,7 +16,7 @@ from tandem.metrics.family import Family, Kind
 Labels = tuple[str, ...]
 """The label values of a series, in the order of the family's label names."""
 Reading = Mapping[Labels, float]
-"""Values by label values: one for each series of a family."""
+"""The values of a family's series, by label values."""
 Facts = Mapping[Family, float | Reading]
 """Current values by family; a plain number is the value of a family without labels."""
 
@@ -122,8 +122,8 @@ class Registry:
         for family, cells in tuple(self._counters.items()):
             yield Snapshot(family, {labels: cell.value for labels, cell in tuple(cells.items())}, {})
         for source in self._sources:
-            for family, found in source().items():
-                yield Snapshot(family, found if isinstance(found, Mapping) else {(): found}, {})
+            for family, series in source().items():
+                yield Snapshot(family, series if isinstance(series, Mapping) else {(): series}, {})
         for family, histograms in tuple(self._histograms.items()):
             yield Snapshot(family, {}, dict(histograms))
 

@@ -39,7 +39,7 @@ class Scrape:
 
     def matching(self, name: str, labels: Mapping[str, str]) -> list[_Series]:
         """Return labels and value of each series of this name that has these labels."""
-        return [each for each in self._series.get(name, ()) if labels.items() <= each[0].items()]
+        return [series for series in self._series.get(name, ()) if labels.items() <= series[0].items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +89,11 @@ class ScrapeInterval:
 
     def _growth(self, name: str, labels: Mapping[str, str]) -> list[_Series]:
         earlier = {_key(have): value for have, value in self.before.matching(name, labels)}
-        found = []
+        increases = []
         for have, value in self.now.matching(name, labels):
             start = earlier.get(_key(have), value)
-            found.append((have, value - start if value >= start else value))
-        return found
+            increases.append((have, value - start if value >= start else value))
+        return increases
 
 
 def _key(labels: Mapping[str, str]) -> frozenset[tuple[str, str]]:

@@ -26,7 +26,7 @@ def figures_of(interval: ScrapeInterval, worker: str) -> Figures:
         batch_limit=now.total(f.BATCH_LIMIT, **me),
         transferring=interval.rate(f.TRANSFER_WRITING, **me),
         arriving=_part(_at_both_ends(interval, f.KV_PAGES, state="advertised", **me), _pages(now, worker)),
-        others_transferring=max((interval.rate(f.TRANSFER_WRITING, worker=each) for each in others), default=0.0),
+        others_transferring=max((interval.rate(f.TRANSFER_WRITING, worker=peer) for peer in others), default=0.0),
         prompts_waiting=_at_both_ends(interval, f.REQUESTS_WAITING, **me),
         requests_waiting=_at_both_ends(interval, f.REQUESTS_WAITING, role=_ROUTER),
     )

@@ -18,7 +18,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 def is_loopback(host: str) -> bool:
     """Return True if a server that listens on `host`, an address or a name, can be reached from this machine only."""
     try:
-        found = socket.getaddrinfo(host or "0.0.0.0", None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host or "0.0.0.0", None, type=socket.SOCK_STREAM)
     except OSError:
         return False
-    return all(ipaddress.ip_address(str(where[0]).partition("%")[0]).is_loopback for *_, where in found)
+    return all(ipaddress.ip_address(str(where[0]).partition("%")[0]).is_loopback for *_, where in addresses)

@@ -1,7 +1,7 @@
 """Heartbeats that detect a process that is alive but hangs.
 
-A stopped process, or one whose event loop is blocked, keeps its sockets open: the kernel accepts data for it, but it
-does not respond.
+If a process is stopped or its event loop is blocked, its sockets stay open: the kernel accepts data for the process,
+but no response comes.
 """
 
 import asyncio
@@ -11,8 +11,8 @@ from collections.abc import Callable
 class Heartbeat:
     """Sends heartbeats to one process for one supervisor. Used on the supervisor's event loop only.
 
-    Missed heartbeats are counted instead of seconds: while the supervisor itself is blocked, at most one heartbeat is
-    missed, so it does not declare the process dead because of its own pause.
+    The limit is a number of missed heartbeats, not of seconds: while the supervisor itself is blocked, at most one
+    heartbeat is missed. The supervisor therefore does not declare a process dead because of its own pause.
     """
 
     def __init__(self, ask: Callable[[], None], every_s: float, limit: Callable[[bool], int]) -> None:

@@ -201,7 +201,7 @@ class _ConnectionGuard(grpc.aio.ServerInterceptor):
 
 def values_of(metadata: Iterable[tuple[str, str | bytes]] | None, name: str) -> list[str | bytes]:
     """Return all values of the metadata key `name`; a caller may send several."""
-    return [value for each, value in metadata or () if each == name]
+    return [value for key, value in metadata or () if key == name]
 
 
 def _refusing(method: str, error: TandemError, rejected: Rejected | None) -> _Unary:

@@ -79,11 +79,14 @@ class Limits(Settings):
     required_windows_down: int = 6
     """Like `required_windows`, for a removal of workers."""
     required_windows_back: int = 4
-    """Like `required_windows`, for reverting a change less than `settled` windows old; the larger number applies."""
+    """Like `required_windows`, for reverting a change that is less than `settled` windows old.
+
+    If another number of required windows is larger, that number applies.
+    """
     cooldown: int = 2
     """Number of windows after a change in which the planner makes no further change."""
     settled: int = 6
-    """Number of windows after a change, or a sharp change of the load, until the policy learns from missed targets."""
+    """Number of windows after a change of the workers or the load before the policy learns from missed targets."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,8 +149,8 @@ class RouterSettings(Settings):
     )
     """A worker responds even while it computes a step.
 
-    The default is longer than a process waits for a core on a busy two-core host, and with the heartbeat interval at
-    most 5 s. If a silent worker proves to be alive, each request that was moved away from it has cost one additional
+    A process waits less than the default for a core on a busy two-core host. The default plus the heartbeat interval is
+    at most 5 s. If a silent worker proves to be alive, each request that was moved away from it has cost one additional
     prefill.
     """
     recovery_timeout_s: float = setting(

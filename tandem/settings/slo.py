@@ -25,13 +25,13 @@ class SloClass:
     ttft_s: float = math.inf
     """The TTFT target, measured from the request's arrival."""
     itl_s: float = math.inf
-    """The ITL target: the maximum of the `itl_percent` percentile of a request's inter-token gaps."""
+    """The ITL target: the maximum of a request's inter-token gap at the percentile `itl_percent`."""
     itl_steps: float = math.inf
     """The ITL target as a multiple of an idle worker's decode step; the smaller one of this and `itl_s` applies."""
     itl_percent: float = 99.0
     """The percentile of a request's own inter-token gaps that the ITL target limits, between 0 and 100."""
     worst_gap_s: float = math.inf
-    """The maximum of every single inter-token gap."""
+    """The maximum length of every inter-token gap of a request."""
     overload: Overload = Overload.REJECT
     has_targets: bool = field(init=False, repr=False, compare=False)
     """True if the class has any target."""

@@ -110,8 +110,8 @@ class GrammarProcess:
             if unwanted.is_set():
                 raise ValueError("is compiled no further, as its client has left")
             raise ValueError(f"takes more than {self._deadline_s:g} s or too much memory to compile; simplify it")
-        found: Mapping[str, Any] = json.loads(answer)
-        return found
+        reply: Mapping[str, Any] = json.loads(answer)
+        return reply
 
     def _start(self, unwanted: threading.Event) -> "subprocess.Popen[bytes]":
         tokens = self._tokens
@@ -187,7 +187,9 @@ def main() -> None:
     """Run in the child process: compile one grammar per input line, until the input ends."""
     folder, vocab_size, *eos_token_ids = sys.argv[1:]
     try:
-        grammars = Grammars(Path(folder), int(vocab_size), [int(each) for each in eos_token_ids], cached_chars=0)
+        grammars = Grammars(
+            Path(folder), int(vocab_size), [int(token_id) for token_id in eos_token_ids], cached_chars=0
+        )
     except TandemError as error:
         print(json.dumps({"error": f"needs the model's tokenizer: {error.message}"}), flush=True)
         return

@@ -47,7 +47,7 @@ Masks within this limit took at most 25 ms; within llguidance's limit of 50,000 
 that llama.cpp ships and 200 generated schemas need no more items (docs/decisions/sampling.md).
 """
 _TOKEN_S = 0.2
-"""Maximum processor time in seconds for one mask: twenty times the longest time measured with these grammars."""
+"""Maximum processor time in seconds for one mask: twenty times the longest time of the grammars measured above."""
 _REPLAYED_TOKEN_S = 0.001
 """Additional processor time in seconds for each replayed token of a continued answer: ten times the usual time."""
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
@@ -145,10 +145,10 @@ class AnswerGrammar:
     def allowed(self, answer: Sequence[int], drafts: int = 0) -> NDArray[np.int32]:
         """Return the mask of the tokens that may follow `answer`, as int32 words of shape [vocab / 32].
 
-        From call to call, `answer` may only grow. With `drafts`, the mask is that after `answer` and the first `drafts`
-        draft tokens that were last passed to `count_allowed` for the same answer. The lowest bit of the first word is
-        token 0. Raises InvalidArgument if the grammar exceeds its limits while the mask is computed, or if `answer`
-        does not follow the grammar.
+        With `drafts`, return instead the mask of the tokens that may follow `answer` and the first `drafts` draft
+        tokens that were last passed to `count_allowed` for the same answer. The lowest bit of the first word is token
+        0. From call to call, `answer` may only grow. Raises InvalidArgument if the grammar exceeds its limits while the
+        mask is computed, or if `answer` does not follow the grammar.
         """
         if drafts:
             return self._behind[drafts - 1]
@@ -329,6 +329,8 @@ def _depth(value: Any) -> int:
     depth, level = 0, [value]
     while level:
         depth += 1
-        inner = [each for each in level if isinstance(each, dict | list)]
-        level = [child for each in inner for child in (each.values() if isinstance(each, dict) else each)]
+        inner = [container for container in level if isinstance(container, dict | list)]
+        level = [
+            child for container in inner for child in (container.values() if isinstance(container, dict) else container)
+        ]
     return depth

@@ -36,7 +36,7 @@ class LoadedTokenizer:
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     """Special tokens by their names in tokenizer_config.json.
 
-    A token that tokenizer_config.json itself defines takes precedence.
+    A token that tokenizer_config.json itself defines takes precedence over that of the tokenizer file.
     """
     chat_template: str | None = None
     """The chat template in the tokenizer file; it is used only if the folder has no other template."""
@@ -103,8 +103,8 @@ def _load_sentencepiece(path: Path) -> LoadedTokenizer:
             f"{path.parent / 'tokenizer_config.json'} names the class {name}, which transformers cannot convert; "
             "save the tokenizer as tokenizer.json"
         )
-    found: Any = kind
-    return _loaded(found.from_pretrained(str(path.parent), local_files_only=True))
+    tokenizer_class: Any = kind
+    return _loaded(tokenizer_class.from_pretrained(str(path.parent), local_files_only=True))
 
 
 def _load_tiktoken(path: Path) -> LoadedTokenizer:
@@ -114,7 +114,7 @@ def _load_tiktoken(path: Path) -> LoadedTokenizer:
     ranks = _read_ranks(path)
 
     class Converter(TikTokenConverter):  # type: ignore[misc]  # transformers has no types
-        """A converter that takes the ranks read above, because tiktoken would copy the file to a shared folder."""
+        """A converter that uses `ranks`; tiktoken's own reader would copy the file to a shared folder."""
 
         @staticmethod
         def load_tiktoken_bpe(tiktoken_url: str) -> dict[bytes, int]:
@@ -144,7 +144,7 @@ def _added_tokens(config: Mapping[str, Any], first: int) -> list[str]:
 
     Ids without a text get a reserved name.
     """
-    named = {int(number): each["content"] for number, each in config.get("added_tokens_decoder", {}).items()}
+    named = {int(number): token["content"] for number, token in config.get("added_tokens_decoder", {}).items()}
     return [named.get(number, f"<|reserved_token_{number}|>") for number in range(first, max(named, default=-1) + 1)]
 
 
@@ -157,7 +157,7 @@ def _split_pattern(path: Path, config: Mapping[str, Any]) -> str | None:
     for file in files:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             targets = node.targets if isinstance(node, ast.Assign) else []
-            if any(isinstance(each, ast.Name) and each.id.lower() == "pat_str" for each in targets):
+            if any(isinstance(target, ast.Name) and target.id.lower() == "pat_str" for target in targets):
                 return _literal(node.value)  # type: ignore[attr-defined]  # an Assign has targets
     if files or "auto_map" in config:
         raise ModelError(

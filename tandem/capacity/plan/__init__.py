@@ -1,1 +1,1 @@
-"""Implements `tandem plan`: the workers and memory for a load, from the cost model and from simulated loads."""
+"""Implements `tandem plan`: computes the workers and memory that a load needs, by the cost model and by simulation."""

@@ -44,7 +44,7 @@ _HELPS = "more workers do not help: relax the target, or take a faster --gpu or 
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
-    """A model on workers of one kind, each with a GPU, and the load and latency targets to serve."""
+    """The input of `tandem plan`: a model, the GPU of each worker, the load to serve and its latency targets."""
 
     name: str
     model: ModelSpec
@@ -74,7 +74,7 @@ class PlanInputs:
 
     @property
     def draft_step_ratio(self) -> float:
-        """The duration of a draft model's decode step of one request ÷ that of the main model's, by the roofline.
+        """The duration of a one-request decode step of the draft model ÷ that of the main model, by the roofline.
 
         It is 0 without a draft model.
         """
@@ -82,7 +82,7 @@ class PlanInputs:
             return 0.0
         context = round(self.demand.context_tokens)
         costs = roofline(self.draft.model, self.device.ceilings), self.predicted_costs
-        drafted_s, step_s = (StepCost(each).decode_step_seconds(1, context) for each in costs)
+        drafted_s, step_s = (StepCost(parameters).decode_step_seconds(1, context) for parameters in costs)
         return drafted_s / step_s
 
     @property
@@ -118,10 +118,10 @@ class PlanInputs:
         Returns None if the KV is already that narrow, or if 8-bit KV is unsupported.
         """
         try:
-            found = kv_element_bytes(self.model, "int8")
+            element_bytes = kv_element_bytes(self.model, "int8")
         except InvalidArgument:
             return None
-        return found if found < self.kv_element_bytes else None
+        return element_bytes if element_bytes < self.kv_element_bytes else None
 
     @property
     def facts(self) -> WorkerFacts:
@@ -131,7 +131,7 @@ class PlanInputs:
 
     @property
     def sizing(self) -> Sizing:
-        """The demand and the kind of workers that serve it, from which their number and split are computed."""
+        """The demand, and the workers' costs and capacity, from which their number and split are computed."""
         return Sizing(self.demand, self.targets, self.facts, self.facts)
 
     @property
@@ -149,7 +149,7 @@ class PlanInputs:
         return memory.kv_tokens >= self.demand.kv_tokens
 
     def _what_fits(self) -> str:
-        """Return the end of an error message: a quantization or a GPU with which a mean request fits, if there is one.
+        """Return the end of an error message: a quantization and a GPU with which a mean request fits, if they exist.
 
         It also says how many GPUs of the current kind the request would take, if they have memory beyond
         `OVERHEAD_BYTES`.
@@ -161,10 +161,12 @@ class PlanInputs:
             for narrow in ([False, True] if kv else [False])
             if self._fits(self._memory(model, kv if kv and narrow else self.kv_element_bytes))
         ]
-        larger = [name for name, each in DEVICES.items() if self._fits(replace(self, device=each).memory)]
+        larger = [name for name, kind in DEVICES.items() if self._fits(replace(self, device=kind).memory)]
         larger.sort(key=lambda name: DEVICES[name].memory_gib)
-        found = [*fitting[:1], *(f"--gpu {name}" for name in larger[:1])]
-        words = f"it fits with {' or '.join(found)}" if found else "it fits in fewer bits neither, and on no known GPU"
+        choices = [*fitting[:1], *(f"--gpu {name}" for name in larger[:1])]
+        words = (
+            f"it fits with {' or '.join(choices)}" if choices else "it fits in fewer bits neither, and on no known GPU"
+        )
         memory = self.memory
         if memory.device_bytes <= OVERHEAD_BYTES:
             return words
@@ -176,7 +178,7 @@ class PlanInputs:
     def _weight_forms(self) -> Iterator[tuple[str, ModelSpec]]:
         """Yield the model as it is and, if it is not quantized, with 8-bit and with 4-bit weights.
 
-        Before each of them it yields the value for `--quantization`, "" for the model as it is.
+        Each is preceded by the value of `--quantization` that gives it, "" for the model as it is.
         """
         yield "", self.model
         if self.model.quantization is None:
@@ -211,8 +213,8 @@ class PlanInputs:
         A single worker does both prefill and decode.
         """
         if self.workers is not None:
-            found = self.sizing.best(self.workers, Limits(), shared=self.workers == 1)
+            best = self.sizing.best(self.workers, Limits(), shared=self.workers == 1)
         else:
-            found = self.sizing.fewest(Range(2, WORKERS_MAX), Limits(), TARGET_RATIO)
-        assert found is not None
-        return found
+            best = self.sizing.fewest(Range(2, WORKERS_MAX), Limits(), TARGET_RATIO)
+        assert best is not None
+        return best

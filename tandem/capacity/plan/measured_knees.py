@@ -1,4 +1,4 @@
-"""Compares simulated knees with the measured ones of a strategy table.
+"""Compares the knees of simulated clusters with measured ones in a strategy table, a result of `benchmarks.strategies`.
 
 A knee is the highest request rate at which most requests meet their latency targets.
 """
@@ -53,9 +53,10 @@ class Compared:
 
 
 def check(file: Path, machine: Hardware) -> Iterator[Compared]:
-    """Simulate each cell of a strategy table's synthetic workloads, and yield its predicted and measured knee.
+    """Simulate the strategies of a strategy table, and yield each predicted knee with the measured one.
 
-    A cell is a strategy and a service class. Raises InvalidArgument if `file` is not a strategy table.
+    There is one pair of knees for each workload, strategy and service class. Workloads and strategies with unknown
+    names are left out. Raises InvalidArgument if `file` is not a strategy table.
     """
     table = _read(file)
     workers = len(table["workers"]) if isinstance(table["workers"], list) else int(table["workers"])
@@ -92,7 +93,10 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _loads(table: Mapping[str, Any]) -> dict[str, dict[str, list[Any]]]:
-    """Return the loads of each row, by workload; a table of a single workload has its rows at the top level."""
+    """Return the loads by workload and by row of the table.
+
+    In the table of a single workload, the rows may be at the top level.
+    """
     names, loads = list(table["tables"]), table["loads"]
     return {names[0]: loads} if len(names) == 1 and names[0] not in loads else {name: loads[name] for name in names}
 
@@ -100,15 +104,15 @@ def _loads(table: Mapping[str, Any]) -> dict[str, dict[str, list[Any]]]:
 def _classes(table: Mapping[str, Any]) -> list[SloClass]:
     """Return the service classes to compare.
 
-    A strict class's ITL target is `STEPS` decode steps of the measured cluster.
+    If a class gives its ITL target in steps, the target becomes `STEPS` decode steps of the measured cluster.
     """
     step_s = table.get("unloaded_step_s") or table.get("unloaded_step_ms", 0.0) / 1e3
     if not step_s:
         raise InvalidArgument("--check", "the table does not say how long an unloaded step took; measure it again")
     return [
-        SloClass(each.name, each.ttft_s, STEPS * step_s if each.itl_steps < float("inf") else each.itl_s)
-        for each in DEFAULT_CLASSES
-        if each.has_targets
+        SloClass(slo.name, slo.ttft_s, STEPS * step_s if slo.itl_steps < float("inf") else slo.itl_s)
+        for slo in DEFAULT_CLASSES
+        if slo.has_targets
     ]
 
 

@@ -22,7 +22,7 @@ OPTION = "--speculate"
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """Draft tokens as every request has them in every step: their number, acceptance probability and cost."""
+    """The draft tokens that each request has in each step: their number, acceptance probability and cost."""
 
     acceptance: float
     """Probability, 0 to 1, that a draft token is accepted, given that all earlier tokens of the draft were."""
@@ -38,14 +38,16 @@ class Drafting:
         """
         try:
             acceptance, drafts, given = (text if text.count(",") > 1 else f"{text},{cost}").split(",")
-            found = cls(float(acceptance), int(drafts), float(given))
+            drafting = cls(float(acceptance), int(drafts), float(given))
         except ValueError:
             message = f"{text!r} is not ACCEPTANCE,DRAFTS or ACCEPTANCE,DRAFTS,COST such as 0.7,3,0.02"
             raise InvalidArgument(OPTION, message) from None
-        if not (0 <= found.acceptance <= 1 and 1 <= found.drafts <= DRAFTS_MAX and 0 <= found.cost < float("inf")):
+        if not (
+            0 <= drafting.acceptance <= 1 and 1 <= drafting.drafts <= DRAFTS_MAX and 0 <= drafting.cost < float("inf")
+        ):
             message = f"takes an acceptance of 0 to 1, 1 to {DRAFTS_MAX} drafts, and a cost of at least 0"
             raise InvalidArgument(OPTION, message)
-        return found
+        return drafting
 
     @property
     def tokens(self) -> float:
@@ -63,8 +65,8 @@ class Drafting:
         """Return tokens per second with draft tokens ÷ those without, for `batch` requests of `context` tokens each.
 
         Workers predict the speedup with the same `DraftCosts`. Attention reads the KV of a request once for all its
-        rows. Requests have fewer draft tokens if the step would otherwise have more than ROWS_MAX rows; if none are
-        left, the speedup is 1.
+        rows. Requests have fewer draft tokens if the step would otherwise have more than ROWS_MAX rows; if none of them
+        has a draft token, the speedup is 1.
         """
         drafts = min(self.drafts, ROWS_MAX // batch - 1)
         if drafts < 1:
@@ -75,10 +77,10 @@ class Drafting:
         return seconds / (seconds - costs.count(self._survival(drafts), kv_read_once=True).saved_s)
 
     def break_even(self, cost: StepCost, context: int) -> int:
-        """Return the smallest batch size at and above which draft tokens never raise the throughput; at most ROWS_MAX.
+        """Return the smallest batch size from which draft tokens never raise the throughput; at most ROWS_MAX.
 
-        Steps of ROWS_MAX requests have no draft tokens. Below the returned size draft tokens may not raise the
-        throughput either, because a step that verifies them has an additional fixed cost.
+        Steps of ROWS_MAX requests have no draft tokens. Draft tokens may fail to raise the throughput of smaller
+        batches, too, because a step that verifies them has an additional fixed cost.
         """
         paying = (batch for batch in range(1, ROWS_MAX) if self.speedup(cost, batch, context) > 1)
         return 1 + max(paying, default=0)

@@ -15,7 +15,10 @@ from tandem.settings.planner import Limits
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change, and the load that it allows with the best split of the same workers: `rate` times the current load."""
+    """A change of the model, and the load that the same workers can then serve: `rate` times the current load.
+
+    `split` is their best split for it.
+    """
 
     name: str
     rate: float
@@ -37,8 +40,8 @@ class Quantized:
 def changes(sizing: Sizing, split: Split, forms: Iterable[Quantized]) -> Iterator[Change]:
     """Yield one change for each quantized form: the load that it allows, and the best split for it."""
     for form in forms:
-        other = replace(sizing, prompts=_quantized(sizing.prompts, form), answers=_quantized(sizing.answers, form))
-        yield _change(form.name, sizing, other, split)
+        changed = replace(sizing, prompts=_quantized(sizing.prompts, form), answers=_quantized(sizing.answers, form))
+        yield _change(form.name, sizing, changed, split)
 
 
 def _quantized(facts: WorkerFacts, form: Quantized) -> WorkerFacts:

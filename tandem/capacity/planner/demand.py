@@ -58,8 +58,8 @@ class Demand:
         0 = equal, 1 = a factor of e.
         """
         return max(
-            abs(math.log(max(mine, 1e-9) / max(theirs, 1e-9)))
-            for mine, theirs in (
+            abs(math.log(max(rate, 1e-9) / max(other_rate, 1e-9)))
+            for rate, other_rate in (
                 (self.per_s * self.computed_tokens, other.per_s * other.computed_tokens),
                 (self.per_s * self.answer_tokens, other.per_s * other.answer_tokens),
             )
@@ -81,7 +81,7 @@ class Demand:
         return self.prompt_tokens + self.answer_tokens
 
     def prompt_seconds(self, cost: StepCost, chunk_tokens: int) -> float:
-        """Return the device seconds of a mean prompt in steps of `chunk_tokens` tokens that several prompts share.
+        """Return the device seconds of a mean prompt in steps of `chunk_tokens` tokens, shared with other prompts.
 
         The prompt is charged for its share of the tokens of these steps, and for its own attention pairs.
         """

@@ -133,13 +133,13 @@ def rows_that_fit(demand: Demand, targets: LatencyTargets, facts: WorkerFacts, r
     pages = decode_pages(role, int(facts.kv_tokens), int(facts.occupied(facts.longest_tokens, role)))
     kv_tokens = facts.kv_tokens if pages is None else pages
     by_gap = StepCost(facts.cost).rows_within(targets.gap_s, demand.context_tokens)
-    found = min(
+    strictest = min(
         (HEADROOM * by_gap, Limit.GAP),
         (HEADROOM * kv_tokens / max(facts.occupied(demand.kv_tokens, role), 1.0), Limit.KV),
         (HEADROOM * facts.batch_requests, Limit.BATCH),
-        key=lambda each: each[0],
+        key=lambda bound: bound[0],
     )
-    return Rows(max(found[0], 1.0), found[1])
+    return Rows(max(strictest[0], 1.0), strictest[1])
 
 
 def decode_load_ratio(demand: Demand, targets: LatencyTargets, facts: WorkerFacts, workers: int) -> LoadRatio:
@@ -154,9 +154,9 @@ def shared_load_ratio(
 ) -> LoadRatio:
     """Return the load ratio of `workers` workers that do both prefill and decode.
 
-    Each prompt takes its prefill time once, and each decode row takes its time once per step. A step therefore lasts
-    base ÷ (1 - share of prefill - share of decode) seconds. At the maximum load this duration reaches the ITL target,
-    or all rows that fit are used, or the TTFT target is just met.
+    The load determines the share of a worker's time that prompts take and the share that decode rows take. The rest of
+    each step is its base cost, so a step lasts base ÷ (1 - share of prefill - share of decode) seconds. At the maximum
+    load this duration reaches the ITL target, or all rows that fit are used, or the TTFT target is just met.
 
     `backlog_s` is the work on queued prompts in addition to the new load, in device seconds per second.
     """

@@ -10,11 +10,14 @@ from tandem.protocol.lifecycle.spans import Phase
 
 @dataclass(frozen=True, slots=True)
 class TargetCounts:
-    """Requests with latency targets that ended in the window: `met` their targets, or `missed` them, by phase."""
+    """The numbers of requests with latency targets that ended in the window, by whether they met all of them."""
 
     met: float = 0.0
     missed: Mapping[Phase, float] = field(default_factory=dict)
-    """Requests that missed a target, by the phase that caused it; for a rejected request, the phase that would have."""
+    """Requests that missed a target, by the phase that caused it.
+
+    A rejected request counts for the phase that would have missed its target.
+    """
 
     @property
     def total(self) -> float:

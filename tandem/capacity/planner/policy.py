@@ -43,12 +43,12 @@ A change that reverts the last one always needs `GAIN`.
 FULL, TARGET_RATIO, SPARE = 0.9, 0.75, 0.6
 """Workers are added if the larger load ratio exceeds `FULL`: as few as bring it to `TARGET_RATIO` or below.
 
-Workers are removed if it is at most `SPARE` afterwards.
+Workers are removed if the larger load ratio of the remaining ones is at most `SPARE`.
 """
 MISSES_TOLERATED = 0.05
 """Fraction of requests that may miss their targets before a role's load ratio counts as underestimated."""
 _TRICKLE = 0.25
-"""Lower bound of the admitted ÷ the offered request rate, because the measured rate of rejections fluctuates."""
+"""Minimum share of offered requests that are assumed to be admitted: the measured rate of rejections fluctuates."""
 LEARN, FORGET = 1.05, 0.95
 SCALE_MAX = 2.0
 """The scale of a load ratio grows by the factor `LEARN` when its role misses targets, up to `SCALE_MAX`.
@@ -116,9 +116,10 @@ def _swings(seen: Observation, newest: Demand, before: Demand | None) -> bool:
 def _answer_tokens(seen: Observation, state: State) -> float:
     """Estimate the mean output length from ended and running requests.
 
-    Right after a change of the mix, only short requests have ended. A request occupies its batch slot for its output
-    length (Little's law). If the number of decoding requests grows, their outputs are longer than those of ended
-    requests; if that number shrinks, their outputs are shorter. If no further request fits, queued requests count too.
+    Right after a change of the mix, only short requests have ended. The number of running requests gives a second
+    estimate: by Little's law, that number is the rate of admitted requests times the duration of a mean output. If the
+    number grows, the result is the larger of the two estimates; if it shrinks, the smaller; otherwise the mean of the
+    ended requests. If no further request fits, queued requests count as running, and the larger estimate is used.
     """
     ended, decoding = seen.offered.answer_tokens, seen.decode or seen.shared
     if seen.answers is None or not decoding:
@@ -158,8 +159,8 @@ def _learn(seen: Observation, load_ratios: tuple[LoadRatio, LoadRatio], state: S
 def _explains(load_ratio: LoadRatio, scale: float) -> bool:
     """Return True if an underestimated load ratio can explain the missed targets.
 
-    The current ratio must be below 1, and at least 1 with the maximum scale. A role with an even lower ratio would gain
-    nothing from more workers.
+    It can if the load ratio is below 1 with its current scale, and would be at least 1 with the maximum scale. If it is
+    below 1 even with the maximum scale, more workers would not help.
     """
     return load_ratio.value < 1 <= load_ratio.value / scale * SCALE_MAX
 

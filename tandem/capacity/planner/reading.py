@@ -52,18 +52,19 @@ def observe(
         shared=len(shared),
         coming=coming,
         waiting_requests=now.total(f.REQUESTS_WAITING, role=_ROUTER),
-        waiting_tokens=offered.prompt_tokens * sum(now.total(f.REQUESTS_WAITING, worker=each) for each in names),
-        running_requests=sum(now.total(f.REQUESTS_RUNNING, worker=each) for each in names),
+        waiting_tokens=offered.prompt_tokens
+        * sum(now.total(f.REQUESTS_WAITING, worker=worker_id) for worker_id in names),
+        running_requests=sum(now.total(f.REQUESTS_RUNNING, worker=worker_id) for worker_id in names),
         kept=_kept(interval),
     )
 
 
 def worker_facts(scrape: Scrape, workers: Iterable[WorkerInfo]) -> WorkerFacts | None:
     """Return the mean costs and the capacity of these workers; None if none of them has measured a step yet."""
-    found = [(info, cost) for info in workers if (cost := _cost(scrape, info.peer.worker_id)) is not None]
-    if not found:
+    measured = [(info, cost) for info in workers if (cost := _cost(scrape, info.peer.worker_id)) is not None]
+    if not measured:
         return None
-    infos, costs = zip(*found, strict=True)
+    infos, costs = zip(*measured, strict=True)
     means: dict[str, Any] = {name: fmean(getattr(cost, name) for cost in costs) for name in SECONDS}
     free = min(cost.free_tokens for cost in costs)
     return WorkerFacts(
@@ -73,7 +74,7 @@ def worker_facts(scrape: Scrape, workers: Iterable[WorkerInfo]) -> WorkerFacts |
         min(info.max_step_tokens for info in infos),
         max(info.model.max_context for info in infos),
         infos[0].kv_pages if infos[0].kv_pages.windowed else None,
-        fmean(scrape.total(f.SPECULATION_SPEEDUP, worker=each.peer.worker_id) or 1.0 for each in infos),
+        fmean(scrape.total(f.SPECULATION_SPEEDUP, worker=info.peer.worker_id) or 1.0 for info in infos),
     )
 
 
@@ -90,15 +91,15 @@ def fitted(scrape: Scrape) -> CostParameters | None:
     if not prompts or not answers:
         return None
     return CostParameters(
-        base_s=fmean(each.base_s for each in answers),
-        prompt_base_s=fmean(each.prompt_base_s for each in prompts),
-        token_s=fmean(each.token_s for each in prompts),
-        pair_s=fmean(each.pair_s for each in prompts),
-        row_s=fmean(each.row_s for each in answers),
-        context_s=fmean(each.context_s for each in answers),
-        verify_base_s=fmean(each.verify_base_s for each in answers),
-        free_tokens=min(each.free_tokens for each in prompts),
-        mixed_step_margin=max(each.mixed_step_margin for each in answers),
+        base_s=fmean(cost.base_s for cost in answers),
+        prompt_base_s=fmean(cost.prompt_base_s for cost in prompts),
+        token_s=fmean(cost.token_s for cost in prompts),
+        pair_s=fmean(cost.pair_s for cost in prompts),
+        row_s=fmean(cost.row_s for cost in answers),
+        context_s=fmean(cost.context_s for cost in answers),
+        verify_base_s=fmean(cost.verify_base_s for cost in answers),
+        free_tokens=min(cost.free_tokens for cost in prompts),
+        mixed_step_margin=max(cost.mixed_step_margin for cost in answers),
         observed=1,
     )
 
@@ -124,7 +125,8 @@ def _offered(interval: ScrapeInterval) -> Offered:
         interval.grown(f.OFFERED_PROMPT_TOKENS) / requests,
         interval.grown(f.PREFIX_HITS) / looked_up if looked_up else 0.0,
         interval.grown(f.OFFERED_ANSWER_TOKENS) / requests,
-        refused_per_s=sum(interval.grown(f.ADMISSION_REJECTIONS, reason=each) for each in _REFUSED) / interval.seconds,
+        refused_per_s=sum(interval.grown(f.ADMISSION_REJECTIONS, reason=reason) for reason in _REFUSED)
+        / interval.seconds,
         crowded_per_s=interval.grown(f.ADMISSION_REJECTIONS, reason=_CROWDED) / interval.seconds,
     )
 
@@ -133,10 +135,10 @@ def _targets(interval: ScrapeInterval, targets_by_class: Mapping[str, LatencyTar
     """Return the strictest targets of the classes that have enough requests; no targets if there is no such class."""
     counts = {name: interval.grown(f.SLO_REQUESTS, slo_class=name) for name in targets_by_class}
     least = CLASS_SHARE * sum(counts.values())
-    found = [targets for name, targets in targets_by_class.items() if counts[name] and counts[name] >= least]
-    if not found:
+    relevant = [targets for name, targets in targets_by_class.items() if counts[name] and counts[name] >= least]
+    if not relevant:
         return LatencyTargets()
-    return LatencyTargets(min(each.ttft_s for each in found), min(each.gap_s for each in found))
+    return LatencyTargets(min(targets.ttft_s for targets in relevant), min(targets.gap_s for targets in relevant))
 
 
 def _kept(interval: ScrapeInterval) -> TargetCounts:

@@ -68,7 +68,8 @@ class Sizing:
             prefill, decode = self.load_ratios(Split(middle, workers - middle))
             low, high = (middle, high) if prefill.value > decode.value else (low, middle)
         return min(
-            (Split(each, workers - each) for each in range(low, high + 1)), key=lambda each: self.worst(each).value
+            (Split(count, workers - count) for count in range(low, high + 1)),
+            key=lambda split: self.worst(split).value,
         )
 
     def fewest(self, total: Range, limits: Limits, load_ratio: float, *, shared: bool = False) -> Split | None:

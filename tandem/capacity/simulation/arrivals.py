@@ -39,7 +39,7 @@ class Mix:
         Each request fits into `max_context` tokens. Arrival times and lengths have separate random generators, so loads
         with another rate have the same sequence of lengths.
         """
-        moments, lengths = (np.random.default_rng(each) for each in np.random.SeedSequence(seed).spawn(2))
+        moments, lengths = (np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(2))
         due_s = start_s
         while (due_s := due_s + moments.exponential(1 / self.rate)) < start_s + seconds:
             prompt = min(_draw(self.prompt_tokens, self.sigma, lengths), max_context - 1)

@@ -50,7 +50,7 @@ class VirtualClock:
 class VirtualLoop(VirtualClock, asyncio.AbstractEventLoop):
     """The part of the asyncio event loop interface that workers and routers use, in virtual time.
 
-    Callbacks that a scheduled call makes ready run right after it. The loop's `run` raises uncaught errors.
+    After each scheduled call, the callbacks that it has made ready are run. The loop's `run` raises uncaught errors.
     """
 
     def __init__(self, now: float = 0.0) -> None:

@@ -40,7 +40,7 @@ class VirtualCluster:
             worker.assignment.on_change = partial(self._notify_router, worker)
 
     def _notify_router(self, worker: VirtualWorker) -> None:
-        """Notify the router of a worker's new assignment through the controller, which takes two network delays."""
+        """Notify the router of a worker's new assignment after two network delays, as if through the controller."""
         self.clock.after(2 * self.network.call_s, lambda: self.router.apply_assignment(worker))
 
     def run(self, requests: Iterable[LoadRequest], until_s: float = float("inf")) -> list[Outcome]:

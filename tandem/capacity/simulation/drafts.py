@@ -45,7 +45,7 @@ class Drafts:
         return StepCost(CostParameters(self.token_s, 0.0, 0.0, 0.0, 0.0, 0.0))
 
     def speculation(self, batch: DraftingBatch, grow: Callable[[DecodeRequest], bool]) -> Speculation:
-        """Return the speculation control for a new worker, which decides how many draft tokens each request gets."""
+        """Return the speculation control of a new worker; it decides how many draft tokens each request gets."""
         chance = _Chance(self)
         if not self.token_s:
             return Speculation(_LookUps(chance), batch, grow, _cut_all)
@@ -97,8 +97,8 @@ class _Model(_Stateless, BatchProposer):
         return self._chance.drafts.cost
 
     def compute(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
-        self.spent_s += self._chance.drafts.token_s * max(len(each.draws) for each in wanted)
-        return [self._chance.tokens(len(each.draws)) for each in wanted]
+        self.spent_s += self._chance.drafts.token_s * max(len(draft.draws) for draft in wanted)
+        return [self._chance.tokens(len(draft.draws)) for draft in wanted]
 
 
 def _cut_all(*_: object) -> int:

@@ -86,7 +86,8 @@ def kv_element_bytes(model: ModelSpec, kv_cache_dtype: str) -> float:
 def kv_bytes_per_held_token(model: ModelSpec, tokens: float, element_bytes: float = ITEM_BYTES) -> float:
     """Return the KV bytes per token of a decoding request of `tokens` tokens.
 
-    In a model with sliding windows these are the bytes of the whole pages that workers reserve (`KvPages.held`).
+    In a model with sliding windows, this is the size of the whole pages that a worker reserves (`KvPages.held`) ÷
+    `tokens`.
     """
     pages = KvPages(GPU_PAGE_TOKENS, kv_windows(model))
     if not pages.windowed:
@@ -115,7 +116,7 @@ def read_costs(file: Path, option: str = "--costs") -> CostParameters:
     except (OSError, ValueError) as error:
         raise InvalidArgument(option, f"{file.name} cannot be read: {error}") from None
     content = content.get("costs", content)
-    known = {each.name for each in fields(CostParameters)}
+    known = {parameter.name for parameter in fields(CostParameters)}
     strange = set(content) - known
     if strange:
         raise InvalidArgument(option, f"{file.name} has {', '.join(sorted(strange))}; known are {', '.join(known)}")

@@ -46,7 +46,8 @@ class LoadFigures:
 class Trial:
     """Runs loads of one request mix, each on a new simulated cluster.
 
-    With `asks`, requests name the service class that they are judged by; else they are best effort for the router.
+    With `asks`, requests name the service class by which they are judged; otherwise the router treats them as best
+    effort.
     """
 
     machine: Hardware
@@ -87,7 +88,7 @@ class Trial:
 
 
 def find_knee(load: Callable[[float], LoadFigures], guess: float) -> LoadFigures | None:
-    """Return the load with the highest tried rate at which `KEPT` of the requests met their class.
+    """Return the load with the highest tried rate at which at least the share `KEPT` of requests met their class.
 
     Returns None if there is none. The search starts at the rate `guess`.
     """

@@ -1,8 +1,8 @@
 """A worker's step loop under the virtual clock.
 
 As in `tandem/worker/loop.py`, a step is scheduled and launched while the step before it runs. To be fast, the loop
-applies a run of equal decode steps in a single operation. A call from outside first applies the steps of the run that
-have ended by then, so it sees the worker's state at its time.
+applies a run of equal decode steps in a single operation. If another component calls the worker during the run, the
+steps that have ended are applied first, so that the call sees the state of the worker at its time.
 """
 
 from __future__ import annotations
@@ -179,9 +179,9 @@ class VirtualStepLoop:
         return newest if run is None else after_steps(newest, run.ended_steps(self._clock.now))
 
     def _catch_up(self) -> None:
-        """Apply the ended steps of a steady run if any of them has needed a new KV page.
+        """Apply the ended steps of a steady run, if any of them has needed a new KV page.
 
-        Otherwise they can be applied later, because no caller sees a difference.
+        Without a new page they are applied later, because no caller can see the difference.
         """
         if self._steady is not None and self._clock.now >= self._steady.first_page_s:
             self._pass(self._steady, self._steady.ended_steps(self._clock.now))

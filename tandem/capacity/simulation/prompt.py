@@ -38,7 +38,7 @@ class VirtualPrompt(Sequence[int]):
         return 0
 
     def __add__(self, answer: tuple[int, ...]) -> "VirtualPrompt":
-        """Return the prompt followed by `answer`; its tokens are in no named page, so no other prompt shares them."""
+        """Return the prompt followed by `answer`, whose tokens are in no named page: no other prompt shares them."""
         return VirtualPrompt(self.key, self.tokens + len(answer), self.names) if answer else self
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:

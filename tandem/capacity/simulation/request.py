@@ -100,7 +100,7 @@ class Outcome:
     def judge(
         self, slo: SloClass, idle_step_s: float, moments: Sequence[float] | NDArray[np.float64]
     ) -> RequestOutcome:
-        """Return whether the request met the targets of `slo`, else which phase missed one, by the router's own rules.
+        """Return the outcome of the request by the router's rules: it met the targets of `slo`, missed one, or failed.
 
         `moments` are the times at which the client received the tokens. ITL targets that are given in steps are
         multiples of `idle_step_s`.

@@ -112,7 +112,7 @@ class _StepOutputSource:
 
 @dataclass(slots=True)
 class VirtualRouter:
-    """A simulated router; it calls `on_end` once with the outcome of every request."""
+    """A simulated router; it calls `on_end` once for each request, with its outcome."""
 
     config: RouterConfig
     clock: VirtualClock

@@ -1,4 +1,4 @@
-"""Steady runs of equal decode steps, which differ only in their contexts while no request joins, ends or waits."""
+"""Steady runs: decode steps with the same rows, because no request joins, ends or waits; only their contexts grow."""
 
 import math
 from collections import deque
@@ -29,7 +29,7 @@ class Lookahead:
     steps: int
     """Number of further steps with exactly the rows of the steps in flight."""
     untouched: int
-    """Number of these steps, counted from the first, before one needs a new KV page."""
+    """Number of these steps that run before the first one that needs a new KV page."""
     needed: int = -1
     """The run is valid only while more than this number of pages is free."""
 
@@ -59,7 +59,7 @@ class SteadyBatch(DraftingBatch):
     """A running batch that can skip many steps at once, provided that no request has draft tokens."""
 
     def __init__(self, slots: int, kv: KvPages) -> None:
-        """Create the batch like `RunningBatch`; a step reads each request's KV once for all its rows, as on GPUs."""
+        """Create the batch like `RunningBatch`; a step reads a request's KV once for all of the request's rows."""
         super().__init__(slots, kv)
         self.kv_read_once = True
         self._first_end: tuple[BatchSnapshot | None, int] = None, 0

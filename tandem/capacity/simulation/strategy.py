@@ -55,7 +55,7 @@ class Strategy:
             )
             for number, role in enumerate(roles)
         ]
-        classes = {each.name: each for each in (*DEFAULT_CLASSES, slo)}
+        classes = {slo_class.name: slo_class for slo_class in (*DEFAULT_CLASSES, slo)}
         config = RouterConfig("router", folder, machine.name, "", mode=self.mode, slo_classes=tuple(classes.values()))
         return VirtualCluster(specs, config, network)
 

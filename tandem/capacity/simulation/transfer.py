@@ -59,7 +59,7 @@ class VirtualPeers(DecodePeers):
         self._transport, self._workers, self._network = transport, workers, network
 
     async def connect(self, destination: Destination) -> None:
-        """Register the peer with the transport, which takes no time."""
+        """Register the peer with the transport; this takes no time."""
         self._transport.add_peer(self._workers[destination.peer].transport.describe())
 
     async def allocate_pages(self, destination: Destination, pages: int) -> AllocatedPages:

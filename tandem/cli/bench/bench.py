@@ -124,7 +124,7 @@ class LoadOptions:
             return [source.at_speed(1.0, self.duration, self.seed)]
         made = [source.at(rate, self.duration, self.seed) for rate in parse_rates(self.rate or "1", "--rate")]
         # Each load has its own token ids, so that no prompt hits the prefix cache entries of an earlier load.
-        return [replace(each, seed=self.seed + number) for number, each in enumerate(made)]
+        return [replace(workload, seed=self.seed + number) for number, workload in enumerate(made)]
 
     def _source(self) -> Source:
         from tandem.cli.load.dataset import read_dataset
@@ -200,13 +200,13 @@ def bench(*, server: ServerOptions, load: LoadOptions, results: ResultOptions) -
     results.check()
     cells, workloads = results.cells(), load.workloads()
     console = Console(stderr=True)
-    found = server.find()
-    with console.status(f"warming up {found.model}"):
-        found.warm_up(load.warm_up)
-    loads = measure(found, workloads, cells, load.settings(), console)
+    target = server.find()
+    with console.status(f"warming up {target.model}"):
+        target.warm_up(load.warm_up)
+    loads = measure(target, workloads, cells, load.settings(), console)
     if not loads:
         raise typer.Exit(INTERRUPTED)
-    _write(found, load, results, loads)
+    _write(target, load, results, loads)
     if loads[-1].interrupted:
         raise typer.Exit(INTERRUPTED)
 

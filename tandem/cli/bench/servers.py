@@ -65,7 +65,7 @@ class GrpcServer:
         return str(self.target.view.model.model)
 
     def warm_up(self, requests: int) -> None:
-        """Send a fixed number of concurrent requests, or none if `requests` is 0; see `touch`."""
+        """Send a fixed number of concurrent requests; if `requests` is 0, send none."""
         if requests:
             touch(self.target)
 
@@ -87,7 +87,7 @@ class HttpServer:
     """Any server with OpenAI's HTTP API."""
 
     share: HttpShare
-    """The server and the settings of all requests; its arrivals are not used."""
+    """The server's address and the settings of all requests; `send` replaces its arrivals by those of the workload."""
     context: int | None = None
     words: WordLengths = WordLengths()  # noqa: RUF009  # frozen
 
@@ -99,7 +99,7 @@ class HttpServer:
     def warm_up(self, requests: int) -> None:
         """Send `requests` concurrent requests.
 
-        For chat, two requests before these measure how many tokens the server counts per word of a prompt.
+        For chat, two other requests are sent first, to measure how many tokens the server counts per word of a prompt.
         """
         long = _PROBE_WORDS if self.context is None else min(_PROBE_WORDS, self.context // 8)
         short = max(1, long // 4)
@@ -119,8 +119,8 @@ class HttpServer:
         asked = self.words.in_words(workload) if self.share.chat else workload
         deadline_s = workload.seconds + settings.drain_s
         shares = [
-            replace(self.share, seed=workload.seed, arrivals=each, deadline_s=deadline_s)
-            for each in deal(asked, settings.clients)
+            replace(self.share, seed=workload.seed, arrivals=arrivals, deadline_s=deadline_s)
+            for arrivals in deal(asked, settings.clients)
         ]
         return run_clients(shares, on_progress=on_progress)
 
@@ -131,7 +131,7 @@ class HttpServer:
     def _probe(self, number: int, length: int) -> int:
         """Send one request without streaming, and return its number of prompt tokens, or 0 if the server reports none.
 
-        `length` is the length of the prompt in tokens, or in words for chat; different `number` give different prompts.
+        `length` is the length of the prompt in tokens, or in words for chat. Another `number` gives another prompt.
         """
         share = replace(self.share, seed=WARM_SEED)
         body = request_body(share, Arrival(0.0, (Block(number, length),), _WARM_TOKENS))
@@ -154,9 +154,9 @@ def find_server(
         return GrpcServer(find_model(address, api_key, tls))
     url = _with_version(url)
     listed = list_models(url, api_key)
-    card = next((each for each in listed if each["id"] == model), None) if model else listed[0]
+    card = next((entry for entry in listed if entry["id"] == model), None) if model else listed[0]
     if card is None:
-        names = ", ".join(str(each["id"]) for each in listed)
+        names = ", ".join(str(entry["id"]) for entry in listed)
         raise InvalidArgument("--model", f"{model!r} is none of the server's models: {names}")
     share = HttpShare(url, str(card["id"]), api_key, 0, vocab_size, (), 0.0, chat=api == "chat", ignore_eos=ignore_eos)
     context = card.get("max_model_len")
@@ -168,7 +168,7 @@ def list_models(url: str, api_key: str = "") -> Sequence[dict[str, Any]]:
     address_of(url)
     try:
         listed = _call(f"{url.rstrip('/')}/models", api_key, None, _LIST_S)["data"]
-        if listed and all(each["id"] for each in listed):
+        if listed and all(entry["id"] for entry in listed):
             return list(listed)
     except (LookupError, TypeError):
         pass
@@ -186,7 +186,7 @@ def _call(url: str, api_key: str, body: dict[str, Any] | None, timeout_s: float)
     content = None if body is None else json.dumps(body).encode()
     try:
         with urlopen(Request(url, content, headers), timeout=timeout_s) as answer:
-            found = json.load(answer)
+            response = json.load(answer)
     except HTTPError as error:
         reason = f"{url} answered {error.code}: {_reason(error.read())}"
         if error.code == HTTPStatus.UNAUTHORIZED:
@@ -194,9 +194,9 @@ def _call(url: str, api_key: str, body: dict[str, Any] | None, timeout_s: float)
         raise _KINDS.get(error.code, Unavailable)(reason) from None
     except (OSError, ValueError) as error:
         raise Unavailable(f"{url} does not answer: {error}") from None
-    if not isinstance(found, dict):
-        raise Unavailable(f"{url} is no OpenAI server: it answers {type(found).__name__}, not an object")
-    return found
+    if not isinstance(response, dict):
+        raise Unavailable(f"{url} is no OpenAI server: it answers {type(response).__name__}, not an object")
+    return response
 
 
 def _refused(reason: str) -> InvalidArgument:

@@ -88,7 +88,7 @@ class ControllerClient:
     async def absent(self) -> tuple[Absence, ...]:
         """Return the workers that were requested but do not serve at present."""
         reply = await self._call(lambda stub: stub.ListAbsent(cluster_pb2.ListAbsentRequest(), timeout=_LOOK_S))
-        return tuple(conversion.from_proto(each, Absence) for each in reply.workers)
+        return tuple(conversion.from_proto(absence, Absence) for absence in reply.workers)
 
     async def drain_worker(
         self,
@@ -119,10 +119,10 @@ class ControllerClient:
 
     async def adapters(self) -> tuple[AdapterFacts, ...]:
         """Return the adapters that requests may name."""
-        found = await self._membership()
-        if found.adapters is not None:
-            return found.adapters
-        return found.workers[0].model.adapters if found.workers else ()
+        membership = await self._membership()
+        if membership.adapters is not None:
+            return membership.adapters
+        return membership.workers[0].model.adapters if membership.workers else ()
 
     async def _call(self, ask: Callable[[Any], Awaitable[Any]]) -> Any:
         """Connect to the controller, make the call `ask(stub)`, and return its reply."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def _one_of_several(context: typer.Context, parameter: typer.CallbackParam, key: str) -> str:
-    """Return the API key to send: `key` or, if it comes from the environment variable, the first key in it.
+    """Return the API key to send: `key` or, if the environment variable gave it, the first of the keys in it.
 
     In the pod of `tandem up`, the variable contains all keys that the router accepts.
     """

@@ -25,7 +25,7 @@ _VIEW_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The sampling parameters of a command; greedy by default. None = the router's default."""
+    """The sampling parameters of a command; greedy by default. A parameter that is None has the router's default."""
 
     max_tokens: int | None = None
     temperature: float = 0.0

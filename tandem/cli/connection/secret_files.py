@@ -12,8 +12,8 @@ log = logging.getLogger(__name__)
 def keys_in(option: str, file: str) -> tuple[str, ...]:
     """Return the keys in `file`, separated by whitespace; `#` begins a comment that ends with the line.
 
-    Raises InvalidArgument, which names `option`, for a file that cannot be read or has no key. A file that every user
-    of this host may read is used, but logs a warning.
+    Raises InvalidArgument, which names `option`, for a file that cannot be read or has no key. If every user of this
+    host may read the file, it is used, but a warning is logged.
     """
     from tandem.protocol.errors import InvalidArgument
     from tandem.settings.parsing import check_key

@@ -94,17 +94,17 @@ def announce(
 
 def running() -> list[RunningCluster]:
     """Return all running clusters of this user, newest first, and delete the state files of dead ones."""
-    found = []
+    clusters = []
     for path in folder().glob("up-*.json"):
         try:
             state = RunningCluster(**json.loads(path.read_text()))
         except (OSError, ValueError, TypeError):
             continue
         if state.alive:
-            found.append(state)
+            clusters.append(state)
         else:
             path.unlink(missing_ok=True)
-    return sorted(found, key=lambda state: state.started, reverse=True)
+    return sorted(clusters, key=lambda state: state.started, reverse=True)
 
 
 def newest() -> RunningCluster:

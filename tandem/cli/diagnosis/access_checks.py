@@ -26,10 +26,10 @@ def check_key_file(file: str) -> list[Check]:
     except (InvalidArgument, OSError) as error:
         return [Check("API keys", Level.FAIL, str(error), "correct the file; `tandem up` would not start with it")]
     roles = Counter(key.role for key in keys)
-    found = ", ".join(f"{roles[role]} of role {role}" for role in KeyRole if roles[role])
+    finding = ", ".join(f"{roles[role]} of role {role}" for role in KeyRole if roles[role])
     if mode & stat.S_IROTH:
         return [Check("API keys", Level.WARN, f"every user of this host may read {file}", f"chmod o-r {file}")]
-    return [Check("API keys", Level.OK, found)]
+    return [Check("API keys", Level.OK, finding)]
 
 
 def check_certificate(certificate: str, key: str, client_ca: str, now: datetime | None = None) -> list[Check]:
@@ -45,8 +45,8 @@ def check_certificate(certificate: str, key: str, client_ca: str, now: datetime 
     except InvalidArgument as error:
         advice = "correct the file; `tandem up` would not start with it"
         return [Check("certificate", Level.FAIL, error.message, advice)]
-    found = f"valid until {ends:%Y-%m-%d %H:%M} UTC"
+    finding = f"valid until {ends:%Y-%m-%d %H:%M} UTC"
     if ends - (now or datetime.now(UTC)) < _SOON:
         advice = "renew it; a running router reads the new one from the same files"
-        return [Check("certificate", Level.WARN, found, advice)]
-    return [Check("certificate", Level.OK, found)]
+        return [Check("certificate", Level.WARN, finding, advice)]
+    return [Check("certificate", Level.OK, finding)]

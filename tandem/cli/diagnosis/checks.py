@@ -41,10 +41,10 @@ _SECRET_OPTIONS = ("--token", "--api-key", "--metrics-key")
 
 def check_python(running: tuple[int, ...] = tuple(sys.version_info[:3])) -> Check:
     """Check that Python is 3.11 or newer."""
-    found = ".".join(str(part) for part in running)
+    finding = ".".join(str(part) for part in running)
     if running[:2] < PYTHON_MIN:
-        return Check("Python", Level.FAIL, found, "install Python 3.11 or newer and run `make clean run`")
-    return Check("Python", Level.OK, found)
+        return Check("Python", Level.FAIL, finding, "install Python 3.11 or newer and run `make clean run`")
+    return Check("Python", Level.OK, finding)
 
 
 def check_cores(cores: int | None = None) -> Check:
@@ -58,15 +58,15 @@ def check_cores(cores: int | None = None) -> Check:
 
 
 def check_shared_memory(free_bytes: int | None = None) -> Check:
-    """Check the free space in /dev/shm, which Ray's object store and transfers within the host use."""
+    """Check the free space in /dev/shm, because Ray's object store and transfers within the host use it."""
     if free_bytes is None:
         if not SHM.is_dir():
             return Check("/dev/shm", Level.FAIL, "missing", "mount a tmpfs there; in a container give it --shm-size=1g")
         free_bytes = shutil.disk_usage(SHM).free
-    found = f"{free_bytes / (1 << 30):.1f} GiB free"
+    finding = f"{free_bytes / (1 << 30):.1f} GiB free"
     if free_bytes < SHM_BYTES_MIN:
-        return Check("/dev/shm", Level.FAIL, found, "free some, or in a container give it --shm-size=1g")
-    return Check("/dev/shm", Level.OK, found)
+        return Check("/dev/shm", Level.FAIL, finding, "free some, or in a container give it --shm-size=1g")
+    return Check("/dev/shm", Level.OK, finding)
 
 
 def check_ray() -> Check:
@@ -188,7 +188,7 @@ def _secrets_in(command: list[str]) -> list[str]:
 def _command_lines() -> list[tuple[int, list[str]]]:
     import psutil
 
-    return [(each.pid, each.info["cmdline"] or []) for each in psutil.process_iter(["cmdline"])]
+    return [(process.pid, process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
 
 
 def all_checks(host: str, grpc_port: int, http_port: int, ours: dict[int, int]) -> list[Callable[[], list[Check]]]:

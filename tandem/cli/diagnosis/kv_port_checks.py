@@ -22,7 +22,7 @@ _EVERYWHERE = ("0.0.0.0", "::")
 
 
 def check_ucx_environment(environment: Mapping[str, str] = os.environ) -> Check:
-    """Check that the UCX variables in `environment` let workers started here open no TCP port.
+    """Check that workers started from here would open no TCP port, given the UCX variables in `environment`.
 
     If the check fails, `tandem up` refuses to start, too.
     """
@@ -51,7 +51,7 @@ def check_running_clusters(running: "Iterable[RunningCluster]") -> list[Check]:
 
 
 def check_workers(workers: "Iterable[WorkerInfo]") -> list[Check]:
-    """Return one warning for each open port of the workers, or a single check that passes if there is none."""
+    """Return one warning for each open port of the workers, or a single passing check if no port is open."""
     workers = tuple(workers)
     opened = [
         Check(

@@ -106,9 +106,11 @@ def prompts_of(folder: Path, text: Path | None) -> list[list[int]]:
     except (OSError, ValueError) as error:
         raise InvalidArgument("text", f"{text} cannot be read: {error}.") from error
     tokenizer = Tokenizer(folder)
-    paragraphs = [each.strip() for each in read.split("\n\n")]
-    encoded = [tokenizer.encode(each)[:_PROMPT_TOKENS] for each in paragraphs if len(each) >= _PROMPT_CHARACTERS]
-    cut = [tokenizer.decode(each) for each in encoded]
+    paragraphs = [paragraph.strip() for paragraph in read.split("\n\n")]
+    encoded = [
+        tokenizer.encode(paragraph)[:_PROMPT_TOKENS] for paragraph in paragraphs if len(paragraph) >= _PROMPT_CHARACTERS
+    ]
+    cut = [tokenizer.decode(token_ids) for token_ids in encoded]
     if not tokenizer.template_source:
-        return [tokenizer.encode(each) for each in cut]
-    return [tokenizer.encode_chat([ChatTurn("user", each)]) for each in cut]
+        return [tokenizer.encode(prompt) for prompt in cut]
+    return [tokenizer.encode_chat([ChatTurn("user", prompt)]) for prompt in cut]

@@ -108,7 +108,7 @@ class Share(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GrpcShare:
-    """The share of one client process that sends over gRPC: the router, and the arrivals for which this process sends.
+    """The share of one client process that sends over gRPC: the router, and the arrivals whose requests it sends.
 
     Each arrival is paired with its number in the workload. Requests that have not ended `deadline_s` seconds after the
     start count as failed.

@@ -34,7 +34,7 @@ class Prompts:
 
         The seed determines the arrival times and the random answer lengths.
         """
-        moments, answers = (np.random.default_rng(each) for each in np.random.SeedSequence(seed).spawn(2))
+        moments, answers = (np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(2))
         due = due_times(moments, self.cv, rate, seconds)
         drawn = self.answer.draw(answers, len(due))
         arrivals = tuple(
@@ -101,8 +101,12 @@ def _messages(where: str, fields: dict[str, Any]) -> Messages:
     listed = fields.get("messages")
     if not isinstance(listed, list) or not listed:
         raise InvalidArgument(where, "has neither a prompt nor messages")
-    for each in listed:
-        known = isinstance(each, dict) and isinstance(each.get("role"), str) and isinstance(each.get("content"), str)
+    for message in listed:
+        known = (
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+        )
         if not known:
             raise InvalidArgument(where, "has a message without a role or content in text")
-    return tuple((each["role"], each["content"]) for each in listed)
+    return tuple((message["role"], message["content"]) for message in listed)

@@ -23,7 +23,7 @@ _KIND_CHARACTERS = 80
 
 @dataclass(frozen=True, slots=True)
 class HttpShare:
-    """The share of one client process that sends over HTTP: the server, and the arrivals for which this process sends.
+    """The share of one client process that sends over HTTP: the server, and the arrivals whose requests it sends.
 
     Each arrival is paired with its number in the workload. Requests that have not ended `deadline_s` seconds after the
     start count as failed.
@@ -172,11 +172,11 @@ class HttpClient:
 
 
 async def _headers(reader: asyncio.StreamReader) -> Mapping[bytes, bytes]:
-    found = {}
+    headers = {}
     while line := (await reader.readline()).strip():
         name, _, value = line.partition(b":")
-        found[name.lower()] = value.strip().lower()
-    return found
+        headers[name.lower()] = value.strip().lower()
+    return headers
 
 
 async def _body(reader: asyncio.StreamReader, headers: Mapping[bytes, bytes]) -> AsyncIterator[bytes]:

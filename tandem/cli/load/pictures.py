@@ -54,7 +54,7 @@ def draw_latencies(run: Run, file: Path) -> None:
     for axes, (key, title) in zip(panels, _LATENCIES.items(), strict=True):
         for load in run.loads:
             if curve := load[key]["curve"]:
-                times = [max(_LEAST_MS, each) for each in curve]
+                times = [max(_LEAST_MS, value) for value in curve]
                 axes.plot(times, [level / 100 for level in run.levels], label=_rate(load))
         axes.set(title=title, xlabel="ms", ylabel="share", xscale="log", ylim=(0, 1.02))
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

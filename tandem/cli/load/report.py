@@ -13,7 +13,7 @@ from tandem.cli.load.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class CellScore:
-    """The outcomes of a load's requests for one SLO cell: the number of requests with each, rejected ones included."""
+    """The number of a load's requests by outcome, for one SLO cell; rejected requests are included."""
 
     cell: SloCell
     outcomes: Mapping[Outcome, int]
@@ -51,7 +51,7 @@ class LoadReport:
 
     @property
     def valid(self) -> bool:
-        """True if the clients sent 99 % of the requests on time; otherwise the server got another load than planned."""
+        """True if the clients sent at least 99 % of the requests on time, so that the server got the planned load."""
         return self.lateness.p99 <= self.lateness_bound_s
 
     @property
@@ -115,7 +115,7 @@ def _score(score: CellScore) -> dict[str, object]:
 def score_cell(cell: SloCell, records: Sequence[RequestRecord], seconds: float) -> CellScore:
     """Count the outcomes of a workload's requests for `cell`; `seconds` is the workload's duration."""
     outcomes = Counter(cell.judge(record) for record in records)
-    return CellScore(cell, {each: outcomes[each] for each in Outcome}, outcomes[Outcome.MET] / seconds)
+    return CellScore(cell, {outcome: outcomes[outcome] for outcome in Outcome}, outcomes[Outcome.MET] / seconds)
 
 
 def make_report(

@@ -125,7 +125,7 @@ def _collect(pipes: Sequence[Connection], on_progress: Callable[[Progress], None
 
 @contextmanager
 def _stopped_by_interrupt(pipes: Sequence[Connection]) -> Iterator[list[float]]:
-    """While the body runs, let the first Ctrl-C stop the clients instead of this process.
+    """Let the first Ctrl-C stop the clients instead of this process while the body runs.
 
     Yields a list that is empty until then, and afterwards contains the time of the Ctrl-C (`time.monotonic`).
     """
@@ -158,12 +158,12 @@ def shares_of(target: Target, workload: Workload, settings: LoadSettings) -> lis
             target.api_key,
             workload.seed,
             target.vocab_size,
-            each,
+            arrivals,
             deadline_s,
             settings.slo_class,
             target.tls,
         )
-        for each in deal(workload, settings.clients)
+        for arrivals in deal(workload, settings.clients)
     ]
 
 
@@ -180,11 +180,11 @@ def _clients(shares: Sequence[Share]) -> Iterator[list[Connection]]:
     pipes, processes = [], []
     try:
         for share in shares:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=run_share, args=(theirs, share), daemon=True)
+            parent_end, child_end = context.Pipe()
+            process = context.Process(target=run_share, args=(child_end, share), daemon=True)
             process.start()
-            theirs.close()  # so that the pipe ends when the client process ends
-            pipes.append(ours)
+            child_end.close()  # so that the pipe ends when the client process ends
+            pipes.append(parent_end)
             processes.append(process)
         yield pipes
         for process in processes:

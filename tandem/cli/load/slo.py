@@ -28,7 +28,7 @@ class SloCell:
 
     def as_result(self) -> dict[str, float | None]:
         """Return the cell as JSON; None = no limit."""
-        limits = (round(each * 1e3, 4) if each < math.inf else None for each in (self.ttft_s, self.gap_s))
+        limits = (round(limit_s * 1e3, 4) if limit_s < math.inf else None for limit_s in (self.ttft_s, self.gap_s))
         ttft_ms, gap_ms = limits
         return {"ttft_ms": ttft_ms, "gap_ms": gap_ms, "gap_percent": self.gap_percent}
 
@@ -58,7 +58,7 @@ def parse_cell(text: str) -> SloCell:
     """Parse "name:TTFT_MS:GAP_MS" or "name:TTFT_MS:GAP_MS:PERCENT". Raises InvalidArgument for any other form."""
     name, *numbers = text.split(":")
     try:
-        ttft_ms, gap_ms, *rest = (float(each) for each in numbers)
+        ttft_ms, gap_ms, *rest = (float(number) for number in numbers)
         (percent,) = rest or (GAP_PERCENT,)
     except ValueError:
         raise InvalidArgument("--slo", f"{text!r} is not NAME:TTFT_MS:GAP_MS[:PERCENT]") from None

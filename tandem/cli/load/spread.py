@@ -39,7 +39,7 @@ class Spread:
     @classmethod
     def of(cls, durations: Iterable[float | None]) -> "Spread":
         """Summarize durations in seconds; None values are skipped."""
-        values = np.sort([each for each in durations if each is not None])
+        values = np.sort([duration for duration in durations if duration is not None])
         if values.size == 0:
             return cls(0, 0.0, 0.0, 0.0, 0.0, 0.0, ())
 
@@ -52,4 +52,4 @@ class Spread:
         """Return the summary as JSON, in milliseconds."""
         names = ("mean", "p50", "p90", "p99", "worst")
         figures: dict[str, object] = {name: round(getattr(self, name) * _TO_MS, 3) for name in names}
-        return {"count": self.count, **figures, "curve": [round(each * _TO_MS, 3) for each in self.curve]}
+        return {"count": self.count, **figures, "curve": [round(duration * _TO_MS, 3) for duration in self.curve]}

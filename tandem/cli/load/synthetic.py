@@ -36,9 +36,9 @@ class Lengths:
         return cls(*values)
 
     def draw(self, generator: np.random.Generator, count: int) -> list[int]:
-        """Draw `count` lengths of at least one token."""
+        """Sample `count` lengths of at least one token."""
         location = math.log(self.mean) - self.sigma**2 / 2
-        return [max(1, round(each)) for each in np.exp(location + self.sigma * generator.standard_normal(count))]
+        return [max(1, round(length)) for length in np.exp(location + self.sigma * generator.standard_normal(count))]
 
     def __str__(self) -> str:
         return f"{self.mean:g}" + (f"s{self.sigma:g}" if self.sigma else "")
@@ -74,7 +74,7 @@ class Synthetic:
         Arrival times and lengths have separate random generators, so workloads with the same seed and different rates
         have the same lengths in the same order.
         """
-        moments, prompts, answers = (np.random.default_rng(each) for each in np.random.SeedSequence(seed).spawn(3))
+        moments, prompts, answers = (np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(3))
         due = due_times(moments, self.cv, rate, seconds)
         lengths = zip(due, self.prompt.draw(prompts, len(due)), self.answer.draw(answers, len(due)), strict=True)
         arrivals = tuple(Arrival(at, (Block(i, tokens),), new) for i, (at, tokens, new) in enumerate(lengths))
@@ -82,7 +82,7 @@ class Synthetic:
 
 
 def due_times(generator: np.random.Generator, cv: float, rate: float, seconds: float) -> list[float]:
-    """Draw the due times of requests at `rate` per second, all below `seconds`; with a `cv` of 0 all gaps are equal.
+    """Sample the due times of requests at `rate` per second, all below `seconds`; with a `cv` of 0 all gaps are equal.
 
     Raises InvalidArgument unless `rate` is above 0.
     """

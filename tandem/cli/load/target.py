@@ -80,10 +80,10 @@ def wait_until_idle(target: Target, within_s: float) -> None:
 
 
 def warm_up(target: Target) -> float:
-    """Send concurrent and then single requests, and return the decode step of an idle cluster in seconds.
+    """Send concurrent and then single requests, and return the duration of an idle cluster's decode step in seconds.
 
-    The step is the mean inter-token gap of the fastest single request, because the others were slowed by other work.
-    Raises Unavailable if a request fails.
+    It is the mean inter-token gap of the fastest single request, because other work slowed the others. Raises
+    Unavailable if a request fails.
     """
     return asyncio.run(_warm_up(target))
 

@@ -63,7 +63,7 @@ class Trace:
         return replace(self, requests=tuple(requests))
 
     def _span_s(self, count: int) -> float:
-        """Return the due time of the request after the first `count`.
+        """Return the due time of the request that follows the first `count` requests.
 
         Past the end of the trace, the due time is extrapolated by one mean gap.
         """
@@ -114,11 +114,11 @@ def _mooncake_request(where: str, number: int, fields: dict[str, Any]) -> Arriva
     if hashes is None:
         blocks: tuple[Block, ...] = (Block(_UNSHARED + number, prompt),)
         return Arrival(at_ms / 1e3, blocks, _length(where, "output_length", fields.get("output_length")))
-    if not isinstance(hashes, list) or not all(type(each) is int and each >= 0 for each in hashes):
+    if not isinstance(hashes, list) or not all(type(key) is int and key >= 0 for key in hashes):
         raise InvalidArgument(where, "hash_ids is no list of numbers")
     if len(hashes) != -(-prompt // BLOCK_TOKENS):
         raise InvalidArgument(where, f"has {len(hashes)} hash_ids for {prompt} tokens in blocks of {BLOCK_TOKENS}")
-    blocks = tuple(Block(each, min(BLOCK_TOKENS, prompt - i * BLOCK_TOKENS)) for i, each in enumerate(hashes))
+    blocks = tuple(Block(key, min(BLOCK_TOKENS, prompt - i * BLOCK_TOKENS)) for i, key in enumerate(hashes))
     return Arrival(at_ms / 1e3, blocks, _length(where, "output_length", fields.get("output_length")))
 
 

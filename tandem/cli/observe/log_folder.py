@@ -21,7 +21,7 @@ def new_log_folder() -> Path:
     root = log_root()
     folder = root / f"{time.strftime('%Y-%m-%dT%H%M%S')}-{os.getpid()}"
     folder.mkdir(parents=True, mode=0o700)
-    for old in sorted(each for each in root.iterdir() if each.is_dir())[:-KEPT_RUNS]:
+    for old in sorted(entry for entry in root.iterdir() if entry.is_dir())[:-KEPT_RUNS]:
         with contextlib.suppress(OSError):
             shutil.rmtree(old)
     return folder

@@ -37,7 +37,7 @@ class LogTail:
     def _runs(self) -> list[Path]:
         """Return the folders of all runs, in no order; their names sort by the start times of the runs."""
         try:
-            return [each for each in self._root.iterdir() if each.is_dir()]
+            return [entry for entry in self._root.iterdir() if entry.is_dir()]
         except FileNotFoundError:
             return []
 

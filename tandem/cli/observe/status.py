@@ -57,7 +57,7 @@ def absences(address: str) -> list[str]:
         absent = asyncio.run(ControllerClient(running.controller, running.token).absent())
     except TandemError as error:
         return [f"workers that do not serve are not known: {error.message}"]
-    return [f"{each.worker_id} does not serve: {each.reason}" for each in absent]
+    return [f"{absence.worker_id} does not serve: {absence.reason}" for absence in absent]
 
 
 def summary(address: str, view: "ServerView") -> str:

@@ -42,10 +42,10 @@ def _summary(interval: ScrapeInterval) -> Text:
 
 def _promises(interval: ScrapeInterval) -> Table:
     table = _table("Service classes since the router's start; goodput of the last minute")
-    for column in ("class", "goodput/s", *(each.replace("_", " ") for each in _OUTCOMES), "blame"):
+    for column in ("class", "goodput/s", *(outcome.replace("_", " ") for outcome in _OUTCOMES), "blame"):
         table.add_column(column, justify="left" if column in ("class", "blame") else "right")
     for name in interval.now.values(f.SLO_REQUESTS, "slo_class"):
-        counts = [interval.now.total(f.SLO_REQUESTS, slo_class=name, outcome=each) for each in _OUTCOMES]
+        counts = [interval.now.total(f.SLO_REQUESTS, slo_class=name, outcome=outcome) for outcome in _OUTCOMES]
         if any(counts):
             rate = interval.now.total(f.GOODPUT, slo_class=name)
             table.add_row(name, f"{rate:.2f}", *(f"{count:.0f}" for count in counts), _blame(interval, name))
@@ -62,9 +62,9 @@ def _blame(interval: ScrapeInterval, name: str) -> str:
     The phase with the highest count is first.
     """
     phases = interval.now.values(f.SLO_MISSED, "phase", slo_class=name)
-    missed = {each: interval.now.total(f.SLO_MISSED, slo_class=name, phase=each) for each in phases}
-    worst = sorted((each for each in phases if missed[each]), key=lambda each: -missed[each])
-    return ", ".join(f"{each} {missed[each]:.0f}" for each in worst) or _NONE
+    missed = {phase: interval.now.total(f.SLO_MISSED, slo_class=name, phase=phase) for phase in phases}
+    worst = sorted((phase for phase in phases if missed[phase]), key=lambda phase: -missed[phase])
+    return ", ".join(f"{phase} {missed[phase]:.0f}" for phase in worst) or _NONE
 
 
 def _latencies(interval: ScrapeInterval) -> Table:
@@ -73,7 +73,7 @@ def _latencies(interval: ScrapeInterval) -> Table:
         table.add_column(column, justify="left" if column == "ms" else "right")
     for name, family in _LATENCIES:
         quantiles = (interval.quantile(family, part) for part in (0.5, 0.99))
-        figures = (_scaled(each, _MS) for each in (interval.mean(family), *quantiles))
+        figures = (_scaled(seconds, _MS) for seconds in (interval.mean(family), *quantiles))
         table.add_row(name, *figures, f"{interval.grown(family, '_count'):.0f}")
     return table
 

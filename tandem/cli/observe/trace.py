@@ -132,16 +132,16 @@ def trace(
     if slow and request_id:
         raise InvalidArgument("--slow", "lists requests; leave out the id, or the option")
     key = one_key("--metrics-key-file", metrics_key, metrics_key_file)
-    found, kept = asyncio.run(_ask(request_id, slow, router, key))
-    if request_id and not found:
+    traces, kept = asyncio.run(_ask(request_id, slow, router, key))
+    if request_id and not traces:
         remembered = f"the router remembers the {kept} newest that have ended, and slow ones"
         raise NotFound(f"no request or trace {request_id!r} is known; {remembered}")
     console = Console() if sys.stdout.isatty() else Console(width=WIDE)
     if not request_id:
-        console.print(listed(found))
+        console.print(listed(traces))
         return
-    for each in found:
-        console.print(drawn(each))
+    for request_trace in traces:
+        console.print(drawn(request_trace))
 
 
 async def _ask(request_id: str, slow: bool, router: str, key: str) -> tuple[list[RequestTrace], int]:

@@ -53,8 +53,8 @@ def models(now: Scrape) -> list[str]:
     """Return the lines that describe the model, as the workers report them."""
     from tandem.metrics import families as f
 
-    found = now.values(f.MODEL_INFO, "summary")
-    return list(dict.fromkeys(line for each in found for line in each.split("; ") if line))
+    summaries = now.values(f.MODEL_INFO, "summary")
+    return list(dict.fromkeys(line for summary in summaries for line in summary.split("; ") if line))
 
 
 def findings(interval: ScrapeInterval) -> Table:
@@ -79,8 +79,8 @@ def findings(interval: ScrapeInterval) -> Table:
         if not now.total(f.WORKER_READY, worker=name):
             table.add_row(name, "not ready", "it takes no new requests", "`tandem status` and its log say why")
             continue
-        found = diagnose(figures_of(interval, name))
-        table.add_row(name, Text(found.bottleneck, style="bold"), found.because, found.change)
+        diagnosis = diagnose(figures_of(interval, name))
+        table.add_row(name, Text(diagnosis.bottleneck, style="bold"), diagnosis.because, diagnosis.change)
     return table
 
 
@@ -88,7 +88,7 @@ def speculation(interval: ScrapeInterval) -> list[str]:
     """Return one line about speculative decoding for each worker that decoded."""
     from tandem.metrics import families as f
 
-    found, now = [], interval.now
+    lines, now = [], interval.now
     for name in _workers(now):
         requests = interval.mean(f.STEP_DECODE_ROWS, worker=name)
         if not requests:
@@ -104,8 +104,8 @@ def speculation(interval: ScrapeInterval) -> list[str]:
             said += f", {now.total(f.SPECULATION_SPEEDUP, worker=name):.2f} times as fast as without"
             if proposing_s := interval.grown(f.SPECULATION_DRAFTING, worker=name):
                 said += f"; proposing them took {proposing_s:.1f} s"
-        found.append(f"{name}: speculative decoding: {said}")
-    return found
+        lines.append(f"{name}: speculative decoding: {said}")
+    return lines
 
 
 def _workers(now: Scrape) -> list[str]:

@@ -29,7 +29,7 @@ def ready(
     if any(info.open is not None and info.address.rpartition(":")[0] == node for info in workers):
         print(f"a worker serves at {node}")
         return
-    coming = [each for each in asyncio.run(client.absent()) if each.coming]
+    coming = [absence for absence in asyncio.run(client.absent()) if absence.coming]
     if coming:
         message = f"no worker serves at {node}, and {coming[0].worker_id} is starting: {coming[0].reason}"
         raise FailedPrecondition(message)

@@ -59,31 +59,31 @@ def lines(inputs: PlanInputs, split: Split) -> Iterator[str]:
         f" prompt of {demand.computed_tokens:.0f} tokens ({'as fitted' if inputs.cost else 'by the roofline'})"
     )
     yield f"targets   {inputs.targets.text}"
-    (worse, first), (better, other) = sorted(
-        ((prefill, "prefill"), (decode, "decode")), key=lambda each: each[0].value, reverse=True
+    (worse, first), (better, second) = sorted(
+        ((prefill, "prefill"), (decode, "decode")), key=lambda pair: pair[0].value, reverse=True
     )
     if split.shared:
         yield "size      1 worker, which computes prompts and decodes"
         yield f"bottleneck      it has {worse.text}"
     else:
         yield f"size      {split.workers} workers, prefill:decode {split.prefill}:{split.decode}"
-        yield f"bottleneck      {first} binds first, by its {worse.text}; {other} has {better.text}"
+        yield f"bottleneck      {first} binds first, by its {worse.text}; {second} has {better.text}"
     if worse.value > _FULL:
         yield f"          too few for {demand.per_s:g} requests/s: targets hold up to {demand.per_s / worse.value:.3g}"
 
 
-def strategy_table(found: Iterable[TrialResult], rate: float) -> Table:
+def strategy_table(results: Iterable[TrialResult], rate: float) -> Table:
     """Return a table of simulated results with one row per strategy; `rate` is the planned load in requests/s."""
     table = Table(box=None, pad_edge=False)
     table.add_column("strategy", no_wrap=True)
     for column in ("knee /s", f"kept at {rate:g}/s", "TTFT p50", "p99 ms", "ITL p50", "p99 ms", "missed by"):
         table.add_column(column, justify="right", no_wrap=True)
-    for each in found:
-        asked = each.asked
+    for result in results:
+        asked = result.asked
         worst = max(asked.missed, key=lambda kind: asked.missed[kind]) if asked.missed else ""
         table.add_row(
-            each.strategy.name,
-            f"{each.knee_rate:.3g}" if each.knee else "none",
+            result.strategy.name,
+            f"{result.knee_rate:.3g}" if result.knee else "none",
             f"{asked.share:.0%}",
             *(f"{seconds * _MS:.0f}" for seconds in (asked.ttft_p50_s, asked.ttft_p99_s)),
             *(f"{seconds * _MS:.1f}" for seconds in (asked.gap_p50_s, asked.gap_p99_s)),
@@ -103,7 +103,7 @@ def what_if_lines(inputs: PlanInputs, split: Split) -> Iterator[str]:
 def speculation_lines(inputs: PlanInputs, drafting: Drafting) -> Iterator[str]:
     """Yield lines with the predicted speedup of decoding by draft tokens.
 
-    One prediction uses step costs of the roofline; the other, if there are any, fitted step costs.
+    It is predicted with the step costs of the roofline and, if there are fitted step costs, also with those.
     """
     from tandem.cost_model.step_cost import StepCost
 
@@ -122,13 +122,11 @@ def speculation_lines(inputs: PlanInputs, drafting: Drafting) -> Iterator[str]:
     yield "  workers draft only where it pays"
 
 
-def comparison(found: Compared) -> str:
+def comparison(knee: Compared) -> str:
     """Return one line that compares the predicted knee (highest rate that meets the targets) with the measured one."""
-    upper = "more" if found.lost is None else f"{found.lost:g}"
-    measured, mark = f"measured {found.kept:g} to {upper}", "" if found.near else "  <-- beyond 20 %"
-    return (
-        f"{found.workload:>13} {found.row:>18} {found.cell:>9}  {measured:>22}  predicted {found.predicted:.3g}{mark}"
-    )
+    upper = "more" if knee.lost is None else f"{knee.lost:g}"
+    measured, mark = f"measured {knee.kept:g} to {upper}", "" if knee.near else "  <-- beyond 20 %"
+    return f"{knee.workload:>13} {knee.row:>18} {knee.cell:>9}  {measured:>22}  predicted {knee.predicted:.3g}{mark}"
 
 
 @plain_errors
@@ -210,8 +208,8 @@ def _answer(inputs: PlanInputs, drafting: Drafting, *, simulate: bool) -> None:
         console.print(line, highlight=False)
     if simulate:
         with console.status("simulating"):
-            found = list(trials(inputs, split))
-        console.print(strategy_table(found, inputs.demand.per_s))
+            results = list(trials(inputs, split))
+        console.print(strategy_table(results, inputs.demand.per_s))
 
 
 def _check(file: Path, inputs: PlanInputs) -> None:

@@ -104,8 +104,8 @@ class GpuOptions:
         if self.ceilings:
             given = parse_ceilings("--ceilings", self.ceilings)
             return DeviceKind(given.flops, given.bytes_per_s, self.memory_gib or _CUSTOM_GIB)
-        found = device_kind("--gpu", self.gpu)
-        return found if self.memory_gib is None else replace(found, memory_gib=self.memory_gib)
+        device = device_kind("--gpu", self.gpu)
+        return device if self.memory_gib is None else replace(device, memory_gib=self.memory_gib)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +173,12 @@ class CostOptions:
             return read_costs(self.costs, "--from")
         if not self.live:
             return None
-        found = fitted(asyncio.run(scrape(*metrics_server("", ""))))
-        if found is None:
+        costs = fitted(asyncio.run(scrape(*metrics_server("", ""))))
+        if costs is None:
             raise FailedPrecondition(
                 "the running cluster has not measured prompts and answers yet; send it some requests"
             )
-        return found
+        return costs
 
 
 def check_above_0(option: str, value: float) -> None:

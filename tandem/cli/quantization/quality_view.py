@@ -15,14 +15,14 @@ def quality_table(quality: Quality) -> Table:
     table = Table(title="predictions of the same text: this model, and the one before")
     for heading in ("phase", "tokens", "KL in nats", "top-1", "perplexity", "before", "change"):
         table.add_column(heading, justify="left" if heading == "phase" else "right", no_wrap=True)
-    for phase, each in (("prefill", quality.prefill), ("decode", quality.decode)):
+    for phase, scores in (("prefill", quality.prefill), ("decode", quality.decode)):
         table.add_row(
             phase,
-            f"{each.positions:,}",
-            f"{each.kl:.4f} ± {each.kl_error:.4f}",
-            f"{each.top1:.2%}",
-            f"{each.candidate_perplexity:.3f}",
-            f"{each.reference_perplexity:.3f}",
-            f"{each.perplexity_change:+.2%}",
+            f"{scores.positions:,}",
+            f"{scores.kl:.4f} ± {scores.kl_error:.4f}",
+            f"{scores.top1:.2%}",
+            f"{scores.candidate_perplexity:.3f}",
+            f"{scores.reference_perplexity:.3f}",
+            f"{scores.perplexity_change:+.2%}",
         )
     return table

@@ -125,9 +125,9 @@ def _print_quality(console: Console, folder: Path, output: Path, device: str) ->
     samples = token_samples(Tokenizer(folder).encode, text, _QUALITY_SAMPLES, _QUALITY_TOKENS)
     with progress_bars(console) as report:
         before, after = (
-            load_for_comparison(EngineConfig(each, device=device), COMPANY * _QUALITY_TOKENS, report)
-            for each in (folder, output)
+            load_for_comparison(EngineConfig(model_folder, device=device), COMPANY * _QUALITY_TOKENS, report)
+            for model_folder in (folder, output)
         )
-        found = compare(before, after, samples, lambda done: report("comparing predictions", done))
-    console.print(quality_table(found))
+        comparison = compare(before, after, samples, lambda done: report("comparing predictions", done))
+    console.print(quality_table(comparison))
     console.print(f"text {text_hash(text)}; docs/quantization.md says how to read the table", highlight=False)

@@ -28,7 +28,10 @@ def answer_chat(client: Client, conversation: Sequence[Message], sampling: Sampl
 
 
 def _show(stream: Stream) -> Answer:
-    """Print the text of a stream as it arrives, then a line end, also after an error or Ctrl-C; return the answer."""
+    """Print the text of a stream as it arrives, and return the answer.
+
+    A line end follows the text, even after an error or Ctrl-C.
+    """
     reasoned = answered = False
     try:
         with stream:

@@ -84,11 +84,11 @@ def check_memory(config: ClusterSettings) -> None:
     if not config.on_cpu or config.worker_kv_cache_bytes is None or config.ray_address:
         return
     workers = config.worker_count
-    each, free = config.worker_kv_cache_bytes / GIB, psutil.virtual_memory().available / GIB
-    if workers * each > free:
+    pool_gib, free = config.worker_kv_cache_bytes / GIB, psutil.virtual_memory().available / GIB
+    if workers * pool_gib > free:
         raise InvalidArgument(
             "--kv-cache-gib",
-            f"{workers} workers with {each:g} GiB each do not fit into the {free:.2f} GiB of memory that are free; "
+            f"{workers} workers with {pool_gib:g} GiB each do not fit into the {free:.2f} GiB of memory that are free; "
             f"choose less than {free / workers:.2f}",
         )
 
@@ -174,14 +174,14 @@ def check_weights(config: ClusterSettings) -> None:
         counts = {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
     others = slot_bytes(engine, stored, dtype) + draft_bytes(engine, stored, dtype, device)
     sizes = {role: weight_bytes(shapes[role], dtype, on_cpu=True) + others for role in counts}
-    each, pages = max(sizes.values()) / GIB, config.worker_kv_cache_bytes or 0
+    weights_gib, pages = max(sizes.values()) / GIB, config.worker_kv_cache_bytes or 0
     free = psutil.virtual_memory().available
     if sum(counts[role] * (size + pages) for role, size in sizes.items()) > free:
         raise InvalidArgument(
             "--device",
-            f"{config.worker_count} workers with {each:.2f} GiB of weights and {pages / GIB:.3g} GiB of KV cache each "
-            f"do not fit into the {free / GIB:.2f} GiB of memory that are free; use --device cuda, another --dtype, "
-            "less --kv-cache-gib or a smaller model",
+            f"{config.worker_count} workers with {weights_gib:.2f} GiB of weights and {pages / GIB:.3g} GiB of KV "
+            f"cache each do not fit into the {free / GIB:.2f} GiB of memory that are free; use --device cuda, another "
+            "--dtype, less --kv-cache-gib or a smaller model",
         )
 
 

@@ -44,7 +44,7 @@ from tandem.settings.cluster import ClusterSettings
 
 
 class StartView:
-    """Prints one line per step of the start, updated in place on a terminal and appended elsewhere.
+    """Prints the progress of each step of the start: a line per step on a terminal, otherwise lines for start and end.
 
     Use it as a context manager. All threads may call its methods.
     """
@@ -83,7 +83,7 @@ class StartView:
         self.report(what, done=True)
 
     def cluster_progress(self, event: ClusterProgress) -> None:
-        """Show the cluster's progress while it starts; afterwards, which processes died or serve again."""
+        """Show the progress of the cluster's start and, after the start, which processes died or serve again."""
         if event.note:
             self._console.print(f"[yellow]{escape(event.note)}[/]")
             return

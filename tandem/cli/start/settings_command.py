@@ -32,7 +32,7 @@ class SettingsCommand(TyperCommand):
     """A command whose options may also come from `--config FILE` and from variables TANDEM_…."""
 
     def __init__(self, *args: Any, params: list[Any] | None = None, **given: Any) -> None:
-        """Create the command; an option of `params` without an environment variable gets `TANDEM_` and its name.
+        """Create the command; an option in `params` without an environment variable gets TANDEM_ followed by its name.
 
         The arguments are those of `TyperCommand`.
         """
@@ -74,7 +74,7 @@ def _check_variables(ctx: typer.Context, environment: Mapping[str, str]) -> None
     tandem.
     """
     commands = getattr(ctx.find_root().command, "commands", {})
-    known = {_variable(option) for each in (ctx.command, *commands.values()) for option in each.params}
+    known = {_variable(option) for command in (ctx.command, *commands.values()) for option in command.params}
     settings = {_variable(option).removeprefix(PREFIX): _variable(option) for option in ctx.command.params}
     for option in OPTIONS.values():
         for alias in option.setting.aliases:
@@ -94,15 +94,15 @@ def _variable(option: Any) -> str:
 
 def _repeated(args: Sequence[str]) -> list[str]:
     """Rewrite `--name A B` as `--name A --name B`."""
-    found: list[str] = []
+    rewritten: list[str] = []
     option = ""
     for word in args:
-        if option and not word.startswith("-") and found[-1] != option:
-            found.append(option)
-        found.append(word)
+        if option and not word.startswith("-") and rewritten[-1] != option:
+            rewritten.append(option)
+        rewritten.append(word)
         if word.startswith("-"):
             option = word if word in SEVERAL else ""
-    return found
+    return rewritten
 
 
 def with_model_argument(up: Callable[..., None]) -> Callable[..., None]:
@@ -129,8 +129,8 @@ def with_model_argument(up: Callable[..., None]) -> Callable[..., None]:
 def read_config_file(ctx: typer.Context, file: Path | None) -> Path | None:
     """Use the settings in a YAML file as defaults of the other options; this is the callback of `--config`."""
     if file is not None:
-        found = [option for option in ctx.command.params if isinstance(option, TyperOption)]
-        options = {option.name: option for option in found if option.name != _CONFIG}
+        typer_options = [option for option in ctx.command.params if isinstance(option, TyperOption)]
+        options = {option.name: option for option in typer_options if option.name != _CONFIG}
         ctx.default_map = _named(_read(file), options, file)
     return file
 
@@ -156,7 +156,7 @@ def _named(settings: Mapping[str, Any], options: Mapping[str, Any], file: Path) 
     Names in the file may have dashes or underscores, and may be vLLM's names. Raises BadParameter for unknown names.
     """
     names = {spelled.lstrip("-").replace("-", "_"): name for name, option in options.items() for spelled in option.opts}
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for given, value in settings.items():
         spelled = str(given).lstrip("-").replace("-", "_")
         name = names.get(spelled)
@@ -164,7 +164,7 @@ def _named(settings: Mapping[str, Any], options: Mapping[str, Any], file: Path) 
             near = difflib.get_close_matches(spelled[:_LONGEST], names, 1, _NEAR)
             hint = f"; did you mean {near[0].replace('_', '-')}?" if near else ""
             raise typer.BadParameter(f"{file} has {given!s:.60}, which is no option{hint}", param_hint="--config")
-        if name in found:
+        if name in values:
             raise typer.BadParameter(f"{file} has {given!s:.60} twice, by two names", param_hint="--config")
         option = options[name]
         many = isinstance(option, TyperOption) and option.multiple
@@ -173,5 +173,5 @@ def _named(settings: Mapping[str, Any], options: Mapping[str, Any], file: Path) 
         if isinstance(value, list | dict) and not (many and isinstance(value, list)):
             raise typer.BadParameter(f"{file} has several values for {given!s:.60}", param_hint="--config")
         if value is not None:
-            found[name] = [value] if many and not isinstance(value, list) else value
-    return found
+            values[name] = [value] if many and not isinstance(value, list) else value
+    return values

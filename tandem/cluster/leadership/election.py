@@ -56,7 +56,7 @@ class LeaderElection:
         self.successor = ""
         """The leader's listener, host:port; empty = this controller leads, or the leader is unknown."""
         self.kept_at = ""
-        """The last known `successor`; empty = this controller leads."""
+        """The last known `successor`, kept while the leader is unknown; empty = this controller leads."""
         self._changed = asyncio.Event()
 
     @property
@@ -122,10 +122,14 @@ class LeaderElection:
 
     async def _handover(self) -> Handover:
         """Make the older controller that leads release its workers, and return its handover; empty if none leads."""
-        older = [each for each in await self._controllers.others(self._number) if each.number < self._number]
-        for each in reversed(older):
+        older = [
+            controller
+            for controller in await self._controllers.others(self._number)
+            if controller.number < self._number
+        ]
+        for controller in reversed(older):
             try:
-                return await each.release_workers()
+                return await controller.release_workers()
             except Unavailable as error:
                 log.info("%s", error.message)
         return Handover()
@@ -194,7 +198,9 @@ class LeaderElection:
 
     async def _youngest(self, over: set[int]) -> OtherController | None:
         others = await self._controllers.others(self._number)
-        younger = [each for each in others if each.number > self._number and each.number not in over]
+        younger = [
+            controller for controller in others if controller.number > self._number and controller.number not in over
+        ]
         return younger[-1] if younger else None
 
     def _check_not_stopped(self) -> None:

@@ -56,13 +56,13 @@ class Clearing:
             if others := await self._controllers.others(self._number):
                 raise FailedPrecondition(await _live_controllers(others))
             workers = await self._left.living()
-            await asyncio.gather(*(each.end(keep_group=True) for each in workers))
+            await asyncio.gather(*(worker.end(keep_group=True) for worker in workers))
             groups = await self._left.clear(())
         finally:
             self._over.set()
         if not workers and not groups:
             raise NotFound("no workers were left there; --cluster-name says whose are meant")
-        return CleanupResult(_sorted([each.peer.worker_id for each in workers]), _sorted(groups))
+        return CleanupResult(_sorted([worker.peer.worker_id for worker in workers]), _sorted(groups))
 
     async def release_workers(self) -> Handover:
         """Wait until all orphaned workers are stopped, and return an empty handover to the younger controller."""
@@ -108,7 +108,7 @@ async def _clear() -> CleanupResult:
 
 async def _live_controllers(others: Collection[OtherController]) -> str:
     """Return a sentence with the listeners of live controllers and how to stop them."""
-    listeners = await asyncio.gather(*(_listener(each) for each in others))
+    listeners = await asyncio.gather(*(_listener(controller) for controller in others))
     where = ", ".join(f"its controller is {listener}" for listener in listeners)
     return f"`tandem up` serves with these workers, {where}; stop it there, with Ctrl-C or `tandem down`"
 

@@ -193,8 +193,8 @@ class Adapters:
 
         All workers count: a request with a reservation on one worker may still have its prefill on another.
         """
-        found = await asyncio.gather(*(self._calls.adapters_in_use(info) for info in self._members()))
-        return set[str]().union(*found)
+        hashes = await asyncio.gather(*(self._calls.adapters_in_use(info) for info in self._members()))
+        return set[str]().union(*hashes)
 
     async def _load_at(self, info: WorkerInfo, adapter: AdapterFacts, in_use: Collection[str]) -> AdapterFacts:
         try:

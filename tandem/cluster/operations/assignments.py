@@ -74,7 +74,9 @@ class Assignments:
         here = self._here()
         # Without the drained workers one phase may have no worker; the present workers then do both.
         if not all(_played(phase, here.values()) for phase in (Role.PREFILL, Role.DECODE)):
-            self._wanted.update({each: replace(assignment, role=Role.BOTH) for each, assignment in here.items()})
+            self._wanted.update(
+                {worker_id: replace(assignment, role=Role.BOTH) for worker_id, assignment in here.items()}
+            )
         self._registry.set_mode(topology.mode)
         self._poll()
 
@@ -83,7 +85,7 @@ class Assignments:
         return self._wanted[worker_id]
 
     def topology_with(self, worker_ids: Collection[str]) -> Topology:
-        """Return the topology as it will be when those of `worker_ids` that are absent serve again."""
+        """Return the topology that results when the absent workers among `worker_ids` serve again."""
         topology = self.topology
         for worker_id in self._absent.keys() & set(worker_ids):
             topology = _with_more(topology, self._absent[worker_id], 1)
@@ -95,7 +97,7 @@ class Assignments:
         A worker that stands in for another one has both schedulers open, but its own role stays the same.
         """
         async with self._one_at_a_time:
-            return {each: self._role(each) for each in self._wanted}
+            return {worker_id: self._role(worker_id) for worker_id in self._wanted}
 
     def expect(self, worker_id: str, role: Role) -> None:
         """Add a worker that has yet to start; call `restore_worker` once it serves."""
@@ -144,7 +146,7 @@ class Assignments:
         await self._wait_until_stable(grace_s)
 
     async def _share(self, topology: Topology, grace_s: float) -> None:
-        """Apply a topology to the present workers, and to absent workers for when they serve again.
+        """Apply a topology: change the assignments of present workers, and the roles that absent workers return to.
 
         Returns once the schedulers that the topology needs are open; the others close later.
         """
@@ -176,7 +178,8 @@ class Assignments:
             if missing and before:
                 try:
                     await self._open(
-                        before, {each: replace(assignment, role=Role.BOTH) for each, assignment in before.items()}
+                        before,
+                        {present_id: replace(assignment, role=Role.BOTH) for present_id, assignment in before.items()},
                     )
                 except DeadlineExceeded:
                     del self._absent[worker_id]
@@ -193,7 +196,7 @@ class Assignments:
             if role is None:
                 return
             self.topology = _with_more(self.topology, role, 1)
-            here = {each: assignment.role for each, assignment in self._here().items()}
+            here = {present_id: assignment.role for present_id, assignment in self._here().items()}
             if not (self.topology.mode is Mode.DISAGGREGATED and 1 <= self.topology.prefill < len(here)):
                 return
             self._want(assign(self.topology, here))
@@ -201,7 +204,9 @@ class Assignments:
 
     def _here(self) -> dict[str, Assignment]:
         """Return the wanted assignments of the present workers."""
-        return {each: assignment for each, assignment in self._wanted.items() if each not in self._absent}
+        return {
+            worker_id: assignment for worker_id, assignment in self._wanted.items() if worker_id not in self._absent
+        }
 
     def _role(self, worker_id: str) -> Role:
         """Return a worker's own role, even while it has both roles because it stands in for an absent worker."""
@@ -217,8 +222,8 @@ class Assignments:
         """
         self._want(
             {
-                each: replace(assignment, role=assignment.role | before[each].role)
-                for each, assignment in assignments.items()
+                worker_id: replace(assignment, role=assignment.role | before[worker_id].role)
+                for worker_id, assignment in assignments.items()
             }
         )
         # Until routers follow the new mode, each worker has its old and its new role, so every kind of work finds a

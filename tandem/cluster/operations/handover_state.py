@@ -15,7 +15,7 @@ from tandem.settings.planner import PlannerMode
 
 @dataclass(frozen=True, slots=True)
 class HandoverState:
-    """The workers that a controller starts with."""
+    """The workers that a controller has at first."""
 
     slots: tuple[Slot, ...]
     topology: Topology
@@ -75,7 +75,7 @@ def _missing(planned: Sequence[Slot], there: Iterable[str], count: int) -> tuple
         if have[slot.role] > 0:
             have[slot.role] -= 1
         else:
-            lacking += [each for each in free if each.role is slot.role and each not in lacking][:1]
+            lacking += [candidate for candidate in free if candidate.role is slot.role and candidate not in lacking][:1]
     ranked = [*lacking, *(slot for slot in free if slot not in lacking)]
     return tuple(ranked[: max(count, 0)])
 

@@ -187,9 +187,9 @@ class Operator:
         """Drain a worker: let it finish requests for `grace_s` seconds, move the rest to other workers, and end it.
 
         With `restart` the worker starts again, and the call returns when it serves. With `node_leaves` the worker
-        starts on another node once its node has left. Otherwise it stays drained. Raises NotFound for an unknown name,
-        and FailedPrecondition if the worker does not serve, has been drained before or, unless `force` is set, is the
-        last worker that serves.
+        starts on another node once its node has left. With neither, it stays drained. Raises NotFound for an unknown
+        name, and FailedPrecondition if the worker does not serve, has been drained before or, unless `force` is set, is
+        the last worker that serves.
         """
         supervisor = self._supervisors.get(worker_id)
         if supervisor is None:
@@ -235,7 +235,7 @@ class Operator:
         roles = await self._assignments.roles()
         here, awaited = {}, {}
         newest_first = list(self._supervisors.items())[::-1]
-        for name, supervisor in sorted(newest_first, key=lambda each: _worth(each[1])):
+        for name, supervisor in sorted(newest_first, key=lambda pair: _worth(pair[1])):
             if supervisor in self._awaited:
                 awaited[name] = roles[name]
             elif supervisor.phase not in {Phase.DRAINING, Phase.DRAINED, Phase.STOPPED}:
@@ -259,7 +259,7 @@ class Operator:
             await asyncio.sleep(LOOK_S)
 
     async def _arrive(self, supervisor: ProcessSupervisor) -> None:
-        """Wait until a worker serves, and add it back to the topology; return as well if its supervisor has stopped."""
+        """Wait until a worker serves and add it back to the topology, or return when its supervisor has stopped."""
         try:
             await supervisor.until(Phase.SERVING)
             await self._assignments.restore_worker(supervisor.name)
@@ -320,7 +320,7 @@ class Operator:
 
     @contextlib.contextmanager
     def _counting_on(self, supervisor: ProcessSupervisor) -> Iterator[None]:
-        """Treat the worker as expected to serve while the body runs, and afterwards unless the body fails."""
+        """Count the worker among those expected to serve while the body runs; afterwards too, unless the body fails."""
         self._awaited.add(supervisor)
         try:
             yield

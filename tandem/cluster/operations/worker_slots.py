@@ -53,8 +53,8 @@ class Fleet:
     def add(self, slot: Slot, living: tuple[int, Process] | None = None, *, drained: bool = False) -> ProcessSupervisor:
         """Add a slot, and start a process for it in the background.
 
-        If `living` is given, a live process with its incarnation, that process is adopted instead. With `drained` no
-        process is started until an operator wants the worker.
+        `living` is a live process of the slot and its incarnation; if it is given, it is adopted instead. With
+        `drained` no process is started until an operator wants the worker.
         """
         supervisor = self._keep(slot)
         if living is not None:
@@ -82,8 +82,8 @@ class Fleet:
         except Exception:
             log.exception("%s is removed, but its resources may not have been released", worker_id)
         finally:
-            for mine in (self._slots, self._supervisors, self._runs, self._removals):
-                mine.pop(worker_id, None)
+            for mapping in (self._slots, self._supervisors, self._runs, self._removals):
+                mapping.pop(worker_id, None)
 
     async def stop(self) -> None:
         """End all processes at once; return when they are gone."""
@@ -99,8 +99,8 @@ class Fleet:
         for supervisor in self._supervisors.values():
             supervisor.detach()
         await asyncio.gather(*self._runs.values(), *self._removals.values())
-        for mine in (self._slots, self._supervisors, self._runs):
-            mine.clear()
+        for mapping in (self._slots, self._supervisors, self._runs):
+            mapping.clear()
 
     def health(self) -> tuple[tuple[Slot, Health], ...]:
         """Return the current health of each worker."""

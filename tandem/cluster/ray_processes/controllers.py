@@ -47,7 +47,7 @@ class Controllers(ABC):
 
 
 class NoControllers(Controllers):
-    """Implements `Controllers` for a cluster with only one controller, because the workers end with the controller."""
+    """Implements `Controllers` for a cluster whose workers end with its controller: it has no other controller."""
 
     async def others(self, than: int) -> list[OtherController]:
         """Return no controllers."""
@@ -60,8 +60,8 @@ class RayControllers(Controllers):
     async def others(self, than: int) -> list[OtherController]:
         """Return the other live controllers, the oldest first."""
         numbers = [number for number in await asyncio.to_thread(_numbers) if number != than]
-        found = (await asyncio.to_thread(_controller, number) for number in sorted(numbers))
-        return [each async for each in found if each is not None]
+        controllers = (await asyncio.to_thread(_controller, number) for number in sorted(numbers))
+        return [controller async for controller in controllers if controller is not None]
 
 
 class _RayController(OtherController):

@@ -47,8 +47,8 @@ class JoinedRay:
         """Prepare to join the Ray cluster at `address`: host:port of the head's GCS, or `auto`.
 
         `auto` is RAY_ADDRESS or, if unset, the cluster that `ray start` last joined. `start` waits up to `wait_s`
-        seconds for a missing cluster or node, unless `stopping` is set before. Actors are created in `namespace`, where
-        other processes find them and which may contain actors of earlier processes; None = a new namespace for this
+        seconds for a missing cluster or node, unless `stopping` is set before. Actors are created in `namespace`, so
+        that other processes find them; it may contain actors of earlier processes. None = a new namespace for this
         process alone. `trusted_network` must be True if workers may run on several hosts.
         """
         self._trusted_network = trusted_network
@@ -92,7 +92,7 @@ class JoinedRay:
             ray.shutdown()
 
     def kill(self) -> None:
-        """Prevent the call of `ray.shutdown` at the interpreter's exit, which would wait for a Ray that hangs.
+        """Unregister `ray.shutdown` as an exit handler of the interpreter, because it would wait for a Ray that hangs.
 
         The remaining actors end with this process. May be called from any thread.
         """
@@ -144,8 +144,8 @@ class JoinedRay:
         import ray
 
         roles = needed.keys() - {GPU}
-        nodes = [each for each in ray.nodes() if each["Alive"] and any(each["Resources"].get(role) for role in roles)]
-        hosts = sorted({str(each["NodeManagerAddress"]) for each in nodes})
+        nodes = [node for node in ray.nodes() if node["Alive"] and any(node["Resources"].get(role) for role in roles)]
+        hosts = sorted({str(node["NodeManagerAddress"]) for node in nodes})
         if len(hosts) > 1 and not self._trusted_network:
             raise InvalidArgument(
                 "--address",

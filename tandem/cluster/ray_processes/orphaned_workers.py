@@ -58,9 +58,9 @@ class OrphanedWorkers(ABC):
 
     @abstractmethod
     async def next_generation(self, above: int) -> int:
-        """Return a new generation number, greater than `above` and than all numbers before.
+        """Return a new generation number, greater than `above` and than all earlier numbers.
 
-        It does not depend on any clock.
+        The number does not depend on any clock.
         """
 
     @abstractmethod
@@ -116,17 +116,19 @@ class _RayOrphanedWorker(OrphanedWorker):
 
 
 async def fitting(
-    found: Sequence[OrphanedWorker], served: Callable[[str], Settings]
+    workers: Sequence[OrphanedWorker], served: Callable[[str], Settings]
 ) -> dict[str, tuple[OrphanedWorker, WorkerDescription]]:
     """Return the workers that can be taken over, by id, and end the others.
 
     `served` returns the settings that the worker of this name must have. Of several incarnations of a worker, only the
     newest is kept.
     """
-    descriptions = await asyncio.gather(*(each.describe() for each in found))
+    descriptions = await asyncio.gather(*(worker.describe() for worker in workers))
     kept: dict[str, tuple[OrphanedWorker, WorkerDescription]] = {}
     unfit: list[OrphanedWorker] = []
-    for worker, description in sorted(zip(found, descriptions, strict=True), key=lambda pair: pair[0].peer.incarnation):
+    for worker, description in sorted(
+        zip(workers, descriptions, strict=True), key=lambda pair: pair[0].peer.incarnation
+    ):
         why = _unfit(description, served)
         if description is None or why:
             log.warning("%s cannot be taken over, %s; ending it", worker.peer.worker_id, why)
@@ -135,7 +137,7 @@ async def fitting(
         before = kept.pop(worker.peer.worker_id, None)
         unfit += [before[0]] if before else []
         kept[worker.peer.worker_id] = worker, description
-    await asyncio.gather(*(each.end(keep_group=each.peer.worker_id in kept) for each in unfit))
+    await asyncio.gather(*(worker.end(keep_group=worker.peer.worker_id in kept) for worker in unfit))
     return kept
 
 
@@ -146,25 +148,25 @@ def _unfit(description: WorkerDescription | None, served: Callable[[str], Settin
     if not description.serves:
         return "it does not serve"
     try:
-        other = differences(served(description.peer.worker_id), description.served)
+        changed = differences(served(description.peer.worker_id), description.served)
     except TandemError as error:
         return error.message
-    return f"it serves with another {', '.join(other)}" if other else ""
+    return f"it serves with another {', '.join(changed)}" if changed else ""
 
 
 def _living() -> list[OrphanedWorker]:
     import ray
 
-    found: list[OrphanedWorker] = []
+    workers: list[OrphanedWorker] = []
     for name in ray.util.list_named_actors():
         if (match := _NAME.fullmatch(name)) is None:
             continue
         peer = PeerRef(match[1], int(match[3]))
         try:
-            found.append(_RayOrphanedWorker(peer, ray.get_actor(name), placed=is_made(place_of(peer.worker_id))))
+            workers.append(_RayOrphanedWorker(peer, ray.get_actor(name), placed=is_made(place_of(peer.worker_id))))
         except ValueError:
             log.info("%s ended in the meantime", name)
-    return found
+    return workers
 
 
 def _clear(kept: Collection[str]) -> list[str]:
@@ -177,7 +179,7 @@ def _clear(kept: Collection[str]) -> list[str]:
 
 
 def release_placement_group(worker_id: str) -> bool:
-    """Release a worker's placement group, which ends its actors; return True if there was one.
+    """Release a worker's placement group and thereby end its actors; return True if the group existed.
 
     Waits until the name is free again, or logs a warning if Ray takes longer than `GONE_S` seconds to forget it.
     """

@@ -1,7 +1,7 @@
 """A private Ray node: all sockets on loopback, a new token, and a temp folder that is removed at the end.
 
-Ray ties its processes to the thread that starts them (they get SIGKILL when it ends), so the caller of `start` keeps
-that thread alive until `stop`. If the owner is killed, a watchdog process ends the processes that survive the owner.
+Ray's processes get SIGKILL when the thread that started them ends, so the caller of `start` must keep its thread alive
+until `stop`. If the owner is killed, a watchdog process ends the processes that survive the owner.
 """
 
 import atexit
@@ -162,14 +162,14 @@ class RayNode:
 
     def _processes(self) -> list[psutil.Process]:
         """Return Ray's processes, found by this node's folder in their command lines, and all their descendants."""
-        found: list[psutil.Process] = []
+        processes: list[psutil.Process] = []
         for child in psutil.Process().children():
             try:
                 if self._folder is not None and any(str(self._folder.path) in part for part in child.cmdline()):
-                    found += [child, *child.children(recursive=True)]
+                    processes += [child, *child.children(recursive=True)]
             except psutil.NoSuchProcess:
                 continue
-        return found
+        return processes
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""A supervised process that is a Ray actor; a pending call of the actor's `run` ends when the actor ends."""
+"""A supervised process that is a Ray actor; its end is detected by a pending call of the actor's `run`."""
 
 import asyncio
 import contextlib

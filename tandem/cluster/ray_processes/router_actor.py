@@ -107,7 +107,7 @@ class RouterProcess:
     """
 
     def __init__(self, config: ClusterSettings, token: str, number: int = 0, group: Any = None) -> None:
-        """`number` is the number of the controller, `group` the placement group of its routers."""
+        """Create the spawner; `number` is the number of the controller, `group` the placement group of its routers."""
         self._cluster = config
         self._token = token
         self._prefix = f"router-{number}-"
@@ -136,10 +136,10 @@ class RouterProcess:
         import ray
 
         name, living = f"{self._prefix}{incarnation}", await asyncio.to_thread(ray.util.list_named_actors)
-        for other in living:
-            if other.startswith(self._prefix) and other != name:
+        for living_name in living:
+            if living_name.startswith(self._prefix) and living_name != name:
                 with contextlib.suppress(ValueError):  # it ended in the meantime
-                    ray.kill(ray.get_actor(other), no_restart=True)
+                    ray.kill(ray.get_actor(living_name), no_restart=True)
         try:
             return self._process_of(ray.get_actor(name))
         except ValueError:

@@ -35,11 +35,12 @@ _PLACE_LOOK_S = 0.25
 
 
 class WorkerActors:
-    """Spawns workers, each in the placement group of its slot, which holds the slot's resources between incarnations.
+    """Spawns workers, each in the placement group of its slot.
 
-    Ray's autoscaler counts a group that is not placed yet as demand. The actors are detached, so that they outlive a
-    controller that dies. Groups and actors end with `tandem up`, unless the config lets workers outlive it. A group
-    that an earlier controller left is reused. Owned by `WorkerSupervisor`.
+    A group holds the slot's resources between incarnations. Ray's autoscaler counts a group that is not placed yet as
+    demand. The actors are detached, so that they outlive a controller that dies. Groups and actors end with `tandem
+    up`, unless the config lets workers outlive it. A group that an earlier controller left is reused. Owned by
+    `WorkerSupervisor`.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class WorkerActors:
         self._groups.clear()
 
     async def release(self, slot: Slot) -> None:
-        """Release the slot's placement group, which ends its actor."""
+        """Release the slot's placement group; this ends the actor in it."""
         self._groups.pop(slot.worker_id, None)
         await asyncio.to_thread(release_placement_group, slot.worker_id)  # also a group that an earlier controller made
 

@@ -13,7 +13,7 @@ class Handover:
     drained: tuple[str, ...] = ()
     """Workers that were drained and do not start until an operator wants them again."""
     rescheduling: tuple[tuple[str, str], ...] = ()
-    """Workers that will start on another node once their node has left, each with that node's address."""
+    """Workers that will start on another node once their node has left, each with the address of their old node."""
 
 
 @dataclass(frozen=True, slots=True)

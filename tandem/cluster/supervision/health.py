@@ -69,7 +69,7 @@ class ClusterHealth:
     state: ControllerState | None = None
     """The target state of the workers, for the controller that replaces this one if it dies.
 
-    None if this controller does not supervise the workers, or not yet.
+    None if this controller does not supervise the workers, or does not supervise them yet.
     """
 
     @property

@@ -99,7 +99,7 @@ class Registry:
         """
         workers = tuple(self._whole(self._workers[key]) for key in sorted(self._workers))
         taking = {name for name, info in self._workers.items() if info.open is not None}
-        own = (ExpectedWorker(*each) for each in sorted(self.wanted().items()) if each[0] not in taking)
+        own = (ExpectedWorker(*entry) for entry in sorted(self.wanted().items()) if entry[0] not in taking)
         return Membership(self._revision, workers, self._mode, self._adapters, tuple(own) or self._mirrored)
 
     async def watch(self) -> AsyncIterator[Membership]:

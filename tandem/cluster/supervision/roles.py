@@ -55,7 +55,7 @@ def another(config: ClusterSettings, role: Role, slots: Sequence[Slot], gpus: in
     fraction = config.memory_fraction or GPU_MEMORY_FRACTION
     devices = [config.device] if config.device != "cuda" else [f"cuda:{number}" for number in range(gpus)]
     used = {device: sum(slot.memory_fraction for slot in slots if slot.device == device) for device in devices}
-    device = min(devices, key=lambda each: used[each])
+    device = min(devices, key=lambda candidate: used[candidate])
     if used[device] + fraction > 1:
         raise FailedPrecondition(
             f"no GPU of this host has {fraction:.0%} of its memory left for another worker; start the cluster with a "
@@ -104,4 +104,4 @@ def capacity() -> dict[str, float]:
 
 def _role_resources(role: Role, count: int) -> dict[str, float]:
     played = ((Role.PREFILL, role.prefills), (Role.DECODE, role.decodes))
-    return {each.value: float(count) for each, plays in played if plays}
+    return {phase.value: float(count) for phase, plays in played if plays}

@@ -20,7 +20,7 @@ READ_BYTES = 16 << 10
 A read may contain many small chunks, which take about 15 µs each to parse, and other connections wait meanwhile.
 """
 _CHUNKS_FREE, _CHUNK_BYTES_MIN = 1024, 16
-"""Number of chunks that a body may have regardless of their size; beyond it, minimum mean bytes per chunk."""
+"""Number of chunks that a body may have whatever their size, and minimum mean bytes per chunk of a body with more."""
 _RETRY_AFTER_S = b"1"
 
 
@@ -76,7 +76,7 @@ class Connections:
         self._waiting.pop(connection, None)
 
     def await_turn(self, connection: GuardedProtocol) -> None:
-        """Pause a connection with a large body until the other large bodies have been read from."""
+        """Pause a connection with a large body; it is resumed after those that wait already, one per loop iteration."""
         connection.transport.pause_reading()
         self._bodies.append(connection)
         if len(self._bodies) == 1:

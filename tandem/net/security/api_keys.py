@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 _HASHED = "sha256:"
 _NO_DIGEST = bytes(hashlib.sha256().digest_size)
-"""A digest that no key has; an unknown presented key is compared with it."""
+"""A digest that no key has: an unknown key is compared with it, so that its check takes as long as any other."""
 _QUOTA_MAX = 10**12
 _NAME_CHARS = 64
 
@@ -97,15 +97,15 @@ class ApiKeys:
     def find(self, headers: Iterable[tuple[str | bytes, str | bytes]]) -> ApiKey | None:
         """Return the accepted key in the headers of a call; None if the headers have no key, or an unknown one.
 
-        Raises InvalidArgument if it presents several keys.
+        Raises InvalidArgument if the headers have several keys.
         """
         presented = presented_key(headers)
         self._follow_file()
         # The duration of the search depends on hashes only, so it reveals nothing about the keys.
         digest = hashlib.sha256(presented or b"").digest()
-        found = self._by_digest.get(digest)
-        same = hmac.compare_digest(digest, _NO_DIGEST if found is None else found.digest)
-        return found if presented and same else None
+        key = self._by_digest.get(digest)
+        same = hmac.compare_digest(digest, _NO_DIGEST if key is None else key.digest)
+        return key if presented and same else None
 
     def check(self, headers: Iterable[tuple[str | bytes, str | bytes]]) -> None:
         """Raise Unauthenticated if calls need a key and the headers of this call have no accepted key."""

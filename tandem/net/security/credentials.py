@@ -14,7 +14,7 @@ _SCHEME = b"bearer "
 def check_guarded(field: str, host: str, *, guarded: bool, insecure: bool) -> None:
     """Raise InvalidArgument for `field` if a router on `host` would be open to the network without an API key.
 
-    `guarded` is True if the router requires API keys. A loopback host, and any host with `insecure`, may do without.
+    `guarded` is True if the router requires API keys. They are not required on a loopback host, nor with `insecure`.
     """
     if not guarded and not insecure and not is_loopback(host):
         advice = "give --api-key or --api-key-file, or --insecure if that is meant"
@@ -24,8 +24,8 @@ def check_guarded(field: str, host: str, *, guarded: bool, insecure: bool) -> No
 def derived_secret(token: str, purpose: str) -> bytes:
     """Return a secret of 64 bytes derived from the cluster's token, different for each `purpose`.
 
-    The token can be found from it only by trying tokens, and scrypt makes each try cost 16 MiB and about 40 ms. A
-    process computes it once per token.
+    The token can be found from the secret only by trying tokens, and scrypt makes each try cost 16 MiB and about 40 ms.
+    A process runs scrypt once per token.
     """
     return hmac.digest(_stretched(token), purpose.encode(), "sha512")
 
@@ -58,10 +58,10 @@ def presented_key(headers: Iterable[tuple[str | bytes, str | bytes]]) -> bytes |
     Header names are in lower case. The scheme `Bearer` is case-insensitive and followed by one or more spaces. Raises
     InvalidArgument if several headers have a key, because two readers of the call could then use different keys.
     """
-    found = [(_bytes(name), _bytes(value)) for name, value in headers if _bytes(name) in _KEY_HEADERS]
-    if len(found) > 1:
-        raise InvalidArgument(found[0][0].decode(), f"is sent {len(found)} times; send one key, once")
-    return _KEY_HEADERS[found[0][0]](found[0][1]) if found else None
+    presented = [(_bytes(name), _bytes(value)) for name, value in headers if _bytes(name) in _KEY_HEADERS]
+    if len(presented) > 1:
+        raise InvalidArgument(presented[0][0].decode(), f"is sent {len(presented)} times; send one key, once")
+    return _KEY_HEADERS[presented[0][0]](presented[0][1]) if presented else None
 
 
 def shows_key(headers: Iterable[tuple[str | bytes, str | bytes]], keys: Iterable[str]) -> bool:

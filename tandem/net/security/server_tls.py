@@ -104,11 +104,11 @@ class ServerTls:
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
         """Return the certificate configuration for a new connection; None if gRPC has the current one already."""
         with self._lock:
-            found = self._current().grpc
-            if found is self._given:
+            configuration = self._current().grpc
+            if configuration is self._given:
                 return None
-            self._given = found
-            return found
+            self._given = configuration
+            return configuration
 
     def _current(self) -> Loaded:
         if self._watch.changed():

@@ -39,7 +39,7 @@ class WatchedFiles:
 def _version(path: Path) -> tuple[int, int, int] | None:
     """Return inode, modification time in nanoseconds and size; None for a file that cannot be read."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return status.st_ino, status.st_mtime_ns, status.st_size
