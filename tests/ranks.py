@@ -69,7 +69,7 @@ def group_runner(config: EngineConfig, ranks: int) -> Iterator[tuple[ModelRunner
         try:
             with following[number - 1] as leader:
                 followers[number] = Follower.load(config, collectives, kernels=ReferenceKernels())
-                followers[number].run(received_steps(leader))
+                followers[number].run(received_steps(leader, torch.device("cpu")))
         except BaseException:
             board.barrier.abort()
             raise

@@ -1,7 +1,8 @@
-"""Measures the engine alone: `python -m benchmarks.engine [speed|adapters|weights]`.
+"""Measures the engine alone: `python -m benchmarks.engine [speed|adapters|ranks|weights]`.
 
-`speed` compares steps with transformers or with a GPU's ceilings, `adapters` compares steps with and without LoRA, and
-`weights` measures the loading of a checkpoint. The last line is one JSON object.
+`speed` compares steps with transformers or with a GPU's ceilings, `adapters` compares steps with and without LoRA,
+`ranks` compares several GPUs with one, and `weights` measures the loading of a checkpoint. The last line is one JSON
+object.
 """
 
 from benchmarks.command_line import run_case
@@ -9,6 +10,7 @@ from benchmarks.command_line import run_case
 CASES = {
     "speed": "benchmarks.engine.speed",
     "adapters": "benchmarks.engine.adapters",
+    "ranks": "benchmarks.engine.ranks",
     "weights": "benchmarks.engine.weights",
 }
 

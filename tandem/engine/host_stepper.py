@@ -11,6 +11,7 @@ from tandem.engine.graph_use import GraphUse
 from tandem.engine.kernels.base import DeferredTokens
 from tandem.engine.logprobs import logprobs, score
 from tandem.engine.models.decoder import DecoderModel
+from tandem.engine.parallel.step_stream import RankStep
 from tandem.engine.steps.batch import PendingStep, StepBatch, rows_of
 from tandem.engine.steps.sampling_metadata import SamplingMetadata
 from tandem.engine.steps.scored_step import with_scoring
@@ -22,9 +23,7 @@ Forward = Callable[[PackedStep, DeferredTokens | None], Tensor | None]
 _WORDS_AT_FIRST = 4096
 
 
-def forward_over(
-    model: DecoderModel, cache: PagedCache, on_step: Callable[[PackedStep], None] | None = None
-) -> Forward:
+def forward_over(model: DecoderModel, cache: PagedCache, on_step: Callable[[RankStep], None] | None = None) -> Forward:
     """Return the function that runs the model's steps over one KV cache; `on_step` is called before each step."""
 
     def forward(step: PackedStep, feed: DeferredTokens | None) -> Tensor | None:
@@ -42,6 +41,7 @@ class HostStepper:
     """
 
     asynchronous = False
+    step_graphs = ()
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class HostStepper:
             self._words = torch.empty(2 * sizes.words, dtype=torch.int64)
         words = self._words[: sizes.words]
         self._packer.pack(batch, sizes, words.numpy())
-        step = unpack(words.to(self._device), sizes, batch)
+        step = unpack(words, sizes, batch, self._device)
         if batch.scored:
             step = with_scoring(step, batch, logprobs)
         logits = self._forward(replace(step, drawn=None) if every_token else step, None)

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -16,6 +16,7 @@ from tandem.engine.cache.paged_cache import PagedCache
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.config.sharding import ALONE, Rank, rank_spec
+from tandem.engine.cuda.step_graph import StepGraph
 from tandem.engine.device import (
     check_weights,
     choose_kernels,
@@ -39,6 +40,7 @@ from tandem.engine.models.load_spec import bounded, load_spec, quantized_at_load
 from tandem.engine.models.rank_parameters import allocate_rank
 from tandem.engine.parallel.collectives import Collectives
 from tandem.engine.parallel.rank_model import RankModel
+from tandem.engine.parallel.step_stream import RankStep
 from tandem.engine.sampler import sample
 from tandem.engine.speculation.draft_folder import draft_bytes
 from tandem.engine.speculation.load_draft import (
@@ -52,7 +54,7 @@ from tandem.engine.speculation.load_draft import (
 from tandem.engine.speculation.load_draft_model import LoadModel
 from tandem.engine.steps.batch import PendingStep, StepBatch
 from tandem.engine.steps.sampling_metadata import History
-from tandem.engine.steps.step_packer import PackedStep, StepPacker, step_limits
+from tandem.engine.steps.step_packer import StepPacker, step_limits
 from tandem.engine.weights.checkpoint import Progress, check_model, load_weights, revision_hash
 from tandem.engine.weights.random_weights import fill_randomly, random_revision
 from tandem.protocol.errors import InvalidArgument
@@ -76,6 +78,10 @@ class Stepper(Protocol):
     def launch(self, batch: StepBatch) -> PendingStep:
         """Launch a step and return a function that waits for its result."""
 
+    @property
+    def step_graphs(self) -> Sequence[StepGraph]:
+        """The CUDA graphs; those of the ranks of a group are in the same order."""
+
     def logits(self, batch: StepBatch, *, every_token: bool = False) -> Tensor | None:
         """Return the logits [sampled rows, vocab] of a step; None if no row samples a token.
 
@@ -88,6 +94,8 @@ class LoadedParts:
     """The parts from which a `ModelRunner` is created."""
 
     spec: ModelSpec
+    computed_spec: ModelSpec
+    """The spec of the matrices that this process computes: `spec`, whose vocabulary is divided among the ranks."""
     cache: PagedCache
     dtype: torch.dtype
     """The dtype of activations, and of weights that are not quantized."""
@@ -157,14 +165,11 @@ class _Setting:
             ("draft", config.draft),
             ("adapters", config.has_loras),
             ("keep_hidden", config.keep_hidden),
-            ("random_weights", config.random_weights),
         ):
             if value:
                 raise InvalidArgument(
                     name, "is not supported by a worker of several ranks; use one rank, or leave it out."
                 )
-        if not self.on_host:
-            raise InvalidArgument("device", f"{self.device} is not supported by a worker of several ranks; use cpu.")
 
     def kernels(self, config: EngineConfig, spec: ModelSpec) -> Kernels:
         """Return `given_kernels` or, if that is None, the fastest kernels for a model on this device."""
@@ -195,7 +200,7 @@ def load_parts(
     kernels: Kernels | None,
     load_another: LoadModel,
     collectives: Collectives | None = None,
-    on_step: Callable[[PackedStep], None] | None = None,
+    on_step: Callable[[RankStep], None] | None = None,
 ) -> LoadedParts:
     """Load the parts of a runner, as `ModelRunner.load` describes.
 
@@ -216,13 +221,7 @@ def load_parts(
     kv = split_kv(config, spec, page_tokens, device, _CPU_CACHE_BYTES if is_cpu(device) else None)
     masks = GrammarMasks(grammars, spec.eos_token_ids)
 
-    def start(config: EngineConfig, model: DecoderModel) -> tuple[PagedCache, Stepper]:
-        if setting.on_host:
-            return _start_on_host(config, setting, model, masks, on_step)
-        from tandem.engine.cuda.cuda_start import start_on_gpu
-
-        return start_on_gpu(config, model, page_tokens, setting.kv_dtype, device, masks=masks, progress=progress)
-
+    start = partial(_start, setting=setting, masks=masks, progress=progress, on_step=on_step)
     proposer = (
         loaded.proposer
         or eagle_proposer(loaded, start, config, page_tokens, kv)
@@ -232,6 +231,7 @@ def load_parts(
     loading.join()
     return LoadedParts(
         spec,
+        replace(spec, vocab_size=len(setting.rank.rows(spec.vocab_size))),
         cache,
         setting.dtype,
         _facts(name or config.model.resolve().name, setting, cache),
@@ -248,12 +248,16 @@ def load_parts(
 
 def load_rank(
     config: EngineConfig, collectives: Collectives, kernels: Kernels | None
-) -> tuple[DecoderModel, PagedCache]:
-    """Load the weights and the KV cache of a follower, a rank other than the first. Raises as `load_parts` does."""
+) -> tuple[DecoderModel, PagedCache, Sequence[StepGraph]]:
+    """Load a follower, a rank other than the first: its part of the model, its KV cache and its CUDA graphs.
+
+    Raises as `load_parts` does.
+    """
     setting = _Setting.of(config, kernels, collectives)
     setting.prepare_device(config)
     loaded, _ = _load_model(config, setting, None)
-    return loaded.model, _host_cache(config, setting, loaded.model.spec)
+    cache, stepper = _start(config, loaded.model, setting=setting, masks=None)
+    return loaded.model, cache, stepper.step_graphs
 
 
 def _load_model(
@@ -287,19 +291,34 @@ def _load_model(
         ) from error
 
 
-def _start_on_host(
+def _start(
     config: EngineConfig,
-    setting: _Setting,
     model: DecoderModel,
-    masks: GrammarMasks,
-    on_step: Callable[[PackedStep], None] | None,
+    *,
+    setting: _Setting,
+    masks: GrammarMasks | None,
+    progress: Progress | None = None,
+    on_step: Callable[[RankStep], None] | None = None,
 ) -> tuple[PagedCache, Stepper]:
-    """Allocate the KV cache and create a synchronous stepper, for a CPU or for kernels that were passed in."""
+    """Allocate the KV cache and create the stepper, a synchronous one on a CPU or with kernels that were passed in."""
+    if not setting.on_host:
+        from tandem.engine.cuda.cuda_start import start_on_gpu
+
+        return start_on_gpu(
+            config,
+            model,
+            setting.page_tokens,
+            setting.kv_dtype,
+            setting.device,
+            masks=masks,
+            progress=progress,
+            collectives=setting.collectives,
+            on_step=on_step,
+        )
     spec, cache = model.spec, _host_cache(config, setting, model.spec)
     draw = partial(sample, eos_token_ids=spec.eos_token_ids, masks=masks)
     forward = forward_over(model, cache, on_step)
-    stepper = HostStepper(StepPacker(step_limits(spec, cache)), forward, setting.device, draw)
-    return cache, stepper
+    return cache, HostStepper(StepPacker(step_limits(spec, cache)), forward, setting.device, draw)
 
 
 def _host_cache(config: EngineConfig, setting: _Setting, spec: ModelSpec) -> PagedCache:

@@ -1,6 +1,6 @@
 """The model runner: runs the steps of one model over one paged KV cache, one step at a time."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,6 +11,7 @@ from tandem.engine.cache.page_pool import PagePool
 from tandem.engine.cache.paged_cache import PagedCache
 from tandem.engine.ceilings import measure_ceilings
 from tandem.engine.config import EngineConfig
+from tandem.engine.cuda.step_graph import StepGraph
 from tandem.engine.device import device_name
 from tandem.engine.graph_use import GraphUse
 from tandem.engine.host_stepper import Forward, forward_over
@@ -19,8 +20,8 @@ from tandem.engine.load_engine import LoadedParts, load_parts, load_rank
 from tandem.engine.memory import naming_the_setting
 from tandem.engine.model_sizes import cost_guess, roofline
 from tandem.engine.parallel.collectives import Collectives
+from tandem.engine.parallel.step_stream import GraphStep, RankStep
 from tandem.engine.steps.batch import ModelRunnerOutput, PendingStep, StepBatch
-from tandem.engine.steps.step_packer import PackedStep
 from tandem.engine.warm_up import check_activations, warm_up
 from tandem.engine.weights.checkpoint import Progress
 
@@ -33,14 +34,14 @@ class ModelRunner:
 
     def __init__(self, loaded: LoadedParts) -> None:
         """Create a runner from loaded parts; callers use `load`."""
-        self.spec = spec = loaded.spec
+        self.spec = loaded.spec
         self.facts, self.adapters, self.dtype = loaded.facts, loaded.adapters, loaded.dtype
         self.cache = cache = loaded.cache
         self.pool = PagePool(cache.pages)
         self.page_tokens, self.kv_pages = cache.page_tokens, cache.kv_pages
         self.page_sums = page_checksums(cache.tensor)
-        self.cost_guess = cost_guess(spec, cache, self.dtype.itemsize)
-        self.roofline = roofline(spec, cache, self.dtype.itemsize)
+        self.cost_guess = cost_guess(loaded.computed_spec, cache, self.dtype.itemsize)
+        self.roofline = roofline(loaded.computed_spec, cache, self.dtype.itemsize)
         self.device_name = device_name(cache.device)
         self._revision = loaded.revision
         self.stepper, self.expert_tokens, self.drawn_hidden = loaded.stepper, loaded.expert_tokens, loaded.drawn_hidden
@@ -56,7 +57,7 @@ class ModelRunner:
         name: str | None = None,
         kernels: Kernels | None = None,
         collectives: Collectives | None = None,
-        on_step: Callable[[PackedStep], None] | None = None,
+        on_step: Callable[[RankStep], None] | None = None,
     ) -> "ModelRunner":
         """Load the model and allocate the KV cache.
 
@@ -139,19 +140,22 @@ class Follower:
     It owns the rank's part of the model and of the KV cache, and has no requests.
     """
 
-    def __init__(self, cache: PagedCache, forward: Forward) -> None:
+    def __init__(self, cache: PagedCache, forward: Forward, graphs: Sequence[StepGraph]) -> None:
         """Create a follower from loaded parts; callers use `load` instead."""
         self.cache = cache
-        self._forward = forward
+        self._forward, self._graphs = forward, graphs
 
     @classmethod
     def load(cls, config: EngineConfig, collectives: Collectives, *, kernels: Kernels | None = None) -> "Follower":
         """Load this rank's part of the model, and allocate its KV cache. Raises as `ModelRunner.load` does."""
-        model, cache = load_rank(config, collectives, kernels=kernels)
-        return cls(cache, forward_over(model, cache))
+        model, cache, graphs = load_rank(config, collectives, kernels=kernels)
+        return cls(cache, forward_over(model, cache), graphs)
 
-    def run(self, steps: Iterable[PackedStep]) -> None:
-        """Run `steps` in order, and return after the last one."""
+    def run(self, steps: Iterable[RankStep]) -> None:
+        """Run `steps` in order, and return after the last one; on a GPU, they are only launched."""
         with torch.inference_mode():
             for step in steps:
-                self._forward(step, None)
+                if isinstance(step, GraphStep):
+                    self._graphs[step.graph].replay(step.words)
+                else:
+                    self._forward(step, None)

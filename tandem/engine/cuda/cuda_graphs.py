@@ -56,6 +56,11 @@ class DecodeGraphs:
                 progress("capturing CUDA graphs", (done + 1) / len(sizes))
         self._graphs.reverse()
 
+    @property
+    def graphs(self) -> list[StepGraph]:
+        """The captured graphs, the smallest first."""
+        return self._graphs
+
     def fitting(self, batch: StepBatch) -> StepGraph | None:
         """Return the smallest graph that can compute `batch`.
 

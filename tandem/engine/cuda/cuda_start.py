@@ -5,7 +5,7 @@ It compiles kernels, measures the memory of a step, sizes the KV cache and captu
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +18,7 @@ from tandem.engine.config import EngineConfig
 from tandem.engine.config.kv import kv_groups
 from tandem.engine.cuda.compile_ahead import Trial, run_side_by_side
 from tandem.engine.cuda.cuda_graphs import DecodeGraphs, graph_sizes
-from tandem.engine.cuda.cuda_stepper import CudaStepper
+from tandem.engine.cuda.cuda_stepper import CudaStepper, LeadingStepper
 from tandem.engine.cuda.penalty_counts import PenaltyCounts
 from tandem.engine.cuda.prompt_graphs import PromptGraphs, PromptSize, largest, prompt_graph_sizes
 from tandem.engine.cuda.sampler_cuda import DeviceSampler
@@ -29,6 +29,9 @@ from tandem.engine.host_stepper import forward_over
 from tandem.engine.kernels.triton_launch import overlaps_launches
 from tandem.engine.memory import GIB, kv_cache_bytes, measure_peak, naming_the_setting
 from tandem.engine.models.decoder import DecoderModel
+from tandem.engine.parallel.collectives import Collectives
+from tandem.engine.parallel.cuda_collectives import CudaCollectives
+from tandem.engine.parallel.step_stream import RankStep
 from tandem.engine.steps.batch import StepBatch, StepRow
 from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.engine.steps.step_packer import StepPacker, step_limits
@@ -69,27 +72,39 @@ def start_on_gpu(
     kv_dtype: torch.dtype,
     device: torch.device,
     *,
-    masks: GrammarMasks,
+    masks: GrammarMasks | None,
     progress: Progress | None,
+    collectives: Collectives | None = None,
+    on_step: Callable[[RankStep], None] | None = None,
 ) -> tuple[PagedCache, CudaStepper]:
     """Allocate a KV cache as large as the settings allow, capture the graphs, and return the cache and its stepper.
+
+    The ranks of a group, which pass their `collectives`, do this at the same time; all get as many pages as the rank
+    with the least memory has space for. The first rank passes `on_step`, which sends the steps after the start.
 
     Raises InvalidArgument, which names the setting to change, if there is not enough memory or if the GPU is too small
     for the model's kernels.
     """
+    group = collectives
+    assert group is None or isinstance(group, CudaCollectives)
     with naming_the_setting(device), _refusing_small_gpus(device):
         for rows, groups in most_groups(_verify_sizes(config, model)).items():
             model.kernels.reserve_draft_groups(groups, rows)
         probe = _one_row(config, model, page_tokens, kv_dtype, device)
-        _compile(config, model, probe)
+        with contextlib.nullcontext() if group is None else group.suspended():
+            _compile(config, model, probe)
         steps = _measure_steps(config, model, probe) if config.kv_cache_bytes is None else 0
         del probe
         capacity = config.kv_cache_bytes
         if capacity is None:
             capacity = kv_cache_bytes(device, config.memory_fraction, steps + _MARGIN_BYTES)
+        if group is not None:
+            capacity = group.minimum(capacity)
         # Allocated outside of inference mode, because the transfer and tests write into the cache as well.
         cache = PagedCache(model.spec, page_tokens, capacity, kv_dtype, device, step_tokens=config.max_step_tokens)
-        stepper = _make_stepper(config, model, cache, _every_size(config, model), progress, masks=masks)
+        stepper = _make_stepper(
+            config, model, cache, _every_size(config, model), progress, masks=masks, on_step=on_step
+        )
     log.info("KV cache: %d pages, %.1f GiB", cache.pages, cache.pages * cache.page_bytes / GIB)
     return cache, stepper
 
@@ -200,6 +215,7 @@ def _make_stepper(
     progress: Progress | None,
     *,
     masks: GrammarMasks | None = None,
+    on_step: Callable[[RankStep], None] | None = None,
 ) -> CudaStepper:
     device = cache.device
     packer = StepPacker(step_limits(model.spec, cache))
@@ -217,4 +233,5 @@ def _make_stepper(
         verify.capture(sizes.verify, progress)
         counts = PenaltyCounts(model.spec.vocab_size, config.max_batch_requests, device)
         draws = TokenDraws(sampler, counts, drawn, model.spec.eos_token_ids, masks, pdl=overlaps_launches())
-    return CudaStepper(packer, forward, draws, drawn, graphs=graphs, prompts=prompts, verify=verify)
+    make = CudaStepper if on_step is None else partial(LeadingStepper, on_step=on_step)
+    return make(packer, forward, draws, drawn, graphs=graphs, prompts=prompts, verify=verify)

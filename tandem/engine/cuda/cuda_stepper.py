@@ -1,18 +1,22 @@
 """Runs steps on a GPU without waiting: the tokens of a step are read while the next step runs."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tandem.engine.cuda.cuda_graphs import DecodeGraphs
 from tandem.engine.cuda.prompt_graphs import PromptGraphs
+from tandem.engine.cuda.step_graph import StepGraph
 from tandem.engine.cuda.token_draws import DrawMemory, TokenDraws
 from tandem.engine.cuda.verify_graphs import VerifyGraphs
 from tandem.engine.graph_use import GraphUse
 from tandem.engine.host_stepper import Forward
 from tandem.engine.kernels.base import DeferredTokens
+from tandem.engine.parallel.step_stream import GraphStep, RankStep
 from tandem.engine.steps.batch import ModelRunnerOutput, PendingStep, StepBatch, rows_of
 from tandem.engine.steps.draft_groups import fill_draft_groups
 from tandem.engine.steps.prompt_scoring import StepPieces
@@ -115,11 +119,16 @@ class CudaStepper:
         sizes, memory = self._packer.sizes(batch), self._memory[0]
         if every_token:
             step = self._pack(batch, sizes, memory)
-            logits = self._forward(replace(step, drawn=None), DeferredTokens(step.sources, self._drawn))
+            logits = self._run(replace(step, drawn=None))
         else:
             logits, *_ = self._compute(batch, sizes, memory)
         torch.cuda.synchronize()
         return logits
+
+    @property
+    def step_graphs(self) -> list[StepGraph]:
+        """The graphs of all kinds of steps, in the order in which they were captured."""
+        return [*self.prompts.graphs, *self.graphs.graphs, *self.verify.graphs]
 
     def _sources(self, batch: StepBatch) -> list[int | None]:
         """Return, for each sampling row, the index in `drawn` from which the row's input token is read.
@@ -148,19 +157,45 @@ class CudaStepper:
                 fill_draft_groups(batch.tokens, graph.groups, words.numpy()[graph.sizes.words :])
             self.graph_use.hits += 1
             self.graph_use.padded_tokens += graph.sizes.tokens - sizes.tokens
-            logits = graph.replay(words)
+            logits = self._replay(graph, words)
             return logits if sizes.drawn else None, decode is not None, None
         step = self._pack(batch, sizes, memory)
         if batch.scored:
             step = with_scoring(step, batch, self.draws.score_tokens)
         self.graph_use.misses += 1
-        return self._forward(step, DeferredTokens(step.sources, self._drawn)), False, step.scoring
+        return self._run(step), False, step.scoring
+
+    def _replay(self, graph: StepGraph, words: Tensor) -> Tensor:
+        """Launch a step that a graph computes; return its logits."""
+        return graph.replay(words)
+
+    def _run(self, step: PackedStep) -> Tensor | None:
+        """Launch a step without a graph; return its logits."""
+        return self._forward(step, DeferredTokens(step.sources, self._drawn))
 
     def _pack(self, batch: StepBatch, sizes: StepSizes, memory: _HostMemory) -> PackedStep:
         """Return the tensors of the step on the device."""
         words = memory.reserve(sizes.words)
         self._packer.pack(batch, sizes, words.numpy(), self._draw_of_row)
-        return unpack(words.to(self._drawn.device, non_blocking=True), sizes, batch)
+        return unpack(words, sizes, batch, self._drawn.device)
+
+
+class LeadingStepper(CudaStepper):
+    """The stepper of a group's first rank: it calls `on_step` with each step before it launches the step."""
+
+    def __init__(self, *parts: Any, on_step: Callable[[RankStep], None], **graphs: Any) -> None:
+        """Create a stepper; the arguments other than `on_step` are those of `CudaStepper`."""
+        super().__init__(*parts, **graphs)
+        self._on_step = on_step
+        self._numbers = {id(graph): number for number, graph in enumerate(self.step_graphs)}
+
+    def _replay(self, graph: StepGraph, words: Tensor) -> Tensor:
+        self._on_step(GraphStep(self._numbers[id(graph)], words))
+        return super()._replay(graph, words)
+
+    def _run(self, step: PackedStep) -> Tensor | None:
+        self._on_step(step)
+        return super()._run(step)
 
 
 def _draws_of_rows(batch: StepBatch) -> list[int]:

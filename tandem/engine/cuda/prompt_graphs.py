@@ -88,6 +88,11 @@ class PromptGraphs:
                 progress("capturing CUDA graphs of prompts", (done + 1) / len(sizes))
         self._graphs = {size: self._graphs[size] for size in ordered}
 
+    @property
+    def graphs(self) -> list[StepGraph]:
+        """The captured graphs, the smallest first."""
+        return list(self._graphs.values())
+
     def fitting(self, batch: StepBatch, sizes: StepSizes) -> StepGraph | None:
         """Return the smallest graph that has enough decode rows and prompt tokens for `batch`.
 

@@ -74,6 +74,11 @@ class VerifyGraphs:
                 progress("capturing CUDA graphs of drafts", (done + 1) / len(sizes))
         self._graphs = {size: captured[size] for size in sorted(sizes)}
 
+    @property
+    def graphs(self) -> list[StepGraph]:
+        """The captured graphs, the smallest first."""
+        return list(self._graphs.values())
+
     def fitting(self, batch: StepBatch) -> StepGraph | None:
         """Return the smallest graph that can compute `batch`.
 

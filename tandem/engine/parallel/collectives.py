@@ -25,15 +25,20 @@ class Collectives(ABC):
     def all_reduce(self, part: Tensor) -> None:
         """Replace `part` by its sum over all ranks; the result is bitwise equal on all ranks."""
 
+    def all_reduce_add(self, part: Tensor, total: Tensor) -> None:
+        """Add the sum of `part` over all ranks to `total` in place; `part` may be overwritten."""
+        self.all_reduce(part)
+        total += part
+
     @abstractmethod
     def broadcast(self, values: Tensor) -> None:
         """Replace `values` by the tensor of the first rank."""
 
     @abstractmethod
     def gather_columns(self, part: Tensor, columns: int) -> Tensor:
-        """Return the columns of all ranks, concatenated to [D, columns]; ranks other than the first get [0, columns].
+        """Return the columns of all ranks, concatenated to [D, columns]; only the first rank needs them.
 
-        `part` [D, n] has the columns `Rank.rows(columns)` of this rank.
+        `part` [D, n] has the columns `Rank.rows(columns)` of this rank. The other ranks may get [0, columns].
         """
 
     @abstractmethod
@@ -74,8 +79,7 @@ class GlooCollectives(Collectives):
 
     def gather_columns(self, part: Tensor, columns: int) -> Tensor:
         """Gather the columns; ranks with fewer columns than the first are padded, and the padding is removed."""
-        most = len(Rank(0, self.rank.count).rows(columns))
-        padded = torch.nn.functional.pad(part, (0, most - part.shape[1])).contiguous()
+        padded = padded_columns(part, columns, self.rank)
         parts = [torch.empty_like(padded) for _ in range(self.rank.count)] if self.rank.leads else None
         dist.gather(padded, parts, 0)
         return part.new_empty(0, columns) if parts is None else torch.cat(parts, dim=1)[:, :columns]
@@ -83,3 +87,10 @@ class GlooCollectives(Collectives):
     def close(self) -> None:
         """Close the connections; without this, the process would be aborted when another rank closes its own."""
         dist.destroy_process_group()
+
+
+def padded_columns(part: Tensor, columns: int, rank: Rank) -> Tensor:
+    """Return the columns of a rank [D, n], padded with zeros to as many columns as the first rank has."""
+    most = len(Rank(0, rank.count).rows(columns))
+    missing = most - part.shape[1]
+    return torch.nn.functional.pad(part, (0, missing)) if missing else part.contiguous()

@@ -42,14 +42,13 @@ class RankProducts(Products):
 
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
         """Add the sum of the terms of all ranks to `hidden` in place."""
-        hidden += self.linear(x, linear)
+        self._collectives.all_reduce_add(self._base.linear(x, linear), hidden)
 
     def experts(self, hidden: Tensor, layer: ExpertsLayer, slots: Tensor, out: Tensor) -> None:
         """Compute this rank's term of the experts' output, and add the sum over all ranks to `out` in place."""
         term = torch.zeros_like(out)
         self._base.experts(hidden, layer, slots, term)
-        self._collectives.all_reduce(term)
-        out += term
+        self._collectives.all_reduce_add(term, out)
 
 
 class RankModel(DecoderModel):

@@ -1,4 +1,4 @@
-"""Sends packed steps from the first rank of a group to the other ranks, the followers, over Unix sockets.
+"""Sends steps from the first rank of a group to the other ranks, the followers, over Unix sockets.
 
 A follower schedules nothing, samples nothing and has no requests: it only runs the steps that it receives. If either
 side closes a connection, the whole group ends.
@@ -7,23 +7,41 @@ side closes a connection, the whole group ends.
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.engine.kernels.base import is_cpu
 from tandem.engine.steps.prompt_scoring import StepPieces
 from tandem.engine.steps.step_buffer import StepSizes
 from tandem.engine.steps.step_packer import PackedStep, view_step
 from tandem.protocol.errors import Unavailable
 
-_HEADER = 12
+_HEADER = 13
 """Number of 64-bit words in a message's header.
 
-They are five sizes, four bounds, the number of token indices in `drawn`, how many of these are scored positions, and
-the number of words in the step's buffer.
+They are the number of the CUDA graph, five sizes, four bounds, the number of token indices in `drawn`, how many of
+these are scored positions, and the number of words in the step's buffer.
 """
 _NONE = -1
+_AS_PACKED = -2
+"""In place of a number of token indices: `drawn` is that of the step's buffer."""
+
+
+class GraphStep(NamedTuple):
+    """A step that a CUDA graph computes: the graph's number, which is the same on all ranks, and its input.
+
+    `words` [n] int64 is in host memory. The graph's input has padding up to the size of the graph.
+    """
+
+    graph: int
+    words: Tensor
+
+
+RankStep = PackedStep | GraphStep
+"""A step as the ranks of a group exchange it."""
 
 
 class StepSender:
@@ -32,18 +50,14 @@ class StepSender:
     def __init__(self, followers: Sequence[socket.socket]) -> None:
         self._followers = followers
 
-    def send(self, step: PackedStep) -> None:
+    def send(self, step: RankStep) -> None:
         """Send a step to all followers. Raises Unavailable if a follower has closed its connection."""
-        sizes, layout, drawn = step.sizes, step.layout, step.drawn
-        scored = _NONE if step.scoring is None else step.scoring.scored
-        counts = (sizes.tokens, sizes.rows, sizes.width, sizes.drawn, sizes.groups)
-        bounds = layout.max_row_tokens, layout.max_context, layout.single_rows, _or_none(layout.max_cached)
-        positions = np.zeros(0, np.int64) if drawn is None else drawn.numpy()
-        header = np.array([*counts, *bounds, _NONE if drawn is None else len(drawn), scored, len(step.words)])
-        message = b"".join(part.tobytes() for part in (header, step.words.numpy(), positions))
+        header, positions = _header(step)
+        parts = [part for part in (header, step.words.numpy(), positions) if part is not None and part.size]
         try:
             for follower in self._followers:
-                follower.sendall(message)
+                for part in parts:
+                    follower.sendall(part.data)
         except OSError as error:
             raise Unavailable("a rank of this worker has ended, and the worker ends with it") from error
 
@@ -53,30 +67,57 @@ class StepSender:
             follower.close()
 
 
-def received_steps(leader: socket.socket) -> Iterator[PackedStep]:
-    """Yield the steps that the first rank sends, until it closes the connection `leader`."""
+def _header(step: RankStep) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return a message's header, and the token indices that follow the words, if they are not those of the buffer."""
+    if isinstance(step, GraphStep):
+        return np.array([step.graph, *(_NONE,) * (_HEADER - 2), len(step.words)]), None
+    sizes, layout = step.sizes, step.layout
+    counts = (sizes.tokens, sizes.rows, sizes.width, sizes.drawn, sizes.groups)
+    bounds = layout.max_row_tokens, layout.max_context, layout.single_rows, _or_none(layout.max_cached)
+    scored, drawn, positions = _NONE, _AS_PACKED, None
+    if step.scoring is not None:
+        # The only step whose indices are not in its buffer. On a GPU this waits for the steps before it.
+        assert step.drawn is not None
+        positions = step.drawn.cpu().numpy()
+        scored, drawn = step.scoring.scored, len(positions)
+    elif step.drawn is None and sizes.drawn != sizes.tokens:
+        drawn = _NONE
+    return np.array([_NONE, *counts, *bounds, drawn, scored, len(step.words)]), positions
+
+
+def received_steps(leader: socket.socket, device: torch.device) -> Iterator[RankStep]:
+    """Yield the steps that the first rank sends, until it closes the connection `leader`.
+
+    The tensors of a `PackedStep` are on `device`, the words of a `GraphStep` in host memory, pinned if it is a GPU.
+    """
+
+    def read(words: int) -> Tensor:
+        received = torch.frombuffer(bytearray(stream.read(8 * words)), dtype=torch.int64)
+        # PyTorch's allocator of pinned memory reuses it only after the device has read it.
+        return received if is_cpu(device) else received.pin_memory()
+
     with leader.makefile("rb") as stream:
         while header := stream.read(8 * _HEADER):
-            counts = [int(number) for number in np.frombuffer(header, np.int64)]
-            *sizes, row_tokens, context, singles, cached, drawn, scored, words = counts
+            numbers = [int(number) for number in np.frombuffer(header, np.int64)]
+            graph, *sizes, row_tokens, context, singles, cached, drawn, scored, words = numbers
+            if graph != _NONE:
+                yield GraphStep(graph, read(words))
+                continue
             step = view_step(
-                _tensor(stream.read(8 * words)),
+                read(words).to(device, non_blocking=True),
                 StepSizes(*sizes),
                 max_row_tokens=row_tokens,
                 max_context=context,
                 single_rows=singles,
                 max_cached=None if cached == _NONE else cached,
             )
-            if drawn == _NONE:
+            if drawn == _AS_PACKED:
+                yield step
+            elif drawn == _NONE:
                 yield replace(step, drawn=None)
-                continue
-            positions = _tensor(stream.read(8 * drawn)) if drawn else torch.empty(0, dtype=torch.int64)
-            scoring = None if scored == _NONE else StepPieces(drawn - scored, scored)
-            yield replace(step, drawn=positions, scoring=scoring)
-
-
-def _tensor(received: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(received), dtype=torch.int64)
+            else:
+                positions = read(drawn).to(device, non_blocking=True)
+                yield replace(step, drawn=positions, scoring=StepPieces(drawn - scored, scored))
 
 
 def _or_none(number: int | None) -> int:

@@ -1,7 +1,7 @@
 """Packs the rows of a step into one host buffer, which is copied to the device in one transfer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import numpy as np
@@ -37,7 +37,8 @@ class PackedStep:
     sources    [T] int32: each token's index among the tokens that the previous step sampled; -1 = token_ids has its id
     layouts    one for each group of layers
     drawn      [D] int64: the index of the last token of each row that samples a token; None = all T tokens
-    words      [sizes.words] int64, the buffer of which the other tensors are views
+    words      [sizes.words] int64, the packed step in host memory; the other tensors are views of it or of its copy on
+               the device
     scoring    computes log probabilities of prompt tokens; the last indices of `drawn` are then the scored positions
     """
 
@@ -146,15 +147,20 @@ class StepPacker:
         raise Internal(f"A row from {start} to {start + 1} brings {page_count} pages.")
 
 
-def unpack(words: Tensor, sizes: StepSizes, batch: StepBatch) -> PackedStep:
-    """Return a packed step whose tensors are views of `words` [sizes.words] int64, on any device."""
+def unpack(words: Tensor, sizes: StepSizes, batch: StepBatch, device: torch.device) -> PackedStep:
+    """Return the packed step of `words` [sizes.words] int64, which is in host memory, with its tensors on `device`.
+
+    The copy to the device is only launched.
+    """
     tokens, chunks = batch.tokens, batch.chunks
     longest = max((len(row.token_ids) for row in chunks), default=1)
     context = tokens.columns.longest
     context = max(context, *(row.start + len(row.token_ids) for row in chunks)) if chunks else context
     single = next((i for i, row in enumerate(chunks, len(tokens)) if len(row.token_ids) > 1), sizes.rows)
     cached = max((row.start for row in chunks), default=0)
-    return view_step(words, sizes, max_row_tokens=longest, max_context=context, single_rows=single, max_cached=cached)
+    copy = words.to(device, non_blocking=True)
+    step = view_step(copy, sizes, max_row_tokens=longest, max_context=context, single_rows=single, max_cached=cached)
+    return replace(step, words=words)
 
 
 def view_step(

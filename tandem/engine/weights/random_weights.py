@@ -4,6 +4,7 @@ import hashlib
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from tandem.engine.kernels.packed_weight import CENTRE, PackedWeight
 from tandem.engine.models.parameters import Parameters, named_weights
@@ -19,8 +20,10 @@ def fill_randomly(parameters: Parameters) -> None:
 
     Two processes on the same kind of device get the same weights.
     """
-    generator = torch.Generator(parameters.embedding.device).manual_seed(_SEED)
+    generator = torch.Generator(parameters.final_norm.device).manual_seed(_SEED)
     for name, weight in named_weights(parameters):
+        if isinstance(weight, Tensor) and weight.is_meta:
+            continue  # the embedding of a rank that has none
         if isinstance(weight, PackedWeight):
             _fill_packed(weight, generator)
         elif name.endswith("norm"):

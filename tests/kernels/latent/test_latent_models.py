@@ -78,7 +78,7 @@ class Model:
         words = torch.empty(sizes.words, dtype=torch.int64)
         self._packer.pack(batch, sizes, words.numpy())
         with torch.inference_mode():
-            logits = self._forward(unpack(words.to(self.cache.tensor.device), sizes, batch), None)
+            logits = self._forward(unpack(words, sizes, batch, self.cache.tensor.device), None)
         assert logits is not None
         return logits.cpu()
 

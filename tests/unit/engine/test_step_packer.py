@@ -85,7 +85,7 @@ def test_sources_are_draws_of_the_step_before() -> None:
     words = torch.empty(sizes.words, dtype=torch.int64)
     # Of the step before, row 1 drew nothing.
     packer.pack(batch, sizes, words.numpy(), drawn_before=[0, -1, 1])
-    step = unpack(words, sizes, batch)
+    step = unpack(words, sizes, batch, words.device)
     assert step.sources.tolist() == [1, -1, -1, -1, 0]
     assert step.layout.single_rows == 1
     assert step.drawn is not None

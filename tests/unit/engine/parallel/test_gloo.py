@@ -8,6 +8,7 @@ from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
 import pytest
+import torch
 
 from tandem.engine.config.sharding import Rank
 from tandem.engine.model_runner import Follower, ModelRunner
@@ -34,7 +35,7 @@ def follow(folder: Path, rank: Rank, leader: socket.socket) -> None:
     collectives = GlooCollectives(rank, folder / "meeting", LIMIT_S)
     follower = Follower.load(tiny_engine_config(folder), collectives)
     with leader:
-        follower.run(received_steps(leader))
+        follower.run(received_steps(leader, torch.device("cpu")))
     collectives.close()
 
 

@@ -133,9 +133,7 @@ def test_prompts_are_scored_on_the_first_rank(tmp_path: Path) -> None:
     assert found.chosen == pytest.approx(wanted.chosen, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    "setting", [{"draft": Path("x")}, {"runtime_loras": True}, {"keep_hidden": True}, {"random_weights": True}]
-)
+@pytest.mark.parametrize("setting", [{"draft": Path("x")}, {"runtime_loras": True}, {"keep_hidden": True}])
 def test_what_ranks_do_not_support_is_refused(setting: dict[str, Any], tmp_path: Path) -> None:
     config = tiny_engine_config(write_tiny_model(tmp_path), **setting)
     with pytest.raises(InvalidArgument, match="several ranks"):

@@ -1,0 +1,159 @@
+"""Measures a model divided among GPUs of one host, beside the same model on one GPU.
+
+    python -m benchmarks.engine ranks --shape llama-3-8b --tensor-parallel-size 2 [--alone] [--save]
+
+Weights are random, shapes are real. First the sum over all ranks is timed by size, in one shot and with NCCL; then the
+steps. A share of the copy bandwidth is that of one GPU: the bytes that one rank reads, over the time of the step.
+`--alone` measures the steps on one GPU too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import tempfile
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+
+import torch
+
+from benchmarks.command_line import Measured, at_least, need_gpu
+from benchmarks.results import run_facts, scheme_suffix
+from tandem.engine.config import EngineConfig
+from tandem.engine.config.sharding import Rank
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.models.shapes import shape_names, write_shape
+from tandem.engine.weights.gguf import default_cache
+
+BATCHES = (1, 8, 32, 128)
+CONTEXT = 1024
+PREFILLS = (2048, 8192)
+SIZES = tuple(1 << power for power in range(13, 24))
+"""Sizes in bytes of the tensors that are summed: from one row of 4,096 elements to prefill steps."""
+_REPEATS = 32
+_JOIN_S = 120.0
+
+Figures = dict[str, object]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this case."""
+    parser.add_argument("--shape", choices=shape_names(), default="llama-3-8b")
+    parser.add_argument("--tensor-parallel-size", type=at_least(2), default=2, metavar="RANKS")
+    parser.add_argument("--quantization", choices=["int8", "fp8", "int4"])
+    parser.add_argument("--alone", action="store_true", help="measure one GPU too")
+
+
+def measure(options: argparse.Namespace) -> Measured:
+    """Measure the sums, the group, and one GPU if asked."""
+    need_gpu()
+    ranks = options.tensor_parallel_size
+    config = EngineConfig(
+        write_shape(options.shape, default_cache() / f"shape-{options.shape}"),
+        device="cuda",
+        dtype="bfloat16",
+        random_weights=True,
+        max_step_tokens=max(PREFILLS),
+        max_batch_requests=max(BATCHES),
+        quantization=options.quantization,
+    )
+    result = _sums(ranks) | _group(config, ranks)
+    if options.alone:
+        result |= _over_alone(result, _alone(config))
+    scheme = scheme_suffix(options.quantization, "auto")
+    result |= {"shape": options.shape + scheme, "ranks": ranks, "dtype": "bfloat16", **run_facts("cuda")}
+    return f"ranks-{options.shape}{scheme}", result
+
+
+def _group(config: EngineConfig, ranks: int) -> Figures:
+    from tandem.worker.rank_group import RankGroup
+
+    group = RankGroup(config, ranks)
+    try:
+        return _steps(group.load(), f"{ranks} ranks")
+    finally:
+        group.close()
+
+
+def _alone(config: EngineConfig) -> Figures:
+    return _steps(ModelRunner.load(config), "one GPU")
+
+
+def _steps(runner: ModelRunner, what: str) -> Figures:
+    """Measure decode steps and prefills; the engine must not compute anything else."""
+    from benchmarks.engine.gpu_engine import DECODE_STEPS, GpuEngine
+    from benchmarks.gpu_timing import copy_bandwidth
+
+    engine, copy, figures = GpuEngine(runner), copy_bandwidth(), Figures()
+    for batch in BATCHES:
+        if engine.holds(batch, CONTEXT + DECODE_STEPS // 2):
+            seconds = engine.decode_seconds(batch, CONTEXT)
+            share = engine.decode_bytes([CONTEXT] * batch) / seconds / copy
+            figures |= {f"decode_ms_b{batch}": round(seconds * 1e3, 4), f"decode_bw_ratio_b{batch}": round(share, 4)}
+            print(f"{what}: decode b{batch:<4} {seconds * 1e3:8.3f} ms  {share:6.1%} of copy", flush=True)
+    for tokens in PREFILLS:
+        seconds = engine.prefill_seconds(1, tokens, rounds=5)
+        figures[f"prefill_ms_1x{tokens}"] = round(seconds * 1e3, 3)
+        print(f"{what}: prefill {tokens} {seconds * 1e3:8.2f} ms", flush=True)
+    return figures
+
+
+def _over_alone(group: Figures, alone: Figures) -> Figures:
+    figures: Figures = {f"alone_{name}": figure for name, figure in alone.items()}
+    for name, figure in alone.items():
+        kind, unit, size = name.partition("_ms_")
+        faster = group.get(name)
+        if unit and isinstance(figure, float) and isinstance(faster, float):
+            figures[f"{kind}_speedup_{size}"] = round(figure / faster, 3)
+            print(f"{kind} {size}: {figure / faster:.2f} times as fast as one GPU", flush=True)
+    return figures
+
+
+def _sums(ranks: int) -> Figures:
+    """Return the device time of a sum by size, in one shot and with NCCL; raises if a rank's bits differ."""
+    context = multiprocessing.get_context("spawn")
+    results: SimpleQueue[tuple[int, Figures]] = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(target=_measure_sums, args=(Rank(number, ranks), Path(folder) / "meeting", results))
+            for number in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        by_rank = dict(results.get() for _ in processes)
+        for process in processes:
+            process.join()
+    sums = [figures.pop("sums") for figures in by_rank.values()]
+    if any(rank_sums != sums[0] for rank_sums in sums):
+        raise AssertionError("the ranks have different sums")
+    return by_rank[0]
+
+
+def _measure_sums(rank: Rank, meeting: Path, results: SimpleQueue[tuple[int, Figures]]) -> None:
+    from benchmarks.gpu_timing import graph_seconds
+    from tandem.engine.parallel.cuda_collectives import CudaCollectives
+
+    device = torch.device("cuda", rank.number)
+    collectives = CudaCollectives(rank, meeting, _JOIN_S, device, one_shot_bytes=max(SIZES))
+    figures: Figures = {}
+    sums = []
+    for size in SIZES:
+        for kind, most in (("one_shot", max(SIZES)), ("nccl", 0)):
+            collectives.one_shot_bytes = most
+            part = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
+            total = torch.zeros_like(part)
+
+            def add(_: int, part: torch.Tensor = part, total: torch.Tensor = total) -> None:
+                collectives.all_reduce_add(part, total)
+
+            seconds = graph_seconds(add, _REPEATS)
+            figures[f"sum_{kind}_us_{size >> 10}k"] = round(seconds * 1e6, 2)
+            part.normal_(generator=torch.Generator(device).manual_seed(rank.number))
+            total.zero_()
+            add(0)
+            sums.append(int(total.view(torch.int16).long().sum().item()))
+        if rank.leads:
+            times = (figures[f"sum_{kind}_us_{size >> 10}k"] for kind in ("one_shot", "nccl"))
+            print(f"sum of {size >> 10} KiB: {' / '.join(map(str, times))} us in one shot / NCCL", flush=True)
+    results.put((rank.number, figures | {"sums": sums}))
+    collectives.close()

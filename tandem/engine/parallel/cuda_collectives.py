@@ -1,0 +1,129 @@
+"""Collective operations between GPUs of one host: one-shot all-reduce for small tensors, NCCL for the others."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
+
+from tandem.engine.config.sharding import Rank
+from tandem.engine.kernels.rowwise.triton_all_reduce import PROGRAMS, OneShot
+from tandem.engine.parallel.collectives import Collectives, padded_columns
+
+ONE_SHOT_BYTES = 1 << 20
+"""Maximum size in bytes of a tensor that is summed in one shot; above it, NCCL is faster."""
+
+
+class CudaCollectives(Collectives):
+    """Collective operations between processes with a GPU each, on the current stream; they can be captured in graphs.
+
+    A process can be in only one group. If a rank ends, the kernels of the others never end: the processes must be
+    killed.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        meeting: Path,
+        timeout_s: float,
+        device: torch.device,
+        *,
+        one_shot_bytes: int = ONE_SHOT_BYTES,
+    ) -> None:
+        """Join the group as `GlooCollectives` does; `device` is this rank's GPU.
+
+        Tensors of up to `one_shot_bytes` bytes are summed in one shot; the same number on all ranks.
+        """
+        super().__init__(rank)
+        torch.cuda.set_device(device)
+        self._device = device
+        # A program that uses NVLink multicast can put all GPUs of a host out of service when it is killed.
+        os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+        dist.init_process_group(
+            "nccl",
+            init_method=f"file://{meeting}",
+            rank=rank.number,
+            world_size=rank.count,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device,
+        )
+        buffer, buffers = self._shared(2 * one_shot_bytes)
+        signals, signal_addresses = self._shared(4 * PROGRAMS * rank.count)
+        self._memory = buffer, signals
+        self._one_shot = OneShot(rank.number, buffers, signal_addresses, one_shot_bytes)
+        self.one_shot_bytes = one_shot_bytes
+        self._suspended = False
+        # The signals of all ranks are 0 before the first rank sends one.
+        torch.cuda.synchronize()
+        dist.barrier()
+
+    def _shared(self, size: int) -> tuple[Tensor, Tensor]:
+        """Allocate zeroed memory that all ranks can access; return it, and the addresses [ranks] of each rank's."""
+        memory = symmetric_memory.empty(size, dtype=torch.uint8, device=self._device).zero_()
+        handle = symmetric_memory.rendezvous(memory, dist.distributed_c10d._get_default_group())
+        return memory, torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=self._device)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Leave out all communication in the `with` block, for trial steps whose results are not used.
+
+        Trial steps run concurrently, so their operations would not be in the same order on all ranks.
+        """
+        self._suspended = True
+        try:
+            yield
+        finally:
+            self._suspended = False
+
+    def all_reduce(self, part: Tensor) -> None:
+        """Sum the tensors of all ranks."""
+        self._reduce(part, None)
+
+    def all_reduce_add(self, part: Tensor, total: Tensor) -> None:
+        """Add the sum to `total`; in one shot, one kernel does both."""
+        self._reduce(part, total)
+
+    def _reduce(self, part: Tensor, total: Tensor | None) -> None:
+        if not self._suspended and part.nbytes <= self.one_shot_bytes:
+            self._one_shot.add_sum(part, total)
+            return
+        if not self._suspended:
+            dist.all_reduce(part)
+        if total is not None:
+            total += part
+
+    def broadcast(self, values: Tensor) -> None:
+        """Replace `values` by the tensor of the first rank; a small tensor is added to zeros, in one shot."""
+        if values.nbytes > self.one_shot_bytes and not self._suspended:
+            dist.broadcast(values, 0)
+            return
+        if not self.rank.leads:
+            values.zero_()
+        self.all_reduce(values)
+
+    def gather_columns(self, part: Tensor, columns: int) -> Tensor:
+        """Return the columns of all ranks, on every rank."""
+        padded = padded_columns(part, columns, self.rank)
+        parts = padded.new_empty(self.rank.count, *padded.shape)
+        if self._suspended:
+            parts.zero_()
+        else:
+            dist.all_gather_into_tensor(parts, padded)
+        return parts.transpose(0, 1).reshape(len(padded), -1)[:, :columns].contiguous()
+
+    def minimum(self, number: int) -> int:
+        """Return the smallest `number` of all ranks."""
+        numbers = torch.tensor([number], dtype=torch.int64, device=self._device)
+        dist.all_reduce(numbers, dist.ReduceOp.MIN)
+        return int(numbers.item())
+
+    def close(self) -> None:
+        """Leave the group."""
+        torch.cuda.synchronize()
+        del self._memory, self._one_shot
+        dist.destroy_process_group()

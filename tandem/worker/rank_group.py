@@ -1,0 +1,141 @@
+"""The ranks of a worker: the first is the worker's own process, and the others, the followers, are its children.
+
+All ranks live and die together. A follower ends when its connection to the first rank ends; the first rank learns from
+`ended_rank`, or from an error of the next step, that a follower has ended.
+"""
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import socket
+import tempfile
+from dataclasses import replace
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+
+import torch
+
+from tandem.engine.config import EngineConfig
+from tandem.engine.config.sharding import Rank
+from tandem.engine.device import parse_device
+from tandem.engine.kernels.base import is_cpu
+from tandem.engine.model_runner import Follower, ModelRunner
+from tandem.engine.parallel.collectives import Collectives, GlooCollectives
+from tandem.engine.parallel.step_stream import StepSender, received_steps
+from tandem.engine.weights.checkpoint import Progress
+from tandem.protocol.errors import InvalidArgument, TandemError, Unavailable
+
+log = logging.getLogger(__name__)
+
+JOIN_TIMEOUT_S = 120.0
+"""Maximum time in seconds until all ranks have started and joined, and that of one exchange between them."""
+END_TIMEOUT_S = 5.0
+
+
+class RankGroup:
+    """The followers of a worker's first rank, and the exchange with them. The worker's process owns it."""
+
+    def __init__(self, config: EngineConfig, ranks: int) -> None:
+        """Start the followers and join them; they load their parts of the model while the first rank loads its own.
+
+        On GPUs, rank n computes on the n-th GPU that the process can see. Raises InvalidArgument if there are fewer
+        GPUs than ranks, Unavailable if a follower does not join in time.
+        """
+        self._config, self._ranks = config, ranks
+        _check_devices(config.device, ranks)
+        self._folder = tempfile.TemporaryDirectory(prefix="tandem-ranks-")
+        meeting = Path(self._folder.name) / "meeting"
+        context = multiprocessing.get_context("spawn")
+        self._processes: list[SpawnProcess] = []
+        leading_ends = []
+        for number in range(1, ranks):
+            leading_end, following_end = socket.socketpair()
+            leading_ends.append(leading_end)
+            process = context.Process(
+                target=_follow,
+                args=(self._config_of(number), Rank(number, ranks), meeting, following_end),
+                name=f"rank {number}",
+                daemon=True,
+            )
+            process.start()
+            following_end.close()
+            self._processes.append(process)
+        self._sender = StepSender(leading_ends)
+        try:
+            self._collectives = _join(self._config_of(0), Rank(0, ranks), meeting)
+        except RuntimeError as error:
+            ended = self.ended_rank()
+            self._end_followers()
+            reason = "" if ended is None else f"; rank {ended} has ended, see its log"
+            raise Unavailable(
+                f"the ranks of this worker have not joined within {JOIN_TIMEOUT_S:g} s{reason}"
+            ) from error
+
+    def load(self, progress: Progress | None = None, *, name: str | None = None) -> ModelRunner:
+        """Load the first rank's part of the model, and return the runner of the group's steps.
+
+        Raises as `ModelRunner.load` does.
+        """
+        return ModelRunner.load(
+            self._config_of(0), progress, name=name, collectives=self._collectives, on_step=self._sender.send
+        )
+
+    def ended_rank(self) -> int | None:
+        """Return the number of a follower that has ended; None if all are alive."""
+        return next((number for number, process in enumerate(self._processes, 1) if not process.is_alive()), None)
+
+    def close(self) -> None:
+        """End the followers. Idempotent."""
+        self._end_followers()
+        self._collectives.close()
+
+    def _config_of(self, number: int) -> EngineConfig:
+        """Return the config of one rank: its GPU, or on CPUs its share of the threads."""
+        config = self._config
+        if not is_cpu(parse_device(config.device)):
+            return replace(config, device=f"cuda:{number}")
+        threads = config.threads or len(os.sched_getaffinity(0))
+        return replace(config, threads=max(1, threads // self._ranks))
+
+    def _end_followers(self) -> None:
+        self._sender.close()
+        for process in self._processes:
+            process.join(END_TIMEOUT_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        with contextlib.suppress(OSError):
+            self._folder.cleanup()
+
+
+def _check_devices(device: str, ranks: int) -> None:
+    if not is_cpu(parse_device(device)) and torch.cuda.device_count() < ranks:
+        raise InvalidArgument(
+            "tensor_parallel_size",
+            f"{ranks} ranks need as many GPUs, but this process can see {torch.cuda.device_count()}; use a smaller"
+            " number, or give the worker more GPUs.",
+        )
+
+
+def _join(config: EngineConfig, rank: Rank, meeting: Path) -> Collectives:
+    device = parse_device(config.device)
+    if is_cpu(device):
+        # The ranks are on one host, and gloo would listen on the host's address.
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        return GlooCollectives(rank, meeting, JOIN_TIMEOUT_S)
+    from tandem.engine.parallel.cuda_collectives import CudaCollectives
+
+    return CudaCollectives(rank, meeting, JOIN_TIMEOUT_S, device)
+
+
+def _follow(config: EngineConfig, rank: Rank, meeting: Path, leader: socket.socket) -> None:
+    """Run as a follower until the first rank closes the connection."""
+    with leader:
+        try:
+            collectives = _join(config, rank, meeting)
+            Follower.load(config, collectives).run(received_steps(leader, parse_device(config.device)))
+        except (TandemError, RuntimeError):
+            log.exception("rank %d has ended", rank.number)
+            raise SystemExit(1) from None
+        collectives.close()

@@ -1,0 +1,40 @@
+"""A model on several GPUs: the tokens of one GPU, with graphs and without, for every kind of step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.engine.config import EngineConfig
+from tandem.engine.model_runner import ModelRunner
+from tandem.protocol.errors import InvalidArgument
+from tandem.worker.rank_group import RankGroup
+from tests.factories import write_tiny_model
+from tests.gpu.test_engine_cuda import CACHE, PROMPTS, greedy
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+
+SIZES = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512, "intermediate_size": 512}
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_two_gpus_give_the_tokens_of_one(graphs: bool, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, "llama3", **SIZES, max_position_embeddings=512)
+    config = EngineConfig(
+        folder, device="cuda", dtype="float32", kv_cache_bytes=CACHE, max_batch_requests=8, cuda_graphs=graphs
+    )
+    prompts = [[token % 150 for token in prompt] for prompt in PROMPTS]
+    group = RankGroup(config, 2)
+    try:
+        tokens = greedy(group.load(), prompts)
+    finally:
+        group.close()
+    assert tokens == greedy(ModelRunner.load(config), prompts)
+
+
+def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
+    config = EngineConfig(write_tiny_model(tmp_path), device="cuda")
+    with pytest.raises(InvalidArgument, match="can see"):
+        RankGroup(config, torch.cuda.device_count() + 1)
