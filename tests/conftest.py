@@ -8,6 +8,7 @@ Without a GPU, Triton kernels run in Triton's interpreter, which must be chosen 
 from __future__ import annotations
 
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -197,6 +198,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def tell(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
     """Return a function that prints a line at the end of the run, whichever process the test runs in."""
     return lambda line: record_property(TOLD, line)
+
+
+@pytest.fixture
+def adapters_read_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read adapters in the test's process; `test_bad_adapters.py` tests the process that reads them otherwise."""
+    from tandem.engine.adapters import reader
+
+    monkeypatch.setattr(reader, "_output_of_process", lambda path: json.dumps(reader._reply(path)).encode())
 
 
 @pytest.fixture(scope="session")
