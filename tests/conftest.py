@@ -10,10 +10,12 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,14 +141,16 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the tests: long folders first, and within a folder the tests without shared clusters last."""
     if not torch.cuda.is_available():
-        leave_combinations_to_soak([item for item in items if any(map(item.path.is_relative_to, EACH_VALUE_ONCE))])
+        slow = lru_cache(None)(lambda path: any(map(path.is_relative_to, EACH_VALUE_ONCE)))
+        leave_combinations_to_soak([item for item in items if slow(item.path)])
     ranks = {folder: number for number, folder in enumerate(LONG_FOLDERS)}
 
-    def rank(item: pytest.Item) -> tuple[int, bool]:
-        folder = item.path.relative_to(HERE).parts[0]
-        return ranks.get(folder, len(ranks)), item.path.name in OWN_CLUSTERS | SHARING_NOTHING
+    @lru_cache(None)
+    def rank(path: Path) -> tuple[int, bool]:
+        folder = path.relative_to(HERE).parts[0]
+        return ranks.get(folder, len(ranks)), path.name in OWN_CLUSTERS | SHARING_NOTHING
 
-    items.sort(key=rank)
+    items.sort(key=lambda item: rank(item.path))
 
 
 def leave_combinations_to_soak(items: list[pytest.Item]) -> None:
@@ -215,6 +219,17 @@ def model_folder() -> Path:
     from tandem.engine.weights.gguf import prepare_model
 
     return prepare_model(find_default_model())
+
+
+@pytest.fixture(scope="session")
+def quick_model(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model with random weights and SmolLM2's tokenizer: a worker loads it in no time."""
+    from tests.factories import write_tiny_model
+
+    folder = write_tiny_model(tmp_path_factory.mktemp("quick-model"), vocab_size=49152, max_position_embeddings=2048)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_folder / name, folder)
+    return folder
 
 
 @pytest.fixture(scope="session")
