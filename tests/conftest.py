@@ -223,7 +223,7 @@ def model_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def quick_model(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny model with random weights and SmolLM2's tokenizer: a worker loads it in no time."""
+    """The folder of a tiny model with random weights and SmolLM2's tokenizer, if answers do not matter."""
     from tests.factories import write_tiny_model
 
     folder = write_tiny_model(tmp_path_factory.mktemp("quick-model"), vocab_size=49152, max_position_embeddings=2048)
