@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections import defaultdict
@@ -219,17 +218,6 @@ def model_folder() -> Path:
     from tandem.engine.weights.gguf import prepare_model
 
     return prepare_model(find_default_model())
-
-
-@pytest.fixture(scope="session")
-def quick_model(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny model with random weights and SmolLM2's tokenizer, if answers do not matter."""
-    from tests.factories import write_tiny_model
-
-    folder = write_tiny_model(tmp_path_factory.mktemp("quick-model"), vocab_size=49152, max_position_embeddings=2048)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(model_folder / name, folder)
-    return folder
 
 
 @pytest.fixture(scope="session")

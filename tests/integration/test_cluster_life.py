@@ -165,11 +165,10 @@ def test_a_signal_at_any_moment_leaves_nothing(
     group: bool,
     code: int,
     start_up: Callable[..., subprocess.Popen[str]],
-    quick_model: Path,
     temp_root: Path,
 ) -> None:
     before = shared_memory()
-    process = start_up("--model", str(quick_model))
+    process = start_up()
     read_until(process, at)
     relatives = family(process.pid)
     (os.killpg if group else os.kill)(process.pid, number)
@@ -181,11 +180,11 @@ def test_a_signal_at_any_moment_leaves_nothing(
 
 @pytest.mark.timeout(240)
 def test_a_killed_up_leaves_nothing(
-    start_up: Callable[..., subprocess.Popen[str]], quick_model: Path, temp_root: Path, tell: Callable[[str], None]
+    start_up: Callable[..., subprocess.Popen[str]], temp_root: Path, tell: Callable[[str], None]
 ) -> None:
     """Ray's two agents do not end by themselves for minutes."""
     before = shared_memory()
-    process = start_up("--model", str(quick_model))
+    process = start_up()
     read_until(process, "Ctrl-C stops it")
     relatives = family(process.pid)
     process.kill()

@@ -88,14 +88,13 @@ def head(folder: Path) -> Iterator[Head]:
 
 
 @pytest.fixture
-def up(head: Head, quick_model: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def up(head: Head, model_folder: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts `tandem up`; what is left of it at the end is killed."""
     started: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str, **env: str) -> subprocess.Popen[str]:
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        command = [*UP, "--model", str(quick_model), *arguments]
-        started.append(subprocess.Popen(command, env={**head.env, **env}, text=True, **streams))
+        started.append(subprocess.Popen([*UP, *arguments], env={**head.env, **env}, text=True, **streams))
         return started[-1]
 
     yield start
