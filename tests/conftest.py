@@ -8,11 +8,13 @@ Without a GPU, Triton kernels run in Triton's interpreter, which must be chosen 
 from __future__ import annotations
 
 import gc
+import json
 import os
 import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,14 +140,16 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the tests: long folders first, and within a folder the tests without shared clusters last."""
     if not torch.cuda.is_available():
-        leave_combinations_to_soak([item for item in items if any(map(item.path.is_relative_to, EACH_VALUE_ONCE))])
+        slow = lru_cache(None)(lambda path: any(map(path.is_relative_to, EACH_VALUE_ONCE)))
+        leave_combinations_to_soak([item for item in items if slow(item.path)])
     ranks = {folder: number for number, folder in enumerate(LONG_FOLDERS)}
 
-    def rank(item: pytest.Item) -> tuple[int, bool]:
-        folder = item.path.relative_to(HERE).parts[0]
-        return ranks.get(folder, len(ranks)), item.path.name in OWN_CLUSTERS | SHARING_NOTHING
+    @lru_cache(None)
+    def rank(path: Path) -> tuple[int, bool]:
+        folder = path.relative_to(HERE).parts[0]
+        return ranks.get(folder, len(ranks)), path.name in OWN_CLUSTERS | SHARING_NOTHING
 
-    items.sort(key=rank)
+    items.sort(key=lambda item: rank(item.path))
 
 
 def leave_combinations_to_soak(items: list[pytest.Item]) -> None:
@@ -197,6 +201,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def tell(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
     """Return a function that prints a line at the end of the run, whichever process the test runs in."""
     return lambda line: record_property(TOLD, line)
+
+
+@pytest.fixture
+def adapters_read_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read adapters in the test's process; `test_bad_adapters.py` tests the process that reads them otherwise."""
+    from tandem.engine.adapters import reader
+
+    monkeypatch.setattr(reader, "_output_of_process", lambda path: json.dumps(reader._reply(path)).encode())
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.soak import soak
+
 from .moments import freeze_amid_transfer, kill, restarted, thawed
 from .streams import Client, Question, Stream, undisturbed
 
@@ -36,7 +38,7 @@ async def killed_amid(cluster: Any, role: str) -> list[Stream]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("role", ["prefill", pytest.param("decode", marks=soak)])
 def test_all_requests_wait_for_the_replacement_of_a_killed_worker(role: str, pair: Callable[..., Any]) -> None:
     cluster = pair()
     before, router = cluster.worker(role), cluster.router().pid

@@ -24,6 +24,7 @@ from kv_transfer.nixl_backend.transport import CONNECT_ATTENTION_S, LISTEN_S, RE
 from kv_transfer.nixl_backend.ucx_transports import host_id
 from tandem.protocol.errors import FailedPrecondition, TransferFailed
 from tandem.protocol.messages import Lease, PeerDescription, PeerRef, TransferNotice
+from tests.soak import soak
 
 PEER = Path(__file__).with_name("kv_transfer_peer.py")
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,7 +127,12 @@ class Prefill:
         return self.transport.write(PageWrite(peer.ref, local, remote, notice, after=after), deadline_s)
 
 
-@pytest.fixture(params=["", "tcp"], ids=["best", "tcp"])
+WIRES = {"best": "", "tcp": "tcp"}
+ONE_WIRE = pytest.mark.parametrize("wire", ["", pytest.param("tcp", marks=soak)], ids=WIRES, indirect=True)
+"""Of these tests `make soak` runs those over TCP, over which each byte and each failure is tested anyway."""
+
+
+@pytest.fixture(params=WIRES.values(), ids=WIRES)
 def wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The UCX transports to allow; both ends read them from the environment when they open."""
     if request.param:
@@ -185,6 +191,7 @@ def test_every_byte_arrives_and_no_other_page_changes(prefill: Prefill, peer: Pe
     assert peer.end() == 0
 
 
+@ONE_WIRE
 def test_the_notice_comes_after_the_data(prefill: Prefill, peer: Peer) -> None:
     shuffle = random.Random(6)
     for epoch in range(1, 61):
@@ -198,6 +205,7 @@ def test_the_notice_comes_after_the_data(prefill: Prefill, peer: Peer) -> None:
         assert heard[-1] == {"epoch": epoch, "whole": True}
 
 
+@ONE_WIRE
 def test_many_requests_at_once(prefill: Prefill, peer: Peer) -> None:
     futures = []
     for epoch in range(1, 33):
@@ -213,6 +221,7 @@ def test_many_requests_at_once(prefill: Prefill, peer: Peer) -> None:
     assert all(one["whole"] for one in heard)
 
 
+@ONE_WIRE
 def test_a_killed_peer_fails_its_writes_and_its_next_run_is_served(
     prefill: Prefill, peer: Peer, start_peer: Callable[..., Peer]
 ) -> None:

@@ -50,6 +50,13 @@ def check_unchanged(folder: AdapterFolder) -> None:
 
 
 def _read_apart(path: Path) -> Mapping[str, LowRank]:
+    reply = json.loads(_output_of_process(path))
+    if "error" in reply:
+        raise ModelError(reply["error"])
+    return {module: _update(path / WEIGHTS, *described) for module, described in reply["updates"].items()}
+
+
+def _output_of_process(path: Path) -> bytes:
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", "tandem.engine.adapters.reader", str(path), str(_CPU_S)]
     try:
@@ -67,10 +74,7 @@ def _read_apart(path: Path) -> Mapping[str, LowRank]:
         )
     if ended.returncode:
         raise ModelError(f"{path} cannot be read: the process that reads it ended with {ended.returncode}.")
-    reply = json.loads(ended.stdout)
-    if "error" in reply:
-        raise ModelError(reply["error"])
-    return {module: _update(path / WEIGHTS, *described) for module, described in reply["updates"].items()}
+    return ended.stdout
 
 
 def _update(file: Path, a: Mapping[str, Any], b: Mapping[str, Any], scale: float) -> LowRank:

@@ -17,6 +17,8 @@ from tests.adapters import ATTENTION, DENSE, EVERY, TinyAdapter
 from tests.factories import draw, tiny_engine_config, write_tiny_model
 from tests.soak import soak
 
+pytestmark = pytest.mark.usefixtures("adapters_read_here")
+
 TOLERANCE = 3e-5
 PROMPT = 37
 

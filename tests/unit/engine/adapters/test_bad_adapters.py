@@ -19,6 +19,7 @@ from tandem.engine.models.load_spec import load_spec
 from tandem.protocol.errors import InvalidArgument, ModelError
 from tests.adapters import ATTENTION, TinyAdapter, write_adapter
 from tests.factories import tiny_engine_config, write_tiny_model
+from tests.soak import soak
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
@@ -38,6 +39,7 @@ def test_one_that_fits(tmp_path: Path) -> None:
     check(tmp_path, TinyAdapter().write(tmp_path / "adapter"))
 
 
+@pytest.mark.usefixtures("adapters_read_here")
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
@@ -64,6 +66,7 @@ def test_configs(config: dict[str, Any], reason: str, tmp_path: Path) -> None:
         check(tmp_path, adapter)
 
 
+@pytest.mark.usefixtures("adapters_read_here")
 @pytest.mark.parametrize(
     ("tensors", "reason"),
     [
@@ -84,6 +87,7 @@ def test_tensors(tensors: dict[str, Any], reason: str, tmp_path: Path) -> None:
         check(tmp_path, write_adapter(tmp_path / "adapter", tensors, r=4, lora_alpha=8))
 
 
+@pytest.mark.usefixtures("adapters_read_here")
 @pytest.mark.parametrize(("family", "module"), [("mixtral", "experts.1.w1"), ("deepseek_v2", "self_attn.q_a_proj")])
 def test_experts_and_latents(family: str, module: str, tmp_path: Path) -> None:
     adapter = TinyAdapter(family, modules=(module,)).write(tmp_path / "adapter")
@@ -102,6 +106,7 @@ def with_header(described: tuple[str, list[float], list[int]], adapter: Path) ->
     (adapter / "adapter_model.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw.encode() + bytes(8))
 
 
+@pytest.mark.usefixtures("adapters_read_here")
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
@@ -123,7 +128,7 @@ def test_files(spoil: Callable[[Path], object], reason: str, tmp_path: Path) -> 
         check(tmp_path, adapter)
 
 
-@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+@pytest.mark.parametrize("field", ["rank_pattern", pytest.param("alpha_pattern", marks=soak)])
 def test_a_pattern_of_exponential_time_ends_at_a_limit(
     field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +155,7 @@ def spoiled(name: str, number: float) -> dict[str, np.ndarray[Any, Any]]:
     return tensors
 
 
+@pytest.mark.usefixtures("adapters_read_here")
 @pytest.mark.parametrize(
     ("tensors", "alpha", "dtype"),
     [

@@ -12,6 +12,8 @@ from tandem.engine.model_runner import ModelRunner
 from tandem.engine.steps.batch import StepBatch, StepRow
 from tests.factories import draw, tiny_engine_config, write_tiny_model
 
+pytestmark = pytest.mark.usefixtures("adapters_read_here")
+
 peft = pytest.importorskip("peft", reason="needs the package peft")
 IDS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
 

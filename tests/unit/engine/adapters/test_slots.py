@@ -22,6 +22,8 @@ from tests.adapters import DENSE, TinyAdapter
 from tests.factories import tiny_engine_config, write_tiny_model
 from tests.unit.engine.adapters.test_adapters import TOLERANCE, logits_of, rows_of
 
+pytestmark = pytest.mark.usefixtures("adapters_read_here")
+
 FIRST, SECOND = TinyAdapter(seed=1, rank=5), TinyAdapter(seed=2, modules=DENSE, alpha=3)
 
 

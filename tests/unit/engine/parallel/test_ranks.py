@@ -88,8 +88,21 @@ def test_a_model_that_cannot_be_divided_is_refused(family: str, ranks: int, tmp_
     assert caught.value.field == "tensor_parallel_size"
 
 
-@pytest.mark.parametrize("case", ["awq", "gptq desc_act", "W4A16 channel", "W8A16", "deepseek fp8"])
-@pytest.mark.parametrize("family", ["llama3", "phi3"])
+@pytest.mark.parametrize(
+    ("case", "family"),
+    [
+        ("awq", "llama3"),
+        ("gptq desc_act", "phi3"),
+        ("W4A16 channel", "llama3"),
+        ("W8A16", "phi3"),
+        ("deepseek fp8", "llama3"),
+        pytest.param("awq", "phi3", marks=soak),
+        pytest.param("gptq desc_act", "llama3", marks=soak),
+        pytest.param("W4A16 channel", "phi3", marks=soak),
+        pytest.param("W8A16", "llama3", marks=soak),
+        pytest.param("deepseek fp8", "phi3", marks=soak),
+    ],
+)
 def test_quantized_weights_are_divided_by_groups(case: str, family: str, tmp_path: Path) -> None:
     folder, _ = write_quantized(tmp_path, case, family)
     # FP8 products round their inputs, so that the last bit of a sum can become that of a code.

@@ -30,6 +30,8 @@ from tests.factories import greedy_answer, tiny_engine_config, write_tiny_model
 from tests.unit.worker.adapters.test_adapter_handovers import PROMPT, SAMPLING, made, send
 from tests.worker_pair import End, Heard, WorkerPair, until
 
+pytestmark = pytest.mark.usefixtures("adapters_read_here")
+
 ONE, OTHER = TinyAdapter(seed=1), TinyAdapter(seed=2, rank=7)
 
 Factory = Callable[[int], Any]

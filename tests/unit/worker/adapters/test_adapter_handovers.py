@@ -18,6 +18,8 @@ from tests.eagle_heads import write_eagle
 from tests.factories import tiny_engine_config, write_tiny_model
 from tests.worker_pair import Heard, WorkerPair, until
 
+pytestmark = pytest.mark.usefixtures("adapters_read_here")
+
 PROMPT = [3 + number % 7 for number in range(70)]
 """Four full pages; it repeats, so that drafts are proposed."""
 SAMPLING = SamplingParams(max_tokens=24, ignore_eos=True)
