@@ -8,7 +8,7 @@ from typing import Protocol
 
 from router.config import RouterConfig
 from router.requests.request import RoutedRequest
-from router.workers.worker_link import WorkerLink
+from router.workers.worker import Worker
 from tandem.logging.logs import about
 from tandem.protocol.errors import (
     DeadlineExceeded,
@@ -65,9 +65,7 @@ class DispatchCalls:
         """Wait until every dispatch has ended; a dispatch releases a lease that it no longer needs."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _dispatch(
-        self, request: RoutedRequest, ref: RequestRef, prefill: WorkerLink, decode: WorkerLink | None
-    ) -> None:
+    async def _dispatch(self, request: RoutedRequest, ref: RequestRef, prefill: Worker, decode: Worker | None) -> None:
         """Call Reserve, then Prefill.
 
         The task is never cancelled, because it must release a granted lease even if the request ends meanwhile.
@@ -119,15 +117,15 @@ class DispatchCalls:
             for link in {prefill, decode or prefill}:
                 link.abort(ref)
 
-    async def _reserve(self, request: RoutedRequest, reservation: Reservation, decode: WorkerLink) -> Destination:
+    async def _reserve(self, request: RoutedRequest, reservation: Reservation, decode: Worker) -> Destination:
         granted = await decode.reserve(reservation)
         if _current(request, reservation.ref):
             request.event_times.append(EventTime.now(LifecycleEvent.RESERVED))
             request.lease = granted.lease
-            decode.leases.keep(granted)
+            decode.keep_lease(granted)
         return Destination(decode.info.peer, decode.info.address, granted.lease)
 
-    def _refused(self, request: RoutedRequest, ref: RequestRef, asked: WorkerLink, error: TandemError) -> None:
+    def _refused(self, request: RoutedRequest, ref: RequestRef, asked: Worker, error: TandemError) -> None:
         unavailable = isinstance(error, _UNAVAILABLE)
         if unavailable or isinstance(error, _BUSY):
             asked.back_off()
