@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
+from router.requests.ends import RequestEnds
 from router.requests.request import RoutedRequest
 from tandem.protocol.errors import Internal, TandemError, Unavailable, from_code
 from tandem.protocol.lifecycle.events import LifecycleEvent
 from tandem.protocol.messages import FinishReason, RequestEvent, TokenLogprobs
-
-
-class AttemptOwner(Protocol):
-    """The interface through which attempts end, implemented by `RequestEnds`."""
-
-    def fail_attempt(self, request: RoutedRequest, error: TandemError) -> None:
-        """End a failed attempt, and retry the request if `error` allows it."""
-
-    def release(self, request: RoutedRequest) -> None:
-        """Queue the other answers to the prompt of `request`, which were held until the prompt is cached."""
-
-    def requeue(self, request: RoutedRequest) -> None:
-        """Return the request to the queue for another attempt."""
-
-    def release_load(self, request: RoutedRequest) -> None:
-        """Remove the attempt from its workers' load as placement sees it."""
 
 
 def failed(event: RequestEvent) -> bool:
@@ -38,8 +21,8 @@ class AttemptProgress:
     loop.
     """
 
-    def __init__(self, owner: AttemptOwner) -> None:
-        self._owner = owner
+    def __init__(self, ends: RequestEnds) -> None:
+        self._ends = ends
 
     def note(self, request: RoutedRequest, event: RequestEvent, now: float) -> None:
         """Record everything in the event but its tokens and its error; call `requeue_if_preempted` at the end."""
@@ -54,7 +37,7 @@ class AttemptProgress:
     def fail(self, request: RoutedRequest, event: RequestEvent) -> None:
         """End the attempt with the event's error, unless the whole answer has been generated."""
         if not request.generated:
-            self._owner.fail_attempt(request, _error(event))
+            self._ends.fail_attempt(request, _error(event))
 
     def add_tokens(
         self,
@@ -89,14 +72,14 @@ class AttemptProgress:
             request.last_token_s = now
             # Before the last tokens are detokenized, because the workers are free now.
             request.generated = True
-            self._owner.release_load(request)
+            self._ends.release_load(request)
         return added
 
     def requeue_if_preempted(self, request: RoutedRequest, now: float) -> None:
         """Return a preempted request to the queue once all tokens of its attempt have arrived."""
         if request.preempted_at is not None and request.assembler.count >= request.preempted_at:
             request.waiting_since = now
-            self._owner.requeue(request)
+            self._ends.requeue(request)
 
     def _note(self, request: RoutedRequest, event: RequestEvent) -> None:
         request.event_times.extend(event.event_times)
@@ -112,7 +95,7 @@ class AttemptProgress:
         """Stop renewing the lease, and queue the held answers, because the decode worker has admitted the request."""
         request.lease = None
         if request.held:
-            self._owner.release(request)
+            self._ends.release(request)
         if request.decode is not None:
             request.decode.drop_lease(request.internal_id)
         self._handed_over(request)

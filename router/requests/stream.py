@@ -12,29 +12,16 @@ import math
 import time
 from collections.abc import Mapping
 from itertools import chain
-from typing import Protocol
 
 from router.config import RouterConfig
-from router.requests.attempt_progress import AttemptOwner, AttemptProgress, failed
+from router.requests.attempt_progress import AttemptProgress, failed
 from router.requests.chunk_budget import ChunkBudget, must_not_wait
+from router.requests.ends import RequestEnds
 from router.requests.first_token import hold_s
 from router.requests.request import RoutedRequest
 from router.requests.text_thread import RequestText, TextThread
 from tandem.protocol.errors import Internal, TandemError, Unavailable
 from tandem.protocol.messages import FinishReason, RequestEvent, StepOutput, TokenLogprobs
-
-
-class RequestOwner(AttemptOwner, Protocol):
-    """The interface through which the stream ends or requeues requests, implemented by `RequestEnds`."""
-
-    def finish(self, request: RoutedRequest, reason: FinishReason, matched_stop: str) -> None:
-        """Complete the answer."""
-
-    def fail(self, request: RoutedRequest, error: TandemError) -> None:
-        """End the answer with `error`."""
-
-    def fail_internal(self, request: RoutedRequest, error: Exception) -> None:
-        """Fail the request after an unexpected exception."""
 
 
 class EventStream:
@@ -43,9 +30,9 @@ class EventStream:
     The dispatcher owns it; all calls come on the event loop. It owns the text thread, which detokenizes.
     """
 
-    def __init__(self, config: RouterConfig, owner: RequestOwner) -> None:
-        self._owner = owner
-        self._progress = AttemptProgress(owner)
+    def __init__(self, config: RouterConfig, ends: RequestEnds) -> None:
+        self._ends = ends
+        self._progress = AttemptProgress(ends)
         self._text = TextThread(self._deliver)
         self._jobs: dict[str, RequestText] = {}
         self._budget = ChunkBudget(config.chunks_per_s, config.chunk_delay_max_s)
@@ -135,7 +122,7 @@ class EventStream:
             )
         except Unavailable as error:
             self._send(urgent, now)
-            self._owner.fail(request, error)
+            self._ends.fail(request, error)
             return
         if self._add_text(request, fresh, scores, now, first=first):
             urgent.append(self._jobs.pop(request.internal_id))
@@ -143,7 +130,7 @@ class EventStream:
 
     def _fail_internally(self, request: RoutedRequest, error: Exception) -> None:
         self.forget(request)
-        self._owner.fail_internal(request, error)
+        self._ends.fail_internal(request, error)
 
     def forget(self, request: RoutedRequest) -> None:
         """Drop the unsent tokens of a request that has ended."""
@@ -261,13 +248,13 @@ class EventStream:
         if job.failed:
             error = Internal("the answer could not be decoded; the router's log has the details")
             answer.fail(error)  # at once, because later tokens must not follow a gap in the text
-            self._owner.fail(request, error)
+            self._ends.fail(request, error)
             return
         if job.token_ids or job.text:
             answer.push(job.text, job.token_ids, job.scores, waited=job.waited)
         if job.error is not None:
             answer.fail(job.error)
         elif job.matched_stop:
-            self._owner.finish(request, FinishReason.STOP, job.matched_stop)
+            self._ends.finish(request, FinishReason.STOP, job.matched_stop)
         elif job.finish is not None:
-            self._owner.finish(request, job.finish, "")
+            self._ends.finish(request, job.finish, "")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Protocol
 
 from router.config import RouterConfig
+from router.requests.ends import RequestEnds
 from router.requests.request import RoutedRequest
 from router.workers.worker import Worker
 from tandem.logging.logs import about
@@ -30,25 +30,15 @@ _BUSY = (ResourceExhausted, RoleClosed)
 """Errors of a worker that is full, changes its role or drains: the request is queued again, without a failure."""
 
 
-class DispatchOwner(Protocol):
-    """The interface that handles a dispatch that a worker rejected, implemented by `RequestEnds`."""
-
-    def requeue(self, request: RoutedRequest) -> None:
-        """Return the request to the queue."""
-
-    def fail_attempt(self, request: RoutedRequest, error: TandemError, *, retry: bool | None = None) -> None:
-        """End a failed attempt; `retry` is True if a retry is allowed, and None decides by the error's type."""
-
-
 class DispatchCalls:
     """Calls the workers for each placed request, in one short task per request on the event loop.
 
     The dispatcher owns it.
     """
 
-    def __init__(self, config: RouterConfig, owner: DispatchOwner) -> None:
+    def __init__(self, config: RouterConfig, ends: RequestEnds) -> None:
         self._config = config
-        self._owner = owner
+        self._ends = ends
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
@@ -132,9 +122,9 @@ class DispatchCalls:
         if not _current(request, ref):
             return
         if isinstance(error, _BUSY):
-            self._owner.requeue(request)
+            self._ends.requeue(request)
         else:
-            self._owner.fail_attempt(request, error, retry=unavailable or None)
+            self._ends.fail_attempt(request, error, retry=unavailable or None)
 
 
 def _current(request: RoutedRequest, ref: RequestRef) -> bool:
