@@ -106,6 +106,11 @@ class Fleet:
         self.changes = 0
         """A counter that increases when a worker joins, leaves or changes, and when an incompatible pair expires."""
 
+    @property
+    def prefill_capacity(self) -> int:
+        """Number of tokens whose KV fits into the largest live prefill worker; 0 if there is none."""
+        return max((each.kv_tokens_total for each in self.live if each.prefills), default=0)
+
     def worker(self, slot: int) -> WorkerState | None:
         """Return the worker with slot number `slot` in the prefix index; None if it is not live."""
         worker = self._by_slot.get(slot)

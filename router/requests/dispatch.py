@@ -1,7 +1,7 @@
 """The dispatcher, which takes requests through the router: queue, placement, and the Reserve and Prefill calls.
 
 The queues of a request, in order (its end is in `ends.py`):
-1. waiting: the request is admitted and in the queue (`router/placement/scheduler.py`) until a worker has capacity.
+1. waiting: the request is admitted and in the queue (`router/placement/scheduler.py`) until `placer.py` places it.
 2. dispatching: its Reserve and Prefill calls are in flight (`worker_calls.py`), one short task per request.
 3. running: the workers have accepted it, and their step events (`stream.py`) advance it until it ends.
 """
@@ -19,13 +19,14 @@ from router.access.client_call import served_call
 from router.config import RouterConfig
 from router.observability.prediction_quality import PredictionQuality
 from router.observability.request_outcome import JointOutcome
-from router.placement.policy import Placement, PlacementPolicy
+from router.placement.policy import PlacementPolicy
 from router.placement.queue import QueuedRequest
-from router.placement.scheduler import RequestScheduler, record
+from router.placement.scheduler import RequestScheduler
 from router.requests.choices import Choices
 from router.requests.ends import RequestEnds
 from router.requests.live_requests import LiveRequests
 from router.requests.metrics import RouterMetrics
+from router.requests.placer import RequestPlacer
 from router.requests.request import Admitted, RoutedRequest
 from router.requests.slot_shares import SlotShares
 from router.requests.stream import EventStream
@@ -65,8 +66,7 @@ class Dispatcher:
         """`tokens` turns token ids into text; `on_readiness` is called when `refusal` may have changed."""
         self._config = config
         self._on_readiness = on_readiness
-        self._live = LiveRequests(tokens)
-        self._pump_scheduled = False
+        self._live = LiveRequests(tokens, time.monotonic)
         self._draining = False
         self._policy = policy
         self.pool = WorkerPool(config, self)
@@ -82,12 +82,23 @@ class Dispatcher:
             incompatible=self.pool.fleet.incompatible,
             prediction_quality=self.prediction_quality,
             metrics=self.metrics,
-            pump=self._schedule_pump,
+            clock=time.monotonic,
+            pump=self._place_waiting,
             send_error=self._send_error,
             forget=self._forget,
         )
         self._slots = SlotShares(policy, self.pool.fleet, self._ends)
         self._calls = DispatchCalls(config, self._ends)
+        self._placer = RequestPlacer(
+            self._live,
+            self._scheduler,
+            self.pool.fleet,
+            self._ends,
+            time.monotonic,
+            link=self.pool.link,
+            start=self._calls.start,
+            closed=lambda: None if self._serves_or_waits else self._no_worker(),
+        )
         self._events = EventStream(config, self._ends)
         self.metrics.registry.read(self._facts)
         self._sweeper = Sweeper(config, self, self._ends, time.monotonic)
@@ -121,7 +132,7 @@ class Dispatcher:
         self._enter([some[0].queued for some in prompts], len(requests), first.tenant, first.n)
         for some in prompts:
             self._live.add(some)
-        self._schedule_pump()
+        self._place_waiting()
         prompt_tokens = sum(len(prompt.prompt_token_ids) for prompt in admitted)
         served_call().queued(first.request_id, first.model_name(self._config.model_name), prompt_tokens)
         return Choices([request.answer for request in requests])
@@ -203,60 +214,8 @@ class Dispatcher:
 
     # ---- queue and placement ----
 
-    def _schedule_pump(self) -> None:
-        if not self._pump_scheduled and len(self._scheduler.queue):
-            self._pump_scheduled = True
-            asyncio.get_running_loop().call_soon(self._pump)
-
-    def _pump(self) -> None:
-        """Place waiting requests in order, until no worker has capacity for the next one."""
-        self._pump_scheduled = False
-        if not self._serves_or_waits:
-            for request in list(self.waiting_requests()):
-                self._ends.fail(request, self._no_worker())
-        # The head of the queue is placed or skipped in each iteration, until one must wait.
-        while (queued := self._scheduler.head()) is not None:
-            request = self._live[queued.internal_id]
-            try:
-                goes_on = self._bind(request)
-            except Exception as error:
-                # Left at the head of the queue, the request would block every request after it.
-                self._ends.fail_internal(request, error)
-                goes_on = self._scheduler.head() is not queued
-            if not goes_on:
-                return
-
-    def _bind(self, request: RoutedRequest) -> bool:
-        """Place the request at the head of the queue, or skip it; return False if the queue must wait."""
-        queued = request.queued
-        # A retry prefills its answer tokens with the prompt, at most as many as the largest prefill worker can hold.
-        # The limit is computed here, because that worker may have died while the request waited.
-        capacity = max(0, self.pool.prefill_capacity - queued.prompt_tokens)
-        queued.prior_output_tokens = min(request.assembler.count, capacity)
-        placement = self._scheduler.bind(queued)
-        if placement is None:
-            return self._scheduler.may_pass(queued)
-        self._place(request, placement)
-        return True
-
-    def _place(self, request: RoutedRequest, placement: Placement) -> None:
-        request.event_times.append(EventTime.now(LifecycleEvent.PLACED))
-        request.last_event_s = request.placed_s = time.monotonic()
-        request.first_token_s = 0.0
-        request.prediction = placement
-        request.pace.target_s = self._itl_target(request, placement)
-        request.prefill = self.pool.link(placement.prefill)
-        request.decode = None if placement.decode is None else self.pool.link(placement.decode)
-        request.prefill_worker = placement.prefill.worker_id
-        request.decode_worker = "" if placement.decode is None else placement.decode.worker_id
-        decode = None if request.decode is None else request.decode.state
-        record(request.queued, placement, request.prefill.state, decode)
-        self._calls.start(request)
-
-    def _itl_target(self, request: RoutedRequest, placement: Placement) -> float:
-        """Return the request's ITL target on the chosen workers, in seconds."""
-        state = self.pool.link(placement.decode or placement.prefill).state
-        return request.admitted.slo.itl_target(state.idle_step_s)
+    def _place_waiting(self) -> None:
+        self._placer.schedule()
 
     def waiting_requests(self) -> Iterator[RoutedRequest]:
         """Iterate over the requests in the queue."""
@@ -284,7 +243,7 @@ class Dispatcher:
             self._scheduler.generated(request.queued, request.assembler.count)
         if (queued := self._scheduler.head()) is not None:
             self._slots.make_room(self._live[queued.internal_id], self._live.values())
-        self._schedule_pump()
+        self._place_waiting()
         if self._update_recovery():
             self._on_readiness()
 
@@ -293,7 +252,7 @@ class Dispatcher:
     def on_step(self, _link: WorkerLink, step: StepOutput) -> None:
         """Process one step output of a worker."""
         self._events.take(step, self._live.by_internal_id)
-        self._schedule_pump()
+        self._place_waiting()
 
     def on_lost(self, link: WorkerLink) -> None:
         """Retry every request of a worker whose event stream broke.
@@ -355,7 +314,7 @@ class Dispatcher:
         """Place waiting requests after a change of the workers, and update readiness."""
         self._update_recovery()
         self._leave_silent_workers()
-        self._schedule_pump()
+        self._place_waiting()
         self._on_readiness()
 
     def _update_recovery(self) -> bool:

@@ -6,13 +6,13 @@ Everything that can end a request calls `RequestEnds`: the answer's end, errors,
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 
 from router.config import RouterConfig
 from router.observability.prediction_quality import PredictionQuality
 from router.placement.fleet import IncompatiblePairs
 from router.placement.scheduler import RequestScheduler
+from router.placement.worker_state import Clock
 from router.requests.answer import AnswerEnd
 from router.requests.live_requests import LiveRequests
 from router.requests.metrics import RouterMetrics
@@ -50,6 +50,7 @@ class RequestEnds:
         live: LiveRequests,
         scheduler: RequestScheduler,
         *,
+        clock: Clock,
         incompatible: IncompatiblePairs,
         prediction_quality: PredictionQuality,
         metrics: RouterMetrics,
@@ -65,6 +66,7 @@ class RequestEnds:
         self._config = config
         self._live = live
         self._scheduler = scheduler
+        self._clock = clock
         self._incompatible = incompatible
         self._prediction_quality = prediction_quality
         self._metrics = metrics
@@ -107,7 +109,7 @@ class RequestEnds:
         """
         failed = not isinstance(error, RoleClosed)
         request.failures += failed
-        request.note_silence(time.monotonic())
+        request.note_silence(self._clock())
         if isinstance(error, FailedPrecondition):
             error = self._exclude_pair(request, error)
         retry = isinstance(error, _RETRYABLE) if retry is None else retry
@@ -116,7 +118,7 @@ class RequestEnds:
             return
         attempt = request.internal_id, request.attempt, error.message
         log.info("request %s, attempt %d failed, retrying: %s", *attempt, extra=about(request.internal_id))
-        request.waiting_since = time.monotonic()
+        request.waiting_since = self._clock()
         if failed:
             self._metrics.retried()
         self.requeue(request)
@@ -170,7 +172,7 @@ class RequestEnds:
     def release(self, request: RoutedRequest) -> None:
         """Queue the other answers to the prompt of `request`, which have been held until now."""
         for held_request in self._live.release_held(request):
-            held_request.waiting_since = time.monotonic()
+            held_request.waiting_since = self._clock()
             held_request.queued.start_by_s, held_request.queued.slo = request.queued.start_by_s, request.queued.slo
             self._scheduler.queue.push(held_request.queued)
             self._pump()
@@ -178,7 +180,7 @@ class RequestEnds:
     def preempt(self, request: RoutedRequest) -> None:
         """Preempt a running answer and return it to the queue, because another tenant needs its decode slot."""
         log.info("request %s gives its slot to another tenant", request.internal_id, extra=about(request.internal_id))
-        request.waiting_since = time.monotonic()
+        request.waiting_since = self._clock()
         self.requeue(request, yielded=True)
 
     def requeue(self, request: RoutedRequest, *, yielded: bool = False) -> None:
@@ -215,7 +217,8 @@ class RequestEnds:
         if request.prefill is not None:
             request.prefill.state.remove_prompt(request.internal_id)
         if request.decode is not None:
-            request.decode.remove_answer(request.internal_id)
+            request.decode.drop_lease(request.internal_id)
+            request.decode.state.remove_answer(request.internal_id)
 
     def _ending(self, request: RoutedRequest, reason: FinishReason, matched_stop: str) -> AnswerEnd:
         """Return the ending for the client, and count the request as finished."""

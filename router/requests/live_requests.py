@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from router.observability.request_outcome import JointOutcome
+from router.placement.worker_state import Clock
 from router.requests.answer import Answer
 from router.requests.choices import choice_of
 from router.requests.request import Admitted, RoutedRequest
@@ -21,9 +21,9 @@ class LiveRequests(Mapping[str, RoutedRequest]):
     The dispatcher owns it; all calls are on the event loop.
     """
 
-    def __init__(self, tokens: TokenText) -> None:
+    def __init__(self, tokens: TokenText, clock: Clock) -> None:
         """`tokens` turns the token ids of answers into text."""
-        self._tokens = tokens
+        self._tokens, self._clock = tokens, clock
         self._by_internal_id: dict[str, RoutedRequest] = {}
         self._by_client_id: dict[tuple[str, str], list[RoutedRequest]] = {}
         """Requests by tenant and client id; the tenant is part of the key, because two tenants may use the same id."""
@@ -104,7 +104,7 @@ class LiveRequests(Mapping[str, RoutedRequest]):
 
     def _make(self, admitted: Admitted, joint: JointOutcome) -> RoutedRequest:
         self.arrivals += 1
-        now, internal_id = time.monotonic(), f"{admitted.request_id}~{uuid.uuid4().hex[:12]}"
+        now, internal_id = self._clock(), f"{admitted.request_id}~{uuid.uuid4().hex[:12]}"
         return RoutedRequest(
             internal_id=internal_id,
             admitted=admitted,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from router.observability.prediction_quality import PlacementRecord
 from router.observability.request_outcome import GapTracker, JointOutcome
@@ -21,13 +21,11 @@ from router.text.answer_syntax.formats import AnswerSyntax
 from router.text.answer_text import AnswerText
 from router.text.chat_template import ChatTurn, PromptEnd
 from router.text.tools import ToolOptions
+from router.workers.worker import Worker
 from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent, Timeline, TransferStats
 from tandem.protocol.lifecycle.request_trace import RequestTrace, TraceContext
 from tandem.protocol.messages import AdapterFacts, FinishReason, Lease, RequestRef, SamplingParams
 from tandem.settings.slo import BEST_EFFORT, SloClass
-
-if TYPE_CHECKING:
-    from router.workers.worker_link import WorkerLink
 
 SILENCE_S = 1e-3
 """Minimum time without an event from a request's workers that `note_silence` records as SILENT, in seconds."""
@@ -226,8 +224,8 @@ class RoutedRequest:
     """Monotonic time at which the attempt's first token reached the router, in seconds."""
     last_token_s: float = 0.0
     """Monotonic time at which the answer's last token reached the router, in seconds."""
-    prefill: WorkerLink | None = None
-    decode: WorkerLink | None = None
+    prefill: Worker | None = None
+    decode: Worker | None = None
     lease: Lease | None = None
     assembler: TokenAssembler = field(default_factory=TokenAssembler)
     event_times: list[EventTime] = field(default_factory=list)

@@ -12,41 +12,16 @@ import math
 import time
 from collections.abc import Mapping
 from itertools import chain
-from typing import Protocol
 
 from router.config import RouterConfig
+from router.requests.attempt_progress import AttemptProgress, failed
 from router.requests.chunk_budget import ChunkBudget, must_not_wait
+from router.requests.ends import RequestEnds
 from router.requests.first_token import hold_s
 from router.requests.request import RoutedRequest
 from router.requests.text_thread import RequestText, TextThread
-from tandem.protocol.errors import Internal, TandemError, Unavailable, from_code
-from tandem.protocol.lifecycle.events import LifecycleEvent
+from tandem.protocol.errors import Internal, TandemError, Unavailable
 from tandem.protocol.messages import FinishReason, RequestEvent, StepOutput, TokenLogprobs
-
-
-class RequestOwner(Protocol):
-    """The interface through which the stream ends or requeues requests, implemented by `RequestEnds`."""
-
-    def finish(self, request: RoutedRequest, reason: FinishReason, matched_stop: str) -> None:
-        """Complete the answer."""
-
-    def fail(self, request: RoutedRequest, error: TandemError) -> None:
-        """End the answer with `error`."""
-
-    def fail_attempt(self, request: RoutedRequest, error: TandemError) -> None:
-        """End a failed attempt, and retry the request if `error` allows it."""
-
-    def fail_internal(self, request: RoutedRequest, error: Exception) -> None:
-        """Fail the request after an unexpected exception."""
-
-    def release(self, request: RoutedRequest) -> None:
-        """Queue the other answers to the prompt of `request`, which were held until the prompt is cached."""
-
-    def requeue(self, request: RoutedRequest) -> None:
-        """Return the request to the queue for another attempt."""
-
-    def release_load(self, request: RoutedRequest) -> None:
-        """Remove the attempt from its workers' load as placement sees it."""
 
 
 class EventStream:
@@ -55,8 +30,9 @@ class EventStream:
     The dispatcher owns it; all calls come on the event loop. It owns the text thread, which detokenizes.
     """
 
-    def __init__(self, config: RouterConfig, owner: RequestOwner) -> None:
-        self._owner = owner
+    def __init__(self, config: RouterConfig, ends: RequestEnds) -> None:
+        self._ends = ends
+        self._progress = AttemptProgress(ends)
         self._text = TextThread(self._deliver)
         self._jobs: dict[str, RequestText] = {}
         self._budget = ChunkBudget(config.chunks_per_s, config.chunk_delay_max_s)
@@ -115,24 +91,17 @@ class EventStream:
         `urgent` collects text that must be sent without waiting for a batch. It is sent before an error is reported, so
         that the client gets the tokens that precede the error.
         """
-        request.last_event_s = now
-        if event.event_times or event.transfer is not None:
-            self._note(request, event)
+        self._progress.note(request, event, now)
         if event.prompt_logprobs is not None:
             request.answer.prompt_logprobs = event.prompt_logprobs
-        if event.preempted:
-            request.preempted_at = event.first_index
-        if event.finish_reason is FinishReason.ERROR or event.finish_reason is FinishReason.ABORT:
+        if failed(event):
             self._send(urgent, now)  # the last tokens of this request may be among them
-            if not request.generated:
-                self._owner.fail_attempt(request, _error(event))
+            self._progress.fail(request, event)
         elif event.token_ids or event.finish_reason is not None:
-            if event.first_index == 0:
-                request.cached_tokens = event.cached_tokens
             scores, finish = event.logprobs, event.finish_reason
             self._take_tokens(request, event.first_index, event.token_ids, urgent, now, logprobs=scores, finish=finish)
             return
-        self._requeue_if_preempted(request, now)
+        self._progress.requeue_if_preempted(request, now)
 
     def _take_tokens(
         self,
@@ -145,27 +114,23 @@ class EventStream:
         logprobs: tuple[TokenLogprobs, ...] = (),
         finish: FinishReason | None = None,
     ) -> None:
-        """Process the tokens from index `first_index` on; `finish` is not None if the last of them ends the answer."""
-        request.last_event_s = now
+        """Process the tokens that begin at index `first_index`; `finish` is not None if the answer ends with them."""
+        first = request.assembler.count == 0
         try:
-            must_not_wait = self._add_tokens(request, first_index, token_ids, now, logprobs=logprobs, finish=finish)
+            fresh, scores = self._progress.add_tokens(
+                request, first_index, token_ids, now, logprobs=logprobs, finish=finish
+            )
         except Unavailable as error:
             self._send(urgent, now)
-            self._owner.fail(request, error)
+            self._ends.fail(request, error)
             return
-        if must_not_wait:
+        if self._add_text(request, fresh, scores, now, first=first):
             urgent.append(self._jobs.pop(request.internal_id))
-        self._requeue_if_preempted(request, now)
-
-    def _requeue_if_preempted(self, request: RoutedRequest, now: float) -> None:
-        """Return a preempted request to the queue once all tokens of its attempt have arrived."""
-        if request.preempted_at is not None and request.assembler.count >= request.preempted_at:
-            request.waiting_since = now
-            self._owner.requeue(request)
+        self._progress.requeue_if_preempted(request, now)
 
     def _fail_internally(self, request: RoutedRequest, error: Exception) -> None:
         self.forget(request)
-        self._owner.fail_internal(request, error)
+        self._ends.fail_internal(request, error)
 
     def forget(self, request: RoutedRequest) -> None:
         """Drop the unsent tokens of a request that has ended."""
@@ -188,39 +153,20 @@ class EventStream:
             self._text.submit(urgent.copy())
             urgent.clear()
 
-    def _add_tokens(
+    def _add_text(
         self,
         request: RoutedRequest,
-        first_index: int,
-        token_ids: tuple[int, ...],
+        fresh: tuple[int, ...],
+        scores: tuple[TokenLogprobs, ...],
         now: float,
         *,
-        logprobs: tuple[TokenLogprobs, ...],
-        finish: FinishReason | None,
+        first: bool,
     ) -> bool:
-        """Add the tokens that are next in order to the request's text, and update its state on the workers.
+        """Add tokens that are next in order to the request's text; return True if the text must be sent at once.
 
-        Returns True if the text must be sent at once. Raises Unavailable if a repeated token differs from the one
-        already sent.
+        `first` is True if they begin the answer.
         """
-        assembler = request.assembler
-        first = assembler.count == 0
-        fresh, scores = assembler.add(first_index, token_ids, logprobs)
-        if finish is not None:
-            assembler.finish_at(first_index + len(token_ids), finish)
-        # The token at index `prior_output_tokens` is sampled by the prefill worker: the whole prompt is computed. A
-        # later token comes from the decode worker, which must have admitted the request, even if that event is still to
-        # come.
-        if first_index == request.prior_output_tokens:
-            assert request.prefill is not None
-            request.prefill.state.prompt_computed(request.internal_id)
-            request.first_token_s = request.first_token_s or now
-        elif request.lease is not None:
-            self._admitted(request)
-        finished = assembler.finished
-        if finished is not None:
-            request.last_token_s = now
-            self._generated(request)
+        finished = request.assembler.finished
         if not fresh and finished is None:
             return False
         held = self._held.pop(request.internal_id, None)
@@ -284,35 +230,6 @@ class EventStream:
             self._text.submit([job for job in self._jobs.values() if not job.request.ended])
             self._jobs.clear()
 
-    def _generated(self, request: RoutedRequest) -> None:
-        """Remove the request from its workers' load, before its last tokens are detokenized."""
-        request.generated = True
-        self._owner.release_load(request)
-
-    def _note(self, request: RoutedRequest, event: RequestEvent) -> None:
-        request.event_times.extend(event.event_times)
-        if event.transfer is not None:
-            request.transfer = event.transfer
-            if request.decode is not None:
-                request.decode.state.learn_transfer(event.transfer)
-            self._handed_over(request)
-        if any(stamp.event is LifecycleEvent.DECODE_ADMITTED for stamp in event.event_times):
-            self._admitted(request)
-
-    def _admitted(self, request: RoutedRequest) -> None:
-        """Stop renewing the lease, and queue the held answers, because the decode worker has admitted the request."""
-        request.lease = None
-        if request.held:
-            self._owner.release(request)
-        if request.decode is not None:
-            request.decode.leases.drop(request.internal_id)
-        self._handed_over(request)
-
-    def _handed_over(self, request: RoutedRequest) -> None:
-        """Remove the prompt from the prefill worker's load if the attempt's first token has arrived."""
-        if request.prefill is not None and request.assembler.count > request.prior_output_tokens:
-            request.prefill.state.remove_prompt(request.internal_id)
-
     def _deliver(self, jobs: list[RequestText]) -> None:
         """Deliver a batch that the text thread has detokenized.
 
@@ -331,21 +248,13 @@ class EventStream:
         if job.failed:
             error = Internal("the answer could not be decoded; the router's log has the details")
             answer.fail(error)  # at once, because later tokens must not follow a gap in the text
-            self._owner.fail(request, error)
+            self._ends.fail(request, error)
             return
         if job.token_ids or job.text:
             answer.push(job.text, job.token_ids, job.scores, waited=job.waited)
         if job.error is not None:
             answer.fail(job.error)
         elif job.matched_stop:
-            self._owner.finish(request, FinishReason.STOP, job.matched_stop)
+            self._ends.finish(request, FinishReason.STOP, job.matched_stop)
         elif job.finish is not None:
-            self._owner.finish(request, job.finish, "")
-
-
-def _error(event: RequestEvent) -> TandemError:
-    if event.error is not None:
-        return from_code(event.error.code, event.error.message, event.error.retry_after_s)
-    if event.finish_reason is FinishReason.ABORT:
-        return Unavailable("a worker aborted the request, as it does when it drains; send it again")
-    return Internal("a worker failed without an error message; its log has the details")
+            self._ends.finish(request, job.finish, "")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Protocol
 
 from router.config import RouterConfig
+from router.requests.ends import RequestEnds
 from router.requests.request import RoutedRequest
-from router.workers.worker_link import WorkerLink
+from router.workers.worker import Worker
 from tandem.logging.logs import about
 from tandem.protocol.errors import (
     DeadlineExceeded,
@@ -30,25 +30,15 @@ _BUSY = (ResourceExhausted, RoleClosed)
 """Errors of a worker that is full, changes its role or drains: the request is queued again, which is no failure."""
 
 
-class DispatchOwner(Protocol):
-    """The interface for requests whose dispatch a worker has rejected, implemented by `RequestEnds`."""
-
-    def requeue(self, request: RoutedRequest) -> None:
-        """Return the request to the queue."""
-
-    def fail_attempt(self, request: RoutedRequest, error: TandemError, *, retry: bool | None = None) -> None:
-        """End a failed attempt; `retry` is True if a retry is allowed, and None decides by the error's type."""
-
-
 class DispatchCalls:
     """Calls the workers for each placed request, in one short task per request on the event loop.
 
     The dispatcher owns it.
     """
 
-    def __init__(self, config: RouterConfig, owner: DispatchOwner) -> None:
+    def __init__(self, config: RouterConfig, ends: RequestEnds) -> None:
         self._config = config
-        self._owner = owner
+        self._ends = ends
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
@@ -65,9 +55,7 @@ class DispatchCalls:
         """Wait until every dispatch has ended and has released its lease if the lease is no longer needed."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _dispatch(
-        self, request: RoutedRequest, ref: RequestRef, prefill: WorkerLink, decode: WorkerLink | None
-    ) -> None:
+    async def _dispatch(self, request: RoutedRequest, ref: RequestRef, prefill: Worker, decode: Worker | None) -> None:
         """Call Reserve, then Prefill.
 
         The task is never cancelled, because it must release a granted lease even if the request ends meanwhile.
@@ -119,24 +107,24 @@ class DispatchCalls:
             for link in {prefill, decode or prefill}:
                 link.abort(ref)
 
-    async def _reserve(self, request: RoutedRequest, reservation: Reservation, decode: WorkerLink) -> Destination:
+    async def _reserve(self, request: RoutedRequest, reservation: Reservation, decode: Worker) -> Destination:
         granted = await decode.reserve(reservation)
         if _current(request, reservation.ref):
             request.event_times.append(EventTime.now(LifecycleEvent.RESERVED))
             request.lease = granted.lease
-            decode.leases.keep(granted)
+            decode.keep_lease(granted)
         return Destination(decode.info.peer, decode.info.address, granted.lease)
 
-    def _refused(self, request: RoutedRequest, ref: RequestRef, asked: WorkerLink, error: TandemError) -> None:
+    def _refused(self, request: RoutedRequest, ref: RequestRef, asked: Worker, error: TandemError) -> None:
         unavailable = isinstance(error, _UNAVAILABLE)
         if unavailable or isinstance(error, _BUSY):
             asked.back_off()
         if not _current(request, ref):
             return
         if isinstance(error, _BUSY):
-            self._owner.requeue(request)
+            self._ends.requeue(request)
         else:
-            self._owner.fail_attempt(request, error, retry=unavailable or None)
+            self._ends.fail_attempt(request, error, retry=unavailable or None)
 
 
 def _current(request: RoutedRequest, ref: RequestRef) -> bool:

@@ -143,10 +143,13 @@ class WorkerLink:
         self.retired = info is None
         self._fleet.set_live(self.state, live=self.live)
 
-    def remove_answer(self, request_id: str) -> None:
-        """Remove a request's answer from the worker's placement state, and stop renewing the request's lease."""
+    def keep_lease(self, granted: GrantedLease) -> None:
+        """See `Worker`."""
+        self.leases.keep(granted)
+
+    def drop_lease(self, request_id: str) -> None:
+        """See `Worker`."""
         self.leases.drop(request_id)
-        self.state.remove_answer(request_id)
 
     def back_off(self) -> None:
         """Stop placing requests on the worker for `BACK_OFF_S`, because it refused one."""

@@ -139,11 +139,6 @@ class WorkerPool:
         """The reasons why live workers do not accept new requests at present."""
         return tuple(f"{link.name} is not ready: {why}" for link in self._live() if (why := link.info.not_ready))
 
-    @property
-    def prefill_capacity(self) -> int:
-        """Number of tokens whose KV fits into the largest live prefill worker; 0 if there is none."""
-        return max((worker.kv_tokens_total for worker in self.fleet.live if worker.prefills), default=0)
-
     def views(self) -> list[WorkerState]:
         """Return the placement states of the live workers."""
         return list(self.fleet.live)

@@ -13,7 +13,6 @@ import kv_transfer.checksums
 import kv_transfer.in_memory_fabric
 import prefill_worker.write_window
 import router.requests.dispatch
-import router.requests.ends
 import router.requests.live_requests
 import router.requests.request
 import router.requests.stream
@@ -36,8 +35,6 @@ from tests.model.workers import IdleThread, ManualStepLoop, whole_answer
 
 _TIMED = (
     router.requests.dispatch,
-    router.requests.ends,
-    router.requests.live_requests,
     router.requests.request,
     router.requests.stream,
     router.workers.lease_keeper,

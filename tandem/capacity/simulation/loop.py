@@ -195,7 +195,7 @@ class VirtualStepLoop:
             self._step()
             self._inside = False
         run = self._steady
-        if run is not None and (self._newcomers or self._spare_pages() <= run.lookahead.needed):
+        if run is not None and (self._changes or self._spare_pages() <= run.lookahead.needed):
             self._pass(run, run.ended_steps(self._clock.now))
         if not self._awaited:
             self._wait()
@@ -252,14 +252,14 @@ class VirtualStepLoop:
     def _woken_steady(self) -> SteadyRun | None:
         """Return the run of equal steps that starts with those in flight; None if there is none."""
         self._woken = False
-        if not self._jumps or not self._in_flight.only_decode or self._newcomers:
+        if not self._jumps or not self._in_flight.only_decode or self._changes:
             return None
         return self._in_flight.steady(self._decode.lookahead(self._spare_pages()))
 
     @property
-    def _newcomers(self) -> bool:
-        """True if requests wait to join a step."""
-        return bool(self._decode.ready_requests or self._prefill.waiting().prompts)
+    def _changes(self) -> bool:
+        """True if requests wait to join a step, or a decoding one was cancelled."""
+        return self._decode.batch_changes or bool(self._prefill.waiting().prompts)
 
     def _pass(self, run: SteadyRun, steps: int) -> None:
         """Apply the next `steps` steps of the steady run, and end the run."""

@@ -111,9 +111,9 @@ class SteadyDecodeScheduler(DecodeScheduler):
             self.speculation = drafts.speculation(self._batch, self._grow_ahead)
 
     @property
-    def ready_requests(self) -> int:
-        """Number of requests that wait to join the batch."""
-        return len(self._requests.ready)
+    def batch_changes(self) -> bool:
+        """True if requests wait to join the batch, or a running one was cancelled since the last step."""
+        return bool(self._requests.ready) or self._requests.cancelled != self._cancelled
 
     def lookahead(self, spare_pages: int) -> Lookahead | None:
         """Return the number of steps that need no decision if `spare_pages` pages are free.

@@ -10,8 +10,8 @@ import pytest
 
 from router.placement.worker_state import WorkerState
 from router.requests.answer import Answer
-from router.requests.dispatch import Dispatcher
 from router.requests.ends import RequestEnds
+from router.requests.placer import RequestPlacer
 from router.requests.request import RoutedRequest
 from router.requests.stream import EventStream
 from tandem.logging.recurring import RecurringErrors
@@ -182,8 +182,8 @@ async def test_a_lost_worker_is_told_to_all_of_its_requests(
 async def test_a_request_that_cannot_be_placed_blocks_nobody_behind_it(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place = defect(Dispatcher._place, lambda _, request, *__: name_of(request))
-    monkeypatch.setattr(Dispatcher, "_place", place)
+    place = defect(RequestPlacer._place, lambda _, request, *__: name_of(request))
+    monkeypatch.setattr(RequestPlacer, "_place", place)
     async with channel_to(cluster.endpoints.grpc_address) as channel:
         with caplog.at_level(logging.ERROR):
             await Answers(cluster, inference_pb2_grpc.InferenceStub(channel)).check()

@@ -245,7 +245,9 @@ def test_placement_counts_from_the_reception_as_the_metric_does() -> None:
     now = time.time_ns()
     event_times = EventTime(LifecycleEvent.RECEIVED, now - 3 * 10**9), EventTime(LifecycleEvent.TOKENIZED, now)
     admitted = Admitted("r", (1,), SamplingParams(8), (), 0, event_times)
-    (request,) = LiveRequests(cast(Any, SimpleNamespace(decode=str, eos_token_ids=()))).make(admitted, JointOutcome())
+    (request,) = LiveRequests(cast(Any, SimpleNamespace(decode=str, eos_token_ids=())), time.monotonic).make(
+        admitted, JointOutcome()
+    )
     assert time.monotonic() - request.queued.arrived_s == pytest.approx(3.0, abs=0.5)
     ahead = Admitted("r", (1,), SamplingParams(8), (), 0, (EventTime(LifecycleEvent.RECEIVED, now + 10**12),))
     assert ahead.waited_s == 0.0, "the wall clock was set back"
