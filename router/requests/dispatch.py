@@ -123,7 +123,7 @@ class Dispatcher:
             self._live.add(some)
         self._schedule_pump()
         prompt_tokens = sum(len(each.prompt_token_ids) for each in admitted)
-        served_call().queued(first.request_id, first.model_name(self._config.model_name), prompt_tokens)
+        served_call().queued(first.request_id, first.model_name(self._config.served.name), prompt_tokens)
         return Choices([request.answer for request in requests])
 
     def _enter(self, firsts: Sequence[QueuedRequest], answers: int, tenant: str, n: int) -> None:

@@ -135,9 +135,11 @@ class Controller:
     def _make_metrics(self, host: str) -> ClusterMetrics:
         cluster, token = self._config.cluster, self._config.token
         return ClusterMetrics(
-            cluster.model_name,
+            cluster.served.name,
             token,
-            reading_keys(cluster.metrics_key, token, guarded=cluster.router.guarded, loopback=is_loopback(host)),
+            reading_keys(
+                cluster.secrets.metrics_key, token, guarded=cluster.router.guarded, loopback=is_loopback(host)
+            ),
             lambda: [
                 ("router", self._router_keeper.health()),
                 *((slot.role.value, health) for slot, health in self._supervisor.fleet.health()),

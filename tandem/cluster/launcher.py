@@ -88,7 +88,7 @@ class Cluster:
     def __init__(self, config: ClusterSettings, progress: Callable[[Progress], None]) -> None:
         self._config = config
         self._progress = progress
-        self._token = config.token or secrets.token_hex(32)
+        self._token = config.secrets.token or secrets.token_hex(32)
         self._stopping = threading.Event()
         # Callers wait for this event instead of joining the thread: in Python 3.11 a join that a signal interrupts
         # marks the thread as ended.

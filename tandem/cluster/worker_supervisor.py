@@ -89,8 +89,8 @@ class WorkerSupervisor:
             registry,
             calls,
             allowed=cluster.engine.runtime_loras,
-            first=[AdapterFacts(name, "", str(path)) for name, path in cluster.loras],
-            model_names=(cluster.model_name, *cluster.model_aliases),
+            first=[AdapterFacts(name, "", str(path)) for name, path in cluster.engine.loras],
+            model_names=cluster.served.names,
         )
         self.taken_over: frozenset[str] = frozenset()
         """The names of the workers that another controller started and that this controller has taken over."""

@@ -38,11 +38,13 @@ class RouterSettings(Settings):
         "127.0.0.1",
         help="Address the router listens on; beyond this host it needs API keys, or --insecure.",
         topic=Topic.FIRST,
+        position=1,
     )
     http_port: int = setting(
         8000,
         help="Port for OpenAI clients; 0 = any free one.",
         topic=Topic.FIRST,
+        position=1,
         aliases=("--port",),
         check=check_port,
     )
@@ -65,6 +67,7 @@ class RouterSettings(Settings):
         (),
         help="Key that clients must present; repeatable.",
         topic=Topic.FIRST,
+        position=1,
         option="api-key",
         check=_check_keys,
     )

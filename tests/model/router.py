@@ -28,6 +28,7 @@ from tandem.protocol.errors import (
 )
 from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.protocol.messages import FinishReason, SamplingParams
+from tandem.settings.model import ModelSettings
 from tests.fake_engine import answer_to
 from tests.model.checks import Broken
 from tests.model.processes import Process, ProcessLoop
@@ -143,8 +144,7 @@ class RouterProcess:
         self.process = Process("router", loop)
         self.config = RouterConfig(
             "router-0",
-            Path("fake"),
-            "fake",
+            ModelSettings(Path("fake"), ("fake",)),
             Controller.ADDRESS,
             rpc_timeout_s=RPC_TIMEOUT_S,
             queue_timeout_s=QUEUE_S,

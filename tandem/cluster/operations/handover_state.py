@@ -9,7 +9,7 @@ from tandem.cluster.supervision.modes import Topology
 from tandem.cluster.supervision.roles import Slot
 from tandem.protocol.messages import Role
 from tandem.protocol.mode import Mode
-from tandem.settings.cluster import GPU_MEMORY_FRACTION, ClusterSettings
+from tandem.settings.cluster import ClusterSettings
 from tandem.settings.planner import PlannerMode
 
 
@@ -98,7 +98,7 @@ def slot_of(config: ClusterSettings, planned: Sequence[Slot], worker_id: str) ->
     """
     known = {slot.worker_id: slot for slot in planned}
     return known.get(worker_id) or Slot(
-        worker_id, _role_of(worker_id), config.device, config.memory_fraction or GPU_MEMORY_FRACTION
+        worker_id, _role_of(worker_id), config.engine.device, config.engine.gpu_memory_fraction
     )
 
 

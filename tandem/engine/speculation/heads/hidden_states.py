@@ -16,7 +16,7 @@ def hidden_rows(config: EngineConfig) -> int:
 
     In a step of one-token prompts every token is a row.
     """
-    return max(config.max_batch_requests, config.max_step_tokens)
+    return max(config.batch_requests, config.max_step_tokens)
 
 
 class HiddenStateModel(DecoderModel):
