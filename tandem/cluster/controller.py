@@ -62,7 +62,7 @@ class Controller:
         self._router_lived = False
         """True if this controller has adopted the router of a previous controller that died."""
         self._supervisor = WorkerSupervisor(config, self._registry, RayOrphanedWorkers())
-        others: Controllers = RayControllers() if cluster.workers_outlive_s else NoControllers()
+        others: Controllers = RayControllers() if cluster.worker.outlive_s else NoControllers()
         self._election = LeaderElection(config.number, others, self._supervisor)
         self._taking_over: asyncio.Task[None] | None = None
         self._runs: list[asyncio.Task[None]] = []
@@ -198,7 +198,7 @@ class Controller:
         return leave
 
     async def _leaves_workers(self, *, asked: bool) -> bool:
-        if not self._config.cluster.workers_outlive_s:
+        if not self._config.cluster.worker.outlive_s:
             return False
         supervisor, election = self._supervisor, self._election
         others_began = not supervisor.started.is_set() and (bool(supervisor.taken_over) or not election.keeps)

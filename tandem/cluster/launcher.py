@@ -277,7 +277,7 @@ class Cluster:
 
     def _stop_controller(self, controller: ControllerProcess) -> None:
         """Stop the controller within a bounded time after the grace; the remaining processes die with Ray."""
-        self.left_workers = bool(self._config.workers_outlive_s)  # assumed if the controller does not respond
+        self.left_workers = bool(self._config.worker.outlive_s)  # assumed if the controller does not respond
         try:
             within_s = self._config.stop_grace_s + STOP_TIMEOUT_S
             self.left_workers = controller.stop(within_s, leave_workers=self._leave_workers)

@@ -118,15 +118,12 @@ class ClusterSettings(Settings):
         topic=Topic.HOSTS,
         least=0,
     )
-    workers_outlive_s: float = setting(
-        0.0,
-        help="With --address: seconds that workers wait for another `tandem up` of the same --cluster-name and --token"
-        " to take them over when this one is gone, or was stopped by SIGTERM; 0 = they end with it.",
-        topic=Topic.HOSTS,
-        least=0,
-    )
     cluster_name: str = setting(
-        DEFAULT_NAME, help="The name that identifies those workers.", topic=Topic.HOSTS, check=check_cluster_name
+        DEFAULT_NAME,
+        help="The name that identifies those workers.",
+        topic=Topic.HOSTS,
+        position=1,
+        check=check_cluster_name,
     )
     """The name distinguishes several Tandem clusters in one Ray cluster."""
     start_timeout_s: float = setting(
@@ -215,7 +212,7 @@ class ClusterSettings(Settings):
     def _check_hosts(self) -> None:
         if self.ray_address and self.engine.device not in {"cpu", "cuda"}:
             refuse("--device", f"{self.engine.device}: where Ray has several nodes it chooses; give cuda")
-        if not self.workers_outlive_s:
+        if not self.worker.outlive_s:
             if self.cluster_name != DEFAULT_NAME:
                 refuse("--cluster-name", "is for workers that outlive it; add --workers-outlive")
             return
@@ -235,7 +232,7 @@ class ClusterSettings(Settings):
     @property
     def ray_namespace(self) -> str | None:
         """The Ray namespace of workers and controllers; None if workers do not outlive the cluster."""
-        return namespace_of(self.cluster_name) if self.workers_outlive_s else None
+        return namespace_of(self.cluster_name) if self.worker.outlive_s else None
 
     @property
     def worker_count(self) -> int:

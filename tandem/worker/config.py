@@ -30,8 +30,6 @@ class WorkerConfig(WorkerSettings):
     """The port of the gRPC server; 0 = any free port, which is reported to the controller."""
     batch_wait_s: float = 0.0
     """Seconds that an idle worker waits after a first prompt for further prompts that can share its step."""
-    outlive_s: float = 0.0
-    """Seconds without contact to a controller after which the worker ends; 0 = the worker does not end by itself."""
 
     @property
     def step_deadline(self) -> float:

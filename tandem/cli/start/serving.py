@@ -148,7 +148,7 @@ def serve(config: ClusterSettings, model: Path | None, first: FirstPrompt | None
                 config = replace(_with_model(config, model, view), log_folder=new_log_folder())
                 cluster = _start(console, config, view)
         except KeyboardInterrupt:
-            console.print(NOT_STARTED if config.workers_outlive_s else STOPPED)
+            console.print(NOT_STARTED if config.worker.outlive_s else STOPPED)
             raise
         leave_workers = False
         try:
@@ -289,7 +289,7 @@ def _leaves_workers(interrupt: KeyboardInterrupt) -> bool:
 def _left(config: ClusterSettings) -> str:
     return (
         f"[dim]stopped; workers live on. Where no other `tandem up` serves with them, they wait "
-        f"{config.workers_outlive_s:g} s for one with --cluster-name {escape(config.cluster_name)} and its --token, and"
+        f"{config.worker.outlive_s:g} s for one with --cluster-name {escape(config.cluster_name)} and its --token, and"
         f" end then; `tandem down --address {escape(config.ray_address)} --cluster-name {escape(config.cluster_name)}`"
         " ends them now[/]"
     )

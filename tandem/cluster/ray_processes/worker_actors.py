@@ -76,7 +76,7 @@ class WorkerActors:
 
     def adopt(self, slot: Slot, left: OrphanedWorker) -> Process:
         """Return a handle with which this controller supervises the live worker `left` of `slot`."""
-        return left.process(self.controller_address, self._cluster.workers_outlive_s, partial(self._on_metrics, slot))
+        return left.process(self.controller_address, self._cluster.worker.outlive_s, partial(self._on_metrics, slot))
 
     def release_all(self) -> None:
         """Forget all placement groups without removing them, because another controller takes them over."""
@@ -106,7 +106,7 @@ class WorkerActors:
             release_placement_group(slot.worker_id)
             group = None
         if group is None:
-            lifetime = "detached" if self._cluster.workers_outlive_s else None
+            lifetime = "detached" if self._cluster.worker.outlive_s else None
             group = placement_group([bundle(slot)], name=slot.worker_id, lifetime=lifetime)
         self._groups[slot.worker_id] = group
         return group
@@ -149,6 +149,5 @@ class WorkerActors:
                 self._token,
                 cluster.secrets.metrics_key or (metrics_key_of(self._token) if cluster.router.guarded else ""),
             ),
-            outlive_s=cluster.workers_outlive_s,
             batch_wait_s=_CPU_GATHER_S if slot.device == "cpu" else 0.0,
         )

@@ -60,12 +60,12 @@ def _settings(config: WorkerConfig, wanted: Callable[[str], bool]) -> Settings:
 
 
 def _values(branch: Branch) -> Iterator[tuple[str, object]]:
-    """Yield the names and values of all settings of a branch and of the branches in it."""
-    for name, value in branch.values().items():
-        if isinstance(value, Branch):
-            yield from _values(value)
-        else:
-            yield name, value
+    """Yield the names and values of all settings: those of the branches in `branch`, then its own."""
+    values = branch.values()
+    for inner in values.values():
+        if isinstance(inner, Branch):
+            yield from _values(inner)
+    yield from ((name, value) for name, value in values.items() if not isinstance(value, Branch))
 
 
 def _told(name: str, value: object) -> str:

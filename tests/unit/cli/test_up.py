@@ -70,7 +70,7 @@ OPTIONS: dict[str, tuple[str, Any]] = {
     "--http-port 1002": ("http_port", 1002),
     "--metrics-port 1003": ("metrics_port", 1003),
     "--controller-port 1004": ("controller_port", 1004),
-    "--workers-outlive 9": ("workers_outlive_s", 9.0),
+    "--workers-outlive 9": ("outlive_s", 9.0),
     "--cluster-name north": ("cluster_name", "north"),
     f"--token {SECRET}": ("token", SECRET),
     f"--metrics-key {KEY}": ("metrics_key", KEY),
