@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from tandem.net.address import is_loopback
 from tandem.net.security.api_keys import KeySource, read_keys
 from tandem.net.security.credentials import check_guarded, reading_keys
-from tandem.protocol.mode import Mode
 from tandem.settings.model import ModelSettings
 from tandem.settings.router import RouterSettings
 from tandem.settings.secrets import Secrets
@@ -27,11 +26,6 @@ class RouterConfig(RouterSettings):
     """The cluster's secrets; without a token, there is no authentication and no encryption."""
     name: str = "router"
     """The router's name in metrics, which stays the same after a restart."""
-    mode: Mode = Mode.ADAPTIVE
-    """The initial placement mode; the controller reports the cluster's current mode.
-
-    Requests are prefilled on prefill workers, on their decode worker, or where the predicted cost is lowest.
-    """
 
     def __post_init__(self) -> None:
         """Validate the settings. Raises InvalidArgument with the name of an invalid setting."""

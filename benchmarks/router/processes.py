@@ -18,6 +18,7 @@ from router.api.listeners import SERVICE
 from router.config import RouterConfig
 from router.server import RouterServer
 from tandem.net.heap import freeze_gc
+from tandem.protocol.mode import Mode
 from tandem.settings.model import ModelSettings
 from tandem.settings.secrets import Secrets
 
@@ -55,6 +56,7 @@ def run_router(pipe: Connection, controller: str, model: Path, settings: Mapping
                 "served": ModelSettings(model, ("tokens",)),
                 "controller_address": controller,
                 "secrets": Secrets(TOKEN),
+                "mode": Mode.ADAPTIVE,
                 "grpc_port": 0,
                 "http_port": 0,
                 **settings,

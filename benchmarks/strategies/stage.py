@@ -92,7 +92,7 @@ def make_cluster(
         for slot in plan(asked, asked.worker_count)
     ]
     config = RouterConfig(
-        "router", asked.served, "", mode=asked.mode, slo_classes=(*asked.router.slo_classes, *classes)
+        "router", asked.served, "", mode=asked.router.mode, slo_classes=(*asked.router.slo_classes, *classes)
     )
     return VirtualCluster(specs, config, network, jumps)
 

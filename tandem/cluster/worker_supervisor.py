@@ -105,7 +105,7 @@ class WorkerSupervisor:
         self._workers.controller_address = address
         self._metrics = metrics
         cluster = self._config.cluster
-        if cluster.planner.mode is not PlannerMode.OFF:
+        if cluster.planner.actions is not PlannerMode.OFF:
             self._planner = Planning(
                 cluster.planner,
                 cluster.router.slo_classes,

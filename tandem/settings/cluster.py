@@ -16,7 +16,7 @@ from tandem.settings.parsing import check_port
 from tandem.settings.planner import PlannerMode, PlannerSettings
 from tandem.settings.router import RouterSettings
 from tandem.settings.secrets import Secrets
-from tandem.settings.setting import AUTO, NameOf, Settings, Topic, field_name, setting
+from tandem.settings.setting import NameOf, Settings, Topic, field_name, setting
 from tandem.settings.worker import WorkerSettings
 
 if TYPE_CHECKING:
@@ -48,25 +48,17 @@ class ClusterSettings(Settings):
     """
 
     served: ModelSettings
-    mode: Mode = setting(
-        Mode.DISAGGREGATED,
-        help="disaggregated: --prefill and --decode workers; colocated: --workers that do both; adaptive: --workers,"
-        " and for each request one of them or two; auto: disaggregated on a CPU or with --prefill or --decode, else"
-        " adaptive.",
-        topic=Topic.FIRST,
-        automatic=AUTO,
-        choices=Mode,
-    )
     prefill: int = setting(
-        1, help="Prefill workers; default: 1.", topic=Topic.FIRST, automatic=None, least=1, most=WORKERS_MAX
+        1, help="Prefill workers; default: 1.", topic=Topic.FIRST, position=1, automatic=None, least=1, most=WORKERS_MAX
     )
     decode: int = setting(
-        1, help="Decode workers; default: 1.", topic=Topic.FIRST, automatic=None, least=1, most=WORKERS_MAX
+        1, help="Decode workers; default: 1.", topic=Topic.FIRST, position=1, automatic=None, least=1, most=WORKERS_MAX
     )
     workers: int = setting(
         1,
         help="Workers that do both; default: one for each GPU.",
         topic=Topic.FIRST,
+        position=1,
         automatic=None,
         least=1,
         most=WORKERS_MAX,
@@ -176,8 +168,8 @@ class ClusterSettings(Settings):
         self._check_quantization()
         self._check_draft()
         self._check_hosts()
-        if self.planner.mode is PlannerMode.ON and self.planner.limits.workers is None and not self._disaggregated:
-            refuse("--planner", f"has nothing to change in mode {self.mode}; give --planner-workers, too")
+        if self.planner.actions is PlannerMode.ON and self.planner.limits.workers is None and not self._disaggregated:
+            refuse("--planner", f"has nothing to change in mode {self.router.mode}; give --planner-workers, too")
 
     def _check_ports(self) -> None:
         taken: dict[int, str] = {}
@@ -199,7 +191,7 @@ class ClusterSettings(Settings):
         ):
             if name is not None and not self._disaggregated:
                 refuse(option, f"is for --mode {Mode.DISAGGREGATED}; give --quantization")
-            if name is not None and self.planner.mode is PlannerMode.ON:
+            if name is not None and self.planner.actions is PlannerMode.ON:
                 refuse(option, "excludes --planner on: workers change roles, and keep their weights")
 
     def _check_draft(self) -> None:
@@ -246,7 +238,7 @@ class ClusterSettings(Settings):
 
     @property
     def _disaggregated(self) -> bool:
-        return self.mode is Mode.DISAGGREGATED
+        return self.router.mode is Mode.DISAGGREGATED
 
 
 def namespace_of(cluster_name: str) -> str:

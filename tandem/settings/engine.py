@@ -34,6 +34,7 @@ class EngineSettings(Settings):
         "cpu",
         help="cpu, cuda, cuda:N, or auto: cuda where PyTorch finds a usable GPU.",
         topic=Topic.FIRST,
+        position=1,
         automatic=AUTO,
         check=_check_device,
     )

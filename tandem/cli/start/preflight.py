@@ -173,7 +173,7 @@ def check_weights(config: ClusterSettings) -> None:
     engine, device = _engine(config), torch.device("cpu")
     dtype = parse_dtype(engine, device, stored)
     counts = {Role.BOTH: config.workers}
-    if config.mode == Mode.DISAGGREGATED:
+    if config.router.mode == Mode.DISAGGREGATED:
         counts = {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
     others = slot_bytes(engine, stored, dtype) + draft_bytes(engine, stored, dtype, device)
     sizes = {role: weight_bytes(shapes[role], dtype, on_cpu=True) + others for role in counts}

@@ -61,7 +61,7 @@ def _absent(handover: Handover, living: Collection[str]) -> tuple[str, ...]:
 def _asked(config: ClusterSettings, living: int) -> int:
     """Return the target number of workers, given the number of live ones."""
     limits = config.planner.limits.workers
-    if not living or config.planner.mode is not PlannerMode.ON or limits is None:
+    if not living or config.planner.actions is not PlannerMode.ON or limits is None:
         return config.worker_count
     return limits.clip(living)
 
@@ -85,7 +85,7 @@ def _topology(config: ClusterSettings, roles: Mapping[str, Role], living: Mappin
     if topology.mode is not Mode.DISAGGREGATED:
         return topology
     prefill = topology.prefill
-    if living and config.planner.mode is PlannerMode.ON:
+    if living and config.planner.actions is PlannerMode.ON:
         prefill = sum(role is Role.PREFILL for role in roles.values())
     return replace(topology, prefill=min(max(prefill, 1), len(roles) - 1))
 

@@ -169,7 +169,6 @@ class RouterProcess:
             **settings,
             router_id=f"router-{incarnation}",
             served=cluster.served,
-            mode=cluster.mode,
             controller_address=self.controller_address,
             secrets=replace(cluster.secrets, token=self._token),
         )

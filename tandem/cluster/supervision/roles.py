@@ -67,7 +67,7 @@ def another(config: ClusterSettings, role: Role, slots: Sequence[Slot], gpus: in
 
 
 def _counts(config: ClusterSettings) -> dict[Role, int]:
-    if config.mode == Mode.DISAGGREGATED:
+    if config.router.mode == Mode.DISAGGREGATED:
         return {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
     return {Role.BOTH: config.workers}
 

@@ -135,7 +135,7 @@ def test_an_unknown_parser_is_refused_before_anything_starts(served: list[Any], 
 
 def test_the_other_modes_have_workers(served: list[Any]) -> None:
     up("--mode adaptive", "--workers 4")
-    assert (served[0].mode, served[0].workers) == ("adaptive", 4)
+    assert (served[0].router.mode, served[0].workers) == ("adaptive", 4)
 
 
 def test_random_weights_are_a_models_shape(served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

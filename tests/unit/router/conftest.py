@@ -14,6 +14,7 @@ from router.server import RouterServer
 from router.text.tokenizer import Tokenizer
 from tandem.protocol.generated.tandem.v1 import inference_pb2_grpc
 from tandem.protocol.messages import PeerRef, Role, WorkerInfo
+from tandem.protocol.mode import Mode
 from tandem.settings.model import ModelSettings
 from tandem.settings.secrets import Secrets
 from tests.certificates import Authority
@@ -119,7 +120,7 @@ async def cluster(model: Path, settings: dict[str, Any]) -> AsyncIterator[Cluste
     ]
     config = RouterConfig(
         "router-0", ModelSettings(model, ("fake",)), controller.address, Secrets("secret"), grpc_port=0, http_port=0
-    ).with_fields(**{"default_max_tokens": 32, **settings})
+    ).with_fields(**{"mode": Mode.ADAPTIVE, "default_max_tokens": 32, **settings})
     router = RouterServer(config)
     cluster = Cluster(controller, workers, router, config, await router.start(), list(workers))
     await cluster.members(*workers)

@@ -37,7 +37,7 @@ def test_the_help_names_all_parsers() -> None:
 
 def test_values_reach_the_branch_that_has_their_field() -> None:
     settings = ClusterSettings.of(Path("m"), mode="adaptive", page_tokens=64, kv_lease_s=7.0, grpc_port=0)
-    assert (settings.mode, settings.engine.page_tokens) == (Mode.ADAPTIVE, 64)
+    assert (settings.router.mode, settings.engine.page_tokens) == (Mode.ADAPTIVE, 64)
     assert (settings.worker.kv_lease_s, settings.router.grpc_port) == (7.0, 0)
     assert settings.with_fields(page_tokens=None, kv_lease_s=5.0, grpc_port=50051, mode="disaggregated") == (
         ClusterSettings.of(Path("m"))

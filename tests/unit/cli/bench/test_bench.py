@@ -20,6 +20,7 @@ from router.config import RouterConfig
 from router.server import RouterServer
 from tandem.cli.main import app
 from tandem.protocol.generate import ROOT
+from tandem.protocol.mode import Mode
 from tandem.settings.model import ModelSettings
 from tandem.settings.secrets import Secrets
 from tests.soak import soak
@@ -226,6 +227,7 @@ async def test_a_real_router_answers_every_request(scheme: str, model: Path, tmp
         ModelSettings(model, ("tokens",)),
         await source.start(),
         Secrets(TOKEN),
+        mode=Mode.ADAPTIVE,
         grpc_port=0,
         http_port=0,
         chunks_per_s=1e9,
