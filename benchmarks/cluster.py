@@ -14,7 +14,7 @@ from tandem.cluster.launcher import Cluster, Endpoints
 from tandem.engine.weights.gguf import prepare_model
 from tandem.protocol.errors import InvalidArgument
 from tandem.settings.cluster import ClusterSettings
-from tandem.settings.tree import fields_by_name
+from tandem.settings.setting import fields_by_name
 
 Settings = Mapping[str, object]
 """Fields of `ClusterSettings` by name."""

@@ -11,13 +11,12 @@ from tandem.client import Client
 from tandem.cluster.launcher import Cluster
 from tandem.engine.weights.gguf import prepare_model
 from tandem.settings.cluster import ClusterSettings
-from tandem.settings.router import RouterSettings
 
 
 def main() -> None:
     """Prints the answer."""
     model = prepare_model(Path(sys.argv[1]) if len(sys.argv) > 1 else find_default_model())
-    cluster = Cluster.start(ClusterSettings(model, router=RouterSettings(grpc_port=0, http_port=0)))
+    cluster = Cluster.start(ClusterSettings.of(model, grpc_port=0, http_port=0))
     try:
         with Client(cluster.endpoints.grpc) as client:
             stream = client.stream_chat("Name the capital of France.", max_tokens=40, temperature=0)

@@ -171,8 +171,10 @@ async def serve(config: RouterConfig, grace_s: float = 10.0) -> None:
 
 
 def _load(config: RouterConfig) -> tuple[Tokenizer, GenerationDefaults]:
-    defaults = read_generation_defaults(config.model) if config.generation_config == "auto" else GenerationDefaults()
-    return Tokenizer(config.tokenizer_folder, config.chat_template), defaults
+    defaults = (
+        read_generation_defaults(config.served.model) if config.generation_config == "auto" else GenerationDefaults()
+    )
+    return Tokenizer(config.served.tokenizer_folder, config.chat_template), defaults
 
 
 def _pair(endpoints: RouterEndpoints) -> tuple[str, str]:

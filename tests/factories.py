@@ -226,8 +226,7 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarra
 
 def tiny_engine_config(folder: Path, **changes: Any) -> EngineConfig:
     """Return an engine configuration with one thread, one megabyte of KV cache, and otherwise defaults."""
-    settings: dict[str, Any] = {"model": folder, "threads": 1, "kv_cache_bytes": 1 << 20}
-    return EngineConfig(**(settings | changes))
+    return EngineConfig.of(folder, **({"threads": 1, "kv_cache_bytes": 1 << 20} | changes))
 
 
 def draw(index: int = 0, **changes: Any) -> SamplingInput:

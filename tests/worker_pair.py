@@ -90,7 +90,7 @@ class End:
         self.engine = changes.pop("make_engine", FakeEngine)(pages)
         step_tokens = changes.pop("max_step_tokens", 16)
         batch = changes.pop("max_batch_requests", 8)
-        engine = EngineConfig(Path("fake"), max_step_tokens=step_tokens, max_batch_requests=batch)
+        engine = EngineConfig.of(Path("fake"), max_step_tokens=step_tokens, max_batch_requests=batch)
         self.config = replace(
             WorkerConfig(
                 worker_id, role, engine, kv_lease_s=30.0, quarantine_s=0.05, rpc_timeout_s=60.0, kv_checksum_rate=1.0

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.command_line import Measured, at_least, need_gpu
 from benchmarks.results import run_facts
-from tandem.engine.config import AdapterSource, EngineConfig
+from tandem.engine.config import EngineConfig
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.models.allocation import allocate_parameters
 from tandem.engine.models.families import slots_of
@@ -31,6 +31,7 @@ from tandem.engine.models.load_spec import load_spec
 from tandem.engine.models.shapes import shape_names, write_shape
 from tandem.engine.weights.gguf import default_cache
 from tandem.engine.weights.safetensors_file import write_float32
+from tandem.settings.parsing import NamedPath
 
 CONTEXT, PROMPT = 1024, 2048
 ROUNDS = 5
@@ -64,7 +65,7 @@ def _measure(asked: argparse.Namespace, folder: Path) -> dict[str, object]:
     model = write_shape(asked.shape, default_cache() / f"shape-{asked.shape}")
     adapter = write_random_adapter(folder, load_spec(model), asked.rank)
     tokens = max(asked.rows * (asked.context + 2 * DECODE_STEPS + 128), 2 * PROMPT)
-    config = EngineConfig(
+    config = EngineConfig.of(
         model,
         device="cuda",
         dtype="bfloat16",
@@ -75,9 +76,9 @@ def _measure(asked: argparse.Namespace, folder: Path) -> dict[str, object]:
         max_lora_rank=asked.rank,
     )
     base = GpuEngine(ModelRunner.load(config))
-    sources = tuple(AdapterSource(f"adapter-{number}", adapter) for number in range(asked.adapters))
+    sources = tuple(NamedPath(f"adapter-{number}", adapter) for number in range(asked.adapters))
     numbers = range(1, asked.adapters + 1)
-    adapted = GpuEngine(ModelRunner.load(replace(config, adapters=sources)), adapters=numbers)
+    adapted = GpuEngine(ModelRunner.load(replace(config, loras=sources)), adapters=numbers)
     unused = GpuEngine(adapted.runner)
     contexts = [asked.context] * asked.rows
     result: dict[str, object] = {

@@ -172,7 +172,7 @@ def random_prompts(batch: int, tokens: int, vocab_size: int) -> Prompts:
 
 def load(folder: Path, dtype: str, threads: int) -> Engine:
     """Load the engine from a model folder."""
-    return Engine(ModelRunner.load(EngineConfig(folder, dtype=dtype, threads=threads)))
+    return Engine(ModelRunner.load(EngineConfig.of(folder, dtype=dtype, threads=threads)))
 
 
 def compare_sides(engine: Engine, peer: Peer, threads: int, settings: Settings) -> tuple[list[Comparison], float]:

@@ -46,7 +46,7 @@ Figures = dict[str, object]
 
 def measure(arguments: argparse.Namespace, device: str) -> Measured:
     """Measure the steps, or write a trace of them with `--profile`."""
-    config = EngineConfig(
+    config = EngineConfig.of(
         write_shape(arguments.shape, default_cache() / f"shape-{arguments.shape}"),
         device=device,
         dtype="bfloat16",
@@ -218,7 +218,7 @@ def _prefill(engine: GpuEngine) -> Figures:
 
 def _long_prompt(engine: GpuEngine, tokens: int) -> Figures:
     """Measure one prompt in steps of the default size, as on a worker without other requests."""
-    runner, chunk = engine.runner, EngineConfig(Path()).max_step_tokens
+    runner, chunk = engine.runner, EngineConfig.of(Path()).max_step_tokens
     tokens = min(tokens, runner.facts.max_context, runner.cache.kv_pages.tokens_in(runner.cache.pages))
     seconds = engine.chunked_seconds(tokens, chunk)
     share = engine.prefill_flops(1, tokens) / seconds / matrix_rate()

@@ -48,7 +48,7 @@ def measure(options: argparse.Namespace) -> Measured:
     """Measure the sums, the group, and one GPU if asked."""
     need_gpu()
     ranks = options.tensor_parallel_size
-    config = EngineConfig(
+    config = EngineConfig.of(
         write_shape(options.shape, default_cache() / f"shape-{options.shape}"),
         device="cuda",
         dtype="bfloat16",

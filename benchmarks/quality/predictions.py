@@ -100,4 +100,4 @@ def measure(chosen: argparse.Namespace) -> Measured:
 
 
 def _config(chosen: argparse.Namespace, folder: Path, dtype: str) -> EngineConfig:
-    return EngineConfig(folder, device=chosen.device, dtype=dtype, max_step_tokens=chosen.max_step_tokens)
+    return EngineConfig.of(folder, device=chosen.device, dtype=dtype, max_step_tokens=chosen.max_step_tokens)

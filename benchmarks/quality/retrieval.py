@@ -161,7 +161,7 @@ def count_found(
     with tempfile.TemporaryDirectory() as folder:
         model = write_retrieval_model(Path(folder))
         for kv_cache_dtype in kv_cache_dtypes:
-            config = EngineConfig(
+            config = EngineConfig.of(
                 model, device=device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_step_tokens=chunk
             )
             runner = load_for_comparison(config, max(lengths))

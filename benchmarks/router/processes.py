@@ -18,6 +18,9 @@ from router.api.listeners import SERVICE
 from router.config import RouterConfig
 from router.server import RouterServer
 from tandem.net.heap import freeze_gc
+from tandem.protocol.mode import Mode
+from tandem.settings.model import ModelSettings
+from tandem.settings.secrets import Secrets
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +53,10 @@ def run_router(pipe: Connection, controller: str, model: Path, settings: Mapping
         config = RouterConfig(
             **{
                 "router_id": f"router-{os.getpid()}",
-                "model": model,
-                "model_name": "tokens",
+                "served": ModelSettings(model, ("tokens",)),
                 "controller_address": controller,
-                "token": TOKEN,
+                "secrets": Secrets(TOKEN),
+                "mode": Mode.ADAPTIVE,
                 "grpc_port": 0,
                 "http_port": 0,
                 **settings,

@@ -35,7 +35,7 @@ from tandem.protocol.messages import (
 )
 
 MODEL = ModelFacts("tokens", 49_152, 8192, (2,), "none")
-TOKEN = "of a cluster that answers nothing"
+TOKEN = "router-benchmark"
 """The cluster token of the routers, needed because the processes of a cluster encrypt their communication."""
 _PAGES, _PAGE_TOKENS = 1 << 20, 128
 _REQUESTS_MAX = 4096

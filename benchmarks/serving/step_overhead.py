@@ -105,7 +105,7 @@ async def measure_steps(
     config = WorkerConfig(
         ME.worker_id,
         Role.BOTH,
-        EngineConfig(Path("none"), max_step_tokens=STEP_TOKENS, max_batch_requests=plan.requests),
+        EngineConfig.of(Path("none"), max_step_tokens=STEP_TOKENS, max_batch_requests=plan.requests),
         kv_lease_s=_HOURS,
         attach_grace_s=_HOURS,
         kv_checksum_rate=0.0,

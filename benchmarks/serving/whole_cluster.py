@@ -171,7 +171,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def measure(arguments: argparse.Namespace) -> Measured:
     """Start a cluster, load the engine in this process, and measure both."""
     model = choose_model(arguments.model, arguments.shape)
-    engine = EngineConfig(
+    engine = EngineConfig.of(
         model.folder,
         device=arguments.device,
         dtype=arguments.dtype,

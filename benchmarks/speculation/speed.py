@@ -138,7 +138,7 @@ async def measure_sets(chosen: argparse.Namespace, console: Console) -> dict[str
     on_gpu = chosen.device != "cpu"
     batches = chosen.batch or (GPU_BATCHES if on_gpu else (1,))
     engines = [
-        EngineConfig(
+        EngineConfig.of(
             folder,
             device=chosen.device,
             dtype=chosen.dtype,
@@ -168,7 +168,7 @@ async def measure_shape(chosen: argparse.Namespace, console: Console) -> dict[st
     """Return the figures of a model with random weights; see `StepTable`."""
     on_gpu = chosen.device != "cpu"
     batches = chosen.batch or list(step_table.WANTED)
-    engine = EngineConfig(
+    engine = EngineConfig.of(
         random_model(chosen.shape),
         device=chosen.device,
         dtype="bfloat16" if on_gpu and chosen.dtype == "auto" else chosen.dtype,

@@ -82,9 +82,7 @@ def make_cluster(
             WorkerConfig(
                 worker_id=slot.worker_id,
                 role=slot.role,
-                engine=EngineConfig(
-                    asked.model, max_step_tokens=asked.engine.max_step_tokens, max_batch_requests=asked.batch_requests
-                ),
+                engine=EngineConfig(asked.served, **asked.engine.values()),
                 **asked.worker.values(),
             ),
             machine.device,
@@ -94,7 +92,7 @@ def make_cluster(
         for slot in plan(asked, asked.worker_count)
     ]
     config = RouterConfig(
-        "router", asked.model, machine.name, "", mode=asked.mode, slo_classes=(*asked.router.slo_classes, *classes)
+        "router", asked.served, "", mode=asked.router.mode, slo_classes=(*asked.router.slo_classes, *classes)
     )
     return VirtualCluster(specs, config, network, jumps)
 
@@ -143,7 +141,7 @@ class Stage:
         return (moments[-1] - moments[0]) / (len(moments) - 1)
 
 
-_DEFAULT_NAMES = {slo_class.name for slo_class in ClusterSettings(Path("any")).router.slo_classes}
+_DEFAULT_NAMES = {slo_class.name for slo_class in ClusterSettings.of(Path("any")).router.slo_classes}
 
 
 def _sent(outcomes: Sequence[Outcome], network: Network, idle_step_s: float) -> list[Sequence[float]]:

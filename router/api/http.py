@@ -124,7 +124,7 @@ class HttpCalls:
             gone.cancel()
             raise
         gone.add_done_callback(lambda _: choices.close())
-        model = admitted[0].model_name(self.config.model_name)
+        model = admitted[0].model_name(self.config.served.name)
         reply = reply_to(call, admitted, ReplyFacts(choices.request_id, model, received.unix_nanos // 10**9))
         prompts = PromptReplies(call.prompts, self.validator, call.requests, admitted, choices)
         headers = {REQUEST_ID_HEADER: reply.answer_id, **self.ignored_header(call)}

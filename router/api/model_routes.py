@@ -27,13 +27,13 @@ def add_models(app: FastAPI, config: RouterConfig, dispatcher: Dispatcher) -> No
     def card(name: str) -> dict[str, Any]:
         served = dispatcher.pool.model
         adapter = find_adapter(name, config, served)
-        root, parent = (str(config.model), None) if adapter is None else (adapter.path, config.model_name)
+        root, parent = (str(config.served.model), None) if adapter is None else (adapter.path, config.served.name)
         return model_card(name, root, started, served.facts.max_context if served else None, parent)
 
     async def models(request: Request) -> JSONResponse:
         served = dispatcher.pool.model
         adapters = () if served is None else (adapter.name for adapter in served.facts.adapters)
-        cards = [card(name) for name in (*config.model_names, *adapters)]
+        cards = [card(name) for name in (*config.served.names, *adapters)]
         if _ANTHROPIC in request.headers:
             return JSONResponse(_anthropic_list([_anthropic_model(entry) for entry in cards]))
         return JSONResponse({"object": "list", "data": cards})

@@ -50,8 +50,8 @@ class FormatCompiler:
     """
 
     def __init__(self, config: RouterConfig) -> None:
-        """`config.tokenizer_folder` contains the model's tokenizer, from which the grammars are compiled."""
-        self._folder = config.tokenizer_folder
+        """`config.served.tokenizer_folder` contains the model's tokenizer, from which the grammars are compiled."""
+        self._folder = config.served.tokenizer_folder
         waits = "formats of answers wait to be compiled"
         # One process is left to the other tenants, even if the grammars of one tenant take very long.
         per_tenant = _PROCESSES - 1

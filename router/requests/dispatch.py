@@ -134,7 +134,7 @@ class Dispatcher:
             self._live.add(some)
         self._place_waiting()
         prompt_tokens = sum(len(prompt.prompt_token_ids) for prompt in admitted)
-        served_call().queued(first.request_id, first.model_name(self._config.model_name), prompt_tokens)
+        served_call().queued(first.request_id, first.model_name(self._config.served.name), prompt_tokens)
         return Choices([request.answer for request in requests])
 
     def _enter(self, firsts: Sequence[QueuedRequest], answers: int, tenant: str, n: int) -> None:

@@ -31,7 +31,7 @@ class RouterMetrics:
 
     def __init__(self, config: RouterConfig, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` returns the time in seconds; it measures the gaps between tokens."""
-        labels = {"model": config.model_name, "role": _ROLE, "worker": config.name}
+        labels = {"model": config.served.name, "role": _ROLE, "worker": config.name}
         self.registry = registry = Registry(labels)
         self.clock = clock
         self._classes = tuple(slo.name for slo in config.slo_classes)
@@ -47,7 +47,7 @@ class RouterMetrics:
         window_s = config.slow_window_s
         examples = (Exemplars(spread, window_s, clock) for spread in (self._ttft, self._e2e))
         self.traces = TraceStore(config.traces_kept, *examples)
-        self._model = config.model_name
+        self._model = config.served.name
         self._retries = registry.counter(f.REQUEST_RETRIES)
         self._prompt_tokens = registry.counter(f.PROMPT_TOKENS)
         self._cached_tokens = registry.counter(f.CACHED_PROMPT_TOKENS)

@@ -57,10 +57,10 @@ def find_adapter(name: str, config: RouterConfig, served: ServedModel | None) ->
     Raises NotFound if neither an adapter nor the model has this name.
     """
     adapters = {} if served is None else {adapter.name: adapter for adapter in served.facts.adapters}
-    if name in config.model_names:
+    if name in config.served.names:
         return None
     if name not in adapters:
-        names = " or ".join(map(repr, (*config.model_names, *adapters)))
+        names = " or ".join(map(repr, (*config.served.names, *adapters)))
         raise NotFound(f"model: {shown(name)} is not served here; this router serves {names}")
     return adapters[name]
 

@@ -76,7 +76,7 @@ class WorkerPool:
         self.adapters: tuple[AdapterFacts, ...] = ()
         """The adapters that the controller last listed; () before that, while those of the workers' start are used."""
         self._expected: tuple[ExpectedWorker, ...] = ()
-        self._channel = open_channel(config.controller_address, config.token)
+        self._channel = open_channel(config.controller_address, config.secrets.token)
         self.controller: Any = cluster_pb2_grpc.ClusterStub(self._channel)
         """The stub of the controller's gRPC service."""
         self._followed = asyncio.Event()
@@ -261,7 +261,7 @@ class WorkerPool:
             self.fleet,
             self._observer,
             router_id=config.router_id,
-            token=config.token,
+            token=config.secrets.token,
             rpc_timeout_s=config.rpc_timeout_s,
             silence_s=config.worker_silence_s,
         )

@@ -23,7 +23,7 @@ INTERRUPTED = 130
 SETTINGS = {
     **{option.field.name: option.flag for option in options_of(ClusterSettings) if "_" in option.field.name},
     **{name: f"--{name}" for name in ("model", "tokenizer", "device", "dtype", "quantization", "draft", "threads")},
-    "adapters": "--lora",
+    "loras": "--lora",
     "output": "OUTPUT",
     **{name: f"--{name.replace('_', '-')}" for name in ("out", "scheme", "group_size", "method", "samples", "kind")},
     **{name: f"--{name}" for name in ("text", "tokens")},

@@ -14,7 +14,17 @@ seconds to wait before the next attempt.
 from tandem.client.answers import Answer, Chunk, FinishReason, Prompt, ScoredToken, Tokens, TokenScore, ToolCallDelta
 from tandem.client.async_client import AsyncClient, AsyncStream
 from tandem.client.connection import Tls
-from tandem.client.requests import ChatOptions, GenerateOptions, Message, Options, Tool, ToolCall
+from tandem.client.requests import (
+    ChatOptions,
+    GenerateOptions,
+    Message,
+    Options,
+    Request,
+    Tool,
+    ToolCall,
+    chat_request,
+    generate_request,
+)
 from tandem.client.sync_client import Client, Stream
 from tandem.protocol.errors import (
     Cancelled,
@@ -51,6 +61,7 @@ __all__ = [
     "PermissionDenied",
     "Prompt",
     "RateLimited",
+    "Request",
     "ResourceExhausted",
     "ScoredToken",
     "Stream",
@@ -63,4 +74,6 @@ __all__ = [
     "ToolCallDelta",
     "Unauthenticated",
     "Unavailable",
+    "chat_request",
+    "generate_request",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -63,6 +64,8 @@ class Chunk:
     token_ids: Sequence[int]
     logprobs: Sequence[TokenScore]
     """One entry per token if the request sets `logprobs`, otherwise empty."""
+    received_s: float
+    """The time at which the client received the message, in seconds of `time.monotonic`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +165,8 @@ class AnswerCollector:
         return bool(self._parts)
 
     def add(self, message: inference_pb2.GenerateResponse) -> Chunk | None:
-        """Add a message of the stream; return its chunk, or None if the message has no chunk."""
+        """Add a message that has just been received; return its chunk, or None if the message has no chunk."""
+        received_s = time.monotonic()
         kind = message.WhichOneof("event")
         if kind == "complete":
             parts = self._parts.setdefault(message.index, _Parts())
@@ -172,7 +176,7 @@ class AnswerCollector:
             self._prompts[message.index // self._n] = _prompt(message.prompt)
         if kind != "chunk":
             return None
-        chunk = _chunk(message)
+        chunk = _chunk(message, received_s)
         self._parts.setdefault(message.index, _Parts()).add(chunk)
         return chunk
 
@@ -183,7 +187,7 @@ class AnswerCollector:
         return [self._answers[index] for index in sorted(self._answers)]
 
 
-def _chunk(message: inference_pb2.GenerateResponse) -> Chunk:
+def _chunk(message: inference_pb2.GenerateResponse, received_s: float) -> Chunk:
     chunk = message.chunk
     return Chunk(
         index=message.index,
@@ -192,6 +196,7 @@ def _chunk(message: inference_pb2.GenerateResponse) -> Chunk:
         tool_calls=[ToolCallDelta(call.index, call.id, call.name, call.arguments) for call in chunk.tool_calls],
         token_ids=list(chunk.token_ids),
         logprobs=[_score(token) for token in chunk.logprobs],
+        received_s=received_s,
     )
 
 

@@ -17,6 +17,7 @@ from tandem.client.requests import (
     GenerateOptions,
     Prompt,
     Prompts,
+    Request,
     chat_request,
     detokenize_request,
     generate_request,
@@ -101,7 +102,7 @@ class AsyncClient:
 
         Raises InvalidArgument for a value that cannot be sent. Reading the stream raises all other errors.
         """
-        return self._stream(self._stub.Chat, chat_request(conversation, options))
+        return self.stream(chat_request(conversation, **options))
 
     async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Answer:
         """Return the answer to a prompt, which is a text or token ids to continue; see `stream_generate`."""
@@ -113,14 +114,24 @@ class AsyncClient:
 
     def stream_generate(self, prompts: Prompts, **options: Unpack[GenerateOptions]) -> AsyncStream:
         """Stream the answers to one or several prompts, each a text or token ids. Raises as `stream_chat` does."""
-        return self._stream(self._stub.Generate, generate_request(prompts, options))
+        return self.stream(generate_request(prompts, **options))
+
+    def stream(self, request: Request, *, timeout_s: float | None = None) -> AsyncStream:
+        """Stream the answers to a request built by `generate_request` or `chat_request`, which may be sent repeatedly.
+
+        `timeout_s` is the deadline of this call in seconds; None = the client's. Reading the stream raises all errors.
+        """
+        method = self._stub.Chat if isinstance(request, inference_pb2.ChatRequest) else self._stub.Generate
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        call = method(request, metadata=self._connection.metadata, timeout=timeout_s)
+        return AsyncStream(self._connection, call, AnswerCollector(prompt_count(request), max(1, request.options.n)))
 
     async def tokenize(self, text: str, *, spell: bool = False, **options: Unpack[GenerateOptions]) -> Tokens:
         """Return the token ids that `generate` would use for a text with the same options.
 
         `spell` also requests the text of each token.
         """
-        request = tokenize_request(generate_request(text, options), spell=spell)
+        request = tokenize_request(generate_request(text, **options), spell=spell)
         return tokens_of(await self._unary(self._stub.Tokenize, request))
 
     async def tokenize_chat(
@@ -130,7 +141,7 @@ class AsyncClient:
 
         `spell` also requests the text of each token.
         """
-        request = tokenize_request(chat_request(conversation, options), spell=spell)
+        request = tokenize_request(chat_request(conversation, **options), spell=spell)
         return tokens_of(await self._unary(self._stub.Tokenize, request))
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "") -> str:
@@ -194,11 +205,6 @@ class AsyncClient:
         if self._channel is None:
             self._channel = self._connection.open_async()
         return inference_pb2_grpc.InferenceStub(self._channel)
-
-    def _stream(self, method: Any, request: Any) -> AsyncStream:
-        call = method(request, metadata=self._connection.metadata, timeout=self._timeout_s)
-        collector = AnswerCollector(prompt_count(request), max(1, request.options.n))
-        return AsyncStream(self._connection, call, collector)
 
     async def _unary(self, method: Any, request: Any) -> Any:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, TypedDict, Unpack
 
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.generated.tandem.v1 import inference_pb2
@@ -133,8 +133,12 @@ Conversation = str | Sequence[Message]
 """The messages so far, or the text of a single user message."""
 
 
-def generate_request(prompts: Prompts, options: GenerateOptions) -> inference_pb2.GenerateRequest:
-    """Build the request. Raises InvalidArgument, which names the value, for a value that cannot be sent."""
+Request = inference_pb2.GenerateRequest | inference_pb2.ChatRequest
+"""A request that `generate_request` or `chat_request` has built."""
+
+
+def generate_request(prompts: Prompts, **options: Unpack[GenerateOptions]) -> inference_pb2.GenerateRequest:
+    """Build a request to continue prompts. Raises InvalidArgument, which names it, for a value that cannot be sent."""
     given: dict[str, Any] = {**options}
     fields = {name: given.pop(name) for name in _GENERATE_FIELDS if given.get(name) is not None}
     several = not isinstance(prompts, str) and any(hasattr(item, "__len__") for item in prompts)
@@ -144,16 +148,14 @@ def generate_request(prompts: Prompts, options: GenerateOptions) -> inference_pb
     return request
 
 
-def prompt_count(request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest) -> int:
+def prompt_count(request: Request) -> int:
     """Return the number of prompts in a request."""
     if isinstance(request, inference_pb2.GenerateRequest) and request.WhichOneof("prompt") == "prompts":
         return len(request.prompts.prompts)
     return 1
 
 
-def tokenize_request(
-    request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest, *, spell: bool
-) -> inference_pb2.TokenizeRequest:
+def tokenize_request(request: Request, *, spell: bool) -> inference_pb2.TokenizeRequest:
     """Build the request that tokenizes the prompt of `request`; `spell` also requests the text of each token."""
     if isinstance(request, inference_pb2.ChatRequest):
         return inference_pb2.TokenizeRequest(chat=request, return_token_strs=spell)
@@ -168,8 +170,8 @@ def detokenize_request(token_ids: Sequence[int], model: str) -> inference_pb2.De
     return request
 
 
-def chat_request(conversation: Conversation, options: ChatOptions) -> inference_pb2.ChatRequest:
-    """Build the request. Raises InvalidArgument, which names the value, for a value that cannot be sent."""
+def chat_request(conversation: Conversation, **options: Unpack[ChatOptions]) -> inference_pb2.ChatRequest:
+    """Build a request to answer a conversation. Raises InvalidArgument as `generate_request` does."""
     messages = [Message("user", conversation)] if isinstance(conversation, str) else conversation
     given: dict[str, Any] = {**options}
     choice, variables = given.pop("tool_choice", ""), given.pop("chat_template_kwargs", None)

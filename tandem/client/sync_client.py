@@ -20,6 +20,7 @@ from tandem.client.requests import (
     GenerateOptions,
     Prompt,
     Prompts,
+    Request,
     chat_request,
     detokenize_request,
     generate_request,
@@ -105,7 +106,7 @@ class Client:
 
         Raises InvalidArgument for a value that cannot be sent. Reading the stream raises all other errors.
         """
-        return self._stream(self._stub.Chat, chat_request(conversation, options))
+        return self.stream(chat_request(conversation, **options))
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Answer:
         """Return the answer to a prompt, which is a text or token ids to continue; see `stream_generate`."""
@@ -117,14 +118,24 @@ class Client:
 
     def stream_generate(self, prompts: Prompts, **options: Unpack[GenerateOptions]) -> Stream:
         """Stream the answers to one or several prompts, each a text or token ids. Raises as `stream_chat` does."""
-        return self._stream(self._stub.Generate, generate_request(prompts, options))
+        return self.stream(generate_request(prompts, **options))
+
+    def stream(self, request: Request, *, timeout_s: float | None = None) -> Stream:
+        """Stream the answers to a request built by `generate_request` or `chat_request`, which may be sent repeatedly.
+
+        `timeout_s` is the deadline of this call in seconds; None = the client's. Reading the stream raises all errors.
+        """
+        method = self._stub.Chat if isinstance(request, inference_pb2.ChatRequest) else self._stub.Generate
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        call = method(request, metadata=self._connection.metadata, timeout=timeout_s)
+        return Stream(self._connection, call, AnswerCollector(prompt_count(request), max(1, request.options.n)))
 
     def tokenize(self, text: str, *, spell: bool = False, **options: Unpack[GenerateOptions]) -> Tokens:
         """Return the token ids that `generate` would use for a text with the same options.
 
         `spell` also requests the text of each token.
         """
-        request = tokenize_request(generate_request(text, options), spell=spell)
+        request = tokenize_request(generate_request(text, **options), spell=spell)
         return tokens_of(self._unary(self._stub.Tokenize, request))
 
     def tokenize_chat(
@@ -134,7 +145,7 @@ class Client:
 
         `spell` also requests the text of each token.
         """
-        request = tokenize_request(chat_request(conversation, options), spell=spell)
+        request = tokenize_request(chat_request(conversation, **options), spell=spell)
         return tokens_of(self._unary(self._stub.Tokenize, request))
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "") -> str:
@@ -188,11 +199,6 @@ class Client:
         self, _type: type[BaseException] | None, _error: BaseException | None, _tb: TracebackType | None
     ) -> None:
         self.close()
-
-    def _stream(self, method: Any, request: Any) -> Stream:
-        call = method(request, metadata=self._connection.metadata, timeout=self._timeout_s)
-        collector = AnswerCollector(prompt_count(request), max(1, request.options.n))
-        return Stream(self._connection, call, collector)
 
     def _unary(self, method: Any, request: Any) -> Any:
         try:

@@ -62,7 +62,7 @@ class Controller:
         self._router_lived = False
         """True if this controller has adopted the router of a previous controller that died."""
         self._supervisor = WorkerSupervisor(config, self._registry, RayOrphanedWorkers())
-        others: Controllers = RayControllers() if cluster.workers_outlive_s else NoControllers()
+        others: Controllers = RayControllers() if cluster.worker.outlive_s else NoControllers()
         self._election = LeaderElection(config.number, others, self._supervisor)
         self._taking_over: asyncio.Task[None] | None = None
         self._runs: list[asyncio.Task[None]] = []
@@ -135,9 +135,11 @@ class Controller:
     def _make_metrics(self, host: str) -> ClusterMetrics:
         cluster, token = self._config.cluster, self._config.token
         return ClusterMetrics(
-            cluster.model_name,
+            cluster.served.name,
             token,
-            reading_keys(cluster.metrics_key, token, guarded=cluster.router.guarded, loopback=is_loopback(host)),
+            reading_keys(
+                cluster.secrets.metrics_key, token, guarded=cluster.router.guarded, loopback=is_loopback(host)
+            ),
             lambda: [
                 ("router", self._router_keeper.health()),
                 *((slot.role.value, health) for slot, health in self._supervisor.fleet.health()),
@@ -196,7 +198,7 @@ class Controller:
         return leave
 
     async def _leaves_workers(self, *, asked: bool) -> bool:
-        if not self._config.cluster.workers_outlive_s:
+        if not self._config.cluster.worker.outlive_s:
             return False
         supervisor, election = self._supervisor, self._election
         others_began = not supervisor.started.is_set() and (bool(supervisor.taken_over) or not election.keeps)

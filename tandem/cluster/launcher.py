@@ -88,7 +88,7 @@ class Cluster:
     def __init__(self, config: ClusterSettings, progress: Callable[[Progress], None]) -> None:
         self._config = config
         self._progress = progress
-        self._token = config.token or secrets.token_hex(32)
+        self._token = config.secrets.token or secrets.token_hex(32)
         self._stopping = threading.Event()
         # Callers wait for this event instead of joining the thread: in Python 3.11 a join that a signal interrupts
         # marks the thread as ended.
@@ -277,7 +277,7 @@ class Cluster:
 
     def _stop_controller(self, controller: ControllerProcess) -> None:
         """Stop the controller within a bounded time after the grace; the remaining processes die with Ray."""
-        self.left_workers = bool(self._config.workers_outlive_s)  # assumed if the controller does not respond
+        self.left_workers = bool(self._config.worker.outlive_s)  # assumed if the controller does not respond
         try:
             within_s = self._config.stop_grace_s + STOP_TIMEOUT_S
             self.left_workers = controller.stop(within_s, leave_workers=self._leave_workers)

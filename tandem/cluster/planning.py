@@ -112,7 +112,7 @@ class Planning:
             log.debug("planner: %s", decision.reason)
             return
         self._changes[decision.change] += 1
-        if self._config.mode is PlannerMode.DRY_RUN:
+        if self._config.actions is PlannerMode.DRY_RUN:
             log.info("planner, dry run: %s", decision.reason)
             return
         log.info("planner: %s", decision.reason)

@@ -89,8 +89,8 @@ class WorkerSupervisor:
             registry,
             calls,
             allowed=cluster.engine.runtime_loras,
-            first=[AdapterFacts(name, "", str(path)) for name, path in cluster.loras],
-            model_names=(cluster.model_name, *cluster.model_aliases),
+            first=[AdapterFacts(name, "", str(path)) for name, path in cluster.engine.loras],
+            model_names=cluster.served.names,
         )
         self.taken_over: frozenset[str] = frozenset()
         """The names of the workers that another controller started and that this controller has taken over."""
@@ -105,7 +105,7 @@ class WorkerSupervisor:
         self._workers.controller_address = address
         self._metrics = metrics
         cluster = self._config.cluster
-        if cluster.planner.mode is not PlannerMode.OFF:
+        if cluster.planner.actions is not PlannerMode.OFF:
             self._planner = Planning(
                 cluster.planner,
                 cluster.router.slo_classes,

@@ -154,7 +154,7 @@ def choose_kernels(
     if device.type == "cuda":
         from tandem.engine.kernels.cuda import CudaKernels
 
-        return CudaKernels(model, device, dtype, page_tokens, config.max_batch_requests, kv_dtype)
+        return CudaKernels(model, device, dtype, page_tokens, config.batch_requests, kv_dtype)
     if dtype in {torch.float32, torch.bfloat16}:
         # Imported here, because compiling takes seconds and processes on GPUs do not need it.
         from tandem.engine.kernels.cpu.kernels import CpuKernels
@@ -183,4 +183,4 @@ def device_name(device: torch.device) -> str:
 
 
 def _stored_dtype(config: EngineConfig) -> str:
-    return "bfloat16" if config.random_weights else stored_dtype(config.model)
+    return "bfloat16" if config.random_weights else stored_dtype(config.served.model)

@@ -59,9 +59,8 @@ from tandem.engine.weights.checkpoint import Progress, check_model, load_weights
 from tandem.engine.weights.random_weights import fill_randomly, random_revision
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.messages import ModelFacts
+from tandem.settings.engine import CPU_KV_CACHE_BYTES
 from tandem.tokenizers.grammars import LazyGrammars, shared_grammars
-
-_CPU_CACHE_BYTES = 1 << 30
 
 
 class Stepper(Protocol):
@@ -145,7 +144,7 @@ class _Setting:
         """Check that the device can serve the model, and choose dtypes and page size."""
         device = parse_device(config.device)
         page_tokens = parse_page_tokens(config, device)
-        stored = load_spec(config.model) if config.random_weights else check_model(config.model)
+        stored = load_spec(config.served.model) if config.random_weights else check_model(config.served.model)
         spec = bounded(quantized_at_load(stored, config.quantization), config.max_model_len)
         dtype, kv_dtype = parse_dtype(config, device, spec), parse_kv_dtype(config, device, spec)
         check_weights(device, spec)
@@ -163,7 +162,7 @@ class _Setting:
         """Raise InvalidArgument for settings that a group of ranks does not support."""
         for name, value in (
             ("draft", config.draft),
-            ("adapters", config.has_loras),
+            ("loras", config.has_loras),
             ("keep_hidden", config.keep_hidden),
         ):
             if value:
@@ -196,7 +195,6 @@ def load_parts(
     config: EngineConfig,
     progress: Progress | None,
     *,
-    name: str | None,
     kernels: Kernels | None,
     load_another: LoadModel,
     collectives: Collectives | None = None,
@@ -211,14 +209,14 @@ def load_parts(
     setting = _Setting.of(config, kernels, collectives)
     spec, device, page_tokens = setting.own_spec, setting.device, setting.page_tokens
     setting.prepare_device(config)
-    tokenizer, tokens = config.tokenizer or config.model, (spec.vocab_size, tuple(spec.eos_token_ids))
+    tokenizer, tokens = config.served.tokenizer_folder, (spec.vocab_size, tuple(spec.eos_token_ids))
     grammars = LazyGrammars(lambda: shared_grammars(tokenizer, *tokens))
     # Loaded in parallel with the weights: it holds the GIL for a third of a second or more, which must not delay a
     # request.
     loading = threading.Thread(target=grammars.load, name="tokenizer", daemon=True)
     loading.start()
     loaded, adapters = _load_model(config, setting, progress)
-    kv = split_kv(config, spec, page_tokens, device, _CPU_CACHE_BYTES if is_cpu(device) else None)
+    kv = split_kv(config, spec, page_tokens, device, CPU_KV_CACHE_BYTES if is_cpu(device) else None)
     masks = GrammarMasks(grammars, spec.eos_token_ids)
 
     start = partial(_start, setting=setting, masks=masks, progress=progress, on_step=on_step)
@@ -234,8 +232,8 @@ def load_parts(
         replace(spec, vocab_size=len(setting.rank.rows(spec.vocab_size))),
         cache,
         setting.dtype,
-        _facts(name or config.model.resolve().name, setting, cache),
-        random_revision(config.model) if config.random_weights else revision_hash(config.model),
+        _facts(config.served.name, setting, cache),
+        random_revision(config.served.model) if config.random_weights else revision_hash(config.served.model),
         adapters.slots,
         stepper,
         loaded.model.expert_tokens,
@@ -271,7 +269,7 @@ def _load_model(
             if config.random_weights:
                 fill_randomly(parameters)
             else:
-                load_weights(config.model, setting.spec, parameters, progress, setting.rank)
+                load_weights(config.served.model, setting.spec, parameters, progress, setting.rank)
             if setting.collectives is not None:
                 model = RankModel(spec, parameters, kernels, spec.max_context, collectives=setting.collectives)
                 return ModelWithDraft(model), LoadedAdapters()
@@ -324,7 +322,7 @@ def _start(
 def _host_cache(config: EngineConfig, setting: _Setting, spec: ModelSpec) -> PagedCache:
     # Allocated outside of inference mode, because the transfer and tests write into the cache as well.
     # The capacity is None only on a GPU with kernels that were passed in, that is in tests.
-    capacity = _CPU_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes
+    capacity = CPU_KV_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes
     return PagedCache(
         spec,
         setting.page_tokens,

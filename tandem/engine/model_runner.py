@@ -54,22 +54,19 @@ class ModelRunner:
         config: EngineConfig,
         progress: Progress | None = None,
         *,
-        name: str | None = None,
         kernels: Kernels | None = None,
         collectives: Collectives | None = None,
         on_step: Callable[[RankStep], None] | None = None,
     ) -> "ModelRunner":
         """Load the model and allocate the KV cache.
 
-        `name` is the model name that clients use, by default the name of the folder. `kernels` are by default the
-        fastest for the device; if they are passed in, steps run one by one, without CUDA graphs. The first rank of a
-        group passes its `collectives`, and `on_step`, which sends each step to the other ranks (`Follower`). Raises
-        ModelError if the model cannot be served, InvalidArgument if a setting cannot be met.
+        `kernels` are by default the fastest for the device; if they are passed in, steps run one by one, without CUDA
+        graphs. The first rank of a group passes its `collectives`, and `on_step`, which sends each step to the other
+        ranks (`Follower`). Raises ModelError if the model cannot be served, InvalidArgument if a setting cannot be met.
         """
         loaded = load_parts(
             config,
             progress,
-            name=name,
             kernels=kernels,
             load_another=cls.load,
             collectives=collectives,

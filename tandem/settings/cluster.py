@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 from tandem.logging.logs import MAX_MIB, LogConfig, LogFormat
 from tandem.protocol.mode import Mode
 from tandem.protocol.speculation_method import SpeculationMethod
-from tandem.settings.engine import GIB, EngineSettings
+from tandem.settings.engine import QUANTIZATIONS, EngineSettings
 from tandem.settings.invalid import refuse
+from tandem.settings.model import ModelSettings
 from tandem.settings.options import option_of
-from tandem.settings.parsing import check_key, check_port, existing, named_paths, names
+from tandem.settings.parsing import check_port
 from tandem.settings.planner import PlannerMode, PlannerSettings
 from tandem.settings.router import RouterSettings
-from tandem.settings.setting import NameOf, Settings, Topic, field_name, required, setting
-from tandem.settings.tree import replace_fields
+from tandem.settings.secrets import Secrets
+from tandem.settings.setting import NameOf, Settings, Topic, field_name, setting
 from tandem.settings.worker import WorkerSettings
 
 if TYPE_CHECKING:
@@ -23,14 +24,7 @@ if TYPE_CHECKING:
 
 WORKERS_MAX = 64
 """The maximum number of workers of each role."""
-CPU_KV_CACHE_BYTES = GIB
-GPU_MEMORY_FRACTION = 0.9
-"""Fraction of a GPU's memory that all workers on this GPU may use together."""
-CPU_BATCH_REQUESTS, GPU_BATCH_REQUESTS = 64, 256
-AUTO = "auto"
-"""Value of --mode and --device with which `tandem up` chooses by the hardware and the other options."""
 DEFAULT_NAME = "tandem"
-QUANTIZATIONS = ("int8", "fp8", "int4")
 
 
 def check_ray_address(name: str, address: str) -> None:
@@ -45,16 +39,6 @@ def check_cluster_name(name: str, cluster_name: str) -> None:
         refuse(name, f"{cluster_name!r} is not made of letters, digits and . _ -")
 
 
-def _check_device(name: str, device: str) -> None:
-    if re.fullmatch(r"cpu|cuda(:[0-9]+)?", device) is None:
-        refuse(name, f"{device!r} is none of cpu, cuda and cuda:N")
-
-
-def _check_secret(name: str, secret: str) -> None:
-    if secret:
-        check_key(name, secret)
-
-
 @dataclass(frozen=True, slots=True)
 class ClusterSettings(Settings):
     """The settings of a whole cluster, the root of the tree.
@@ -63,79 +47,21 @@ class ClusterSettings(Settings):
     from it.
     """
 
-    model: Path = required(
-        help="Hugging Face folder, GGUF file, or a repository of the Hugging Face Hub, ORG/NAME[@REVISION]"
-        "[:FILE.gguf]; default: SmolLM2-135M-Instruct.",
-        topic=Topic.FIRST,
-        kind=str,
-        parse=lambda _option, path: Path(path),
-    )
-    """Once the cluster runs, this is the path of a checked folder in Hugging Face layout."""
-    served_model_names: tuple[str, ...] = setting(
-        (),
-        help="Names by which clients call the model, the first of which answers have; default: that of --model.",
-        topic=Topic.FIRST,
-        option="served-model-name",
-        metavar="NAME [NAME...]",
-        parse=names,
-    )
-    mode: Mode = setting(
-        Mode.DISAGGREGATED,
-        help="disaggregated: --prefill and --decode workers; colocated: --workers that do both; adaptive: --workers,"
-        " and for each request one of them or two; auto: disaggregated on a CPU or with --prefill or --decode, else"
-        " adaptive.",
-        topic=Topic.FIRST,
-        automatic=AUTO,
-        choices=Mode,
-    )
+    served: ModelSettings
     prefill: int = setting(
-        1, help="Prefill workers; default: 1.", topic=Topic.FIRST, automatic=None, least=1, most=WORKERS_MAX
+        1, help="Prefill workers; default: 1.", topic=Topic.FIRST, position=1, automatic=None, least=1, most=WORKERS_MAX
     )
     decode: int = setting(
-        1, help="Decode workers; default: 1.", topic=Topic.FIRST, automatic=None, least=1, most=WORKERS_MAX
+        1, help="Decode workers; default: 1.", topic=Topic.FIRST, position=1, automatic=None, least=1, most=WORKERS_MAX
     )
     workers: int = setting(
         1,
         help="Workers that do both; default: one for each GPU.",
         topic=Topic.FIRST,
+        position=1,
         automatic=None,
         least=1,
         most=WORKERS_MAX,
-    )
-    device: str = setting(
-        "cpu",
-        help="cpu, cuda, cuda:N, or auto: cuda where PyTorch finds a usable GPU.",
-        topic=Topic.FIRST,
-        automatic=AUTO,
-        check=_check_device,
-    )
-    """`cuda` spreads workers over all GPUs of the host; `cuda:N` places all workers on that GPU."""
-    tokenizer: Path | None = setting(
-        None,
-        help="Folder with the tokenizer and its chat templates; default: the model's own.",
-        topic=Topic.MODEL,
-        parse=existing,
-    )
-    memory_fraction: float | None = setting(
-        None,
-        help="Fraction of its GPU's memory each worker may use; default: 0.9, shared equally by a GPU's workers.",
-        topic=Topic.ENGINE,
-        aliases=("--gpu-memory-utilization",),
-        above=0,
-        most=1,
-    )
-    max_batch_requests: int | None = setting(
-        None,
-        help="Maximum requests of one decode step; default: 64 on CPU, 256 on GPUs.",
-        topic=Topic.ENGINE,
-        aliases=("--max-num-seqs",),
-        least=1,
-    )
-    quantization: str | None = setting(
-        None,
-        help="Quantize the layers' weights while they are loaded: int8, fp8 or int4; default: as they are stored.",
-        topic=Topic.ENGINE,
-        choices=QUANTIZATIONS,
     )
     prefill_quantization: str | None = setting(
         None,
@@ -148,15 +74,6 @@ class ClusterSettings(Settings):
         help="The same for decode workers alone; default: --quantization.",
         topic=Topic.ENGINE,
         choices=QUANTIZATIONS,
-    )
-    loras: tuple[tuple[str, Path], ...] = setting(
-        (),
-        help="A low-rank adapter as peft saves it, for requests whose model is NAME; may be given several times.",
-        topic=Topic.ADAPTERS,
-        option="lora",
-        aliases=("--lora-modules",),
-        metavar="NAME=PATH",
-        parse=named_paths,
     )
     metrics_port: int = setting(
         0,
@@ -171,23 +88,7 @@ class ClusterSettings(Settings):
         topic=Topic.LISTENERS,
         check=check_port,
     )
-    token: str = setting(
-        "",
-        help="The secret of cluster and operators; default: a fresh one.",
-        topic=Topic.ACCESS,
-        variable="TANDEM_CLUSTER_TOKEN",
-        secret=True,
-        check=_check_secret,
-    )
-    """All listeners except the router's require this secret."""
-    metrics_key: str = setting(
-        "",
-        help="Key that opens all metrics; default: none on loopback, but with API keys they are closed.",
-        topic=Topic.ACCESS,
-        secret=True,
-        check=_check_secret,
-    )
-    """If it is empty, metrics that are not public require a key that is derived from `token`."""
+    secrets: Secrets = field(default_factory=Secrets)
     ray_address: str = setting(
         "",
         help="Join a Ray cluster, HOST:PORT or auto, whose nodes offer `prefill` and `decode`; default: a Ray of its"
@@ -209,15 +110,12 @@ class ClusterSettings(Settings):
         topic=Topic.HOSTS,
         least=0,
     )
-    workers_outlive_s: float = setting(
-        0.0,
-        help="With --address: seconds that workers wait for another `tandem up` of the same --cluster-name and --token"
-        " to take them over when this one is gone, or was stopped by SIGTERM; 0 = they end with it.",
-        topic=Topic.HOSTS,
-        least=0,
-    )
     cluster_name: str = setting(
-        DEFAULT_NAME, help="The name that identifies those workers.", topic=Topic.HOSTS, check=check_cluster_name
+        DEFAULT_NAME,
+        help="The name that identifies those workers.",
+        topic=Topic.HOSTS,
+        position=1,
+        check=check_cluster_name,
     )
     """The name distinguishes several Tandem clusters in one Ray cluster."""
     start_timeout_s: float = setting(
@@ -257,14 +155,7 @@ class ClusterSettings(Settings):
     @classmethod
     def of(cls, model: Path, **fields: Any) -> "ClusterSettings":
         """Return the settings for a model: the given fields, and defaults for all others; see `with_fields`."""
-        return cls(model).with_fields(**fields)
-
-    def with_fields(self, **fields: Any) -> "ClusterSettings":
-        """Return a copy with the given fields replaced; a field may belong to any branch of the tree.
-
-        Raises TypeError for an unknown name.
-        """
-        return replace_fields(self, fields)
+        return cls(ModelSettings(model)).with_fields(**fields)
 
     def __post_init__(self) -> None:
         """Check the whole tree. Raises InvalidArgument, which names the option and its limit."""
@@ -277,8 +168,8 @@ class ClusterSettings(Settings):
         self._check_quantization()
         self._check_draft()
         self._check_hosts()
-        if self.planner.mode is PlannerMode.ON and self.planner.limits.workers is None and not self._disaggregated:
-            refuse("--planner", f"has nothing to change in mode {self.mode}; give --planner-workers, too")
+        if self.planner.actions is PlannerMode.ON and self.planner.limits.workers is None and not self._disaggregated:
+            refuse("--planner", f"has nothing to change in mode {self.router.mode}; give --planner-workers, too")
 
     def _check_ports(self) -> None:
         taken: dict[int, str] = {}
@@ -300,7 +191,7 @@ class ClusterSettings(Settings):
         ):
             if name is not None and not self._disaggregated:
                 refuse(option, f"is for --mode {Mode.DISAGGREGATED}; give --quantization")
-            if name is not None and self.planner.mode is PlannerMode.ON:
+            if name is not None and self.planner.actions is PlannerMode.ON:
                 refuse(option, "excludes --planner on: workers change roles, and keep their weights")
 
     def _check_draft(self) -> None:
@@ -311,29 +202,19 @@ class ClusterSettings(Settings):
             refuse("--draft", f"is for --speculate draft, not for --speculate {method}")
 
     def _check_hosts(self) -> None:
-        if self.ray_address and self.device not in {"cpu", "cuda"}:
-            refuse("--device", f"{self.device}: where Ray has several nodes it chooses; give cuda")
-        if not self.workers_outlive_s:
+        if self.ray_address and self.engine.device not in {"cpu", "cuda"}:
+            refuse("--device", f"{self.engine.device}: where Ray has several nodes it chooses; give cuda")
+        if not self.worker.outlive_s:
             if self.cluster_name != DEFAULT_NAME:
                 refuse("--cluster-name", "is for workers that outlive it; add --workers-outlive")
             return
         if not self.ray_address:
             refuse("--workers-outlive", "a Ray of its own ends with it; join one with --address")
-        if not self.token:
+        if not self.secrets.token:
             refuse(
                 "--workers-outlive",
                 "the controller that takes the workers over needs their secret; give both the same --token",
             )
-
-    @property
-    def model_name(self) -> str:
-        """The model's name in answers; clients may also use `model_aliases`."""
-        return self.served_model_names[0] if self.served_model_names else self.model.name
-
-    @property
-    def model_aliases(self) -> tuple[str, ...]:
-        """Other names by which clients may call the model."""
-        return self.served_model_names[1:]
 
     def log_of(self, process: str) -> LogConfig:
         """The log configuration of the process named `process`."""
@@ -343,7 +224,7 @@ class ClusterSettings(Settings):
     @property
     def ray_namespace(self) -> str | None:
         """The Ray namespace of workers and controllers; None if workers do not outlive the cluster."""
-        return namespace_of(self.cluster_name) if self.workers_outlive_s else None
+        return namespace_of(self.cluster_name) if self.worker.outlive_s else None
 
     @property
     def worker_count(self) -> int:
@@ -351,30 +232,13 @@ class ClusterSettings(Settings):
         return self.prefill + self.decode if self._disaggregated else self.workers
 
     def quantization_of(self, role: "Role") -> str | None:
-        """The quantization of workers of this role: the role's own setting, or `quantization`."""
+        """The quantization of workers of this role: the role's own setting, or that of all workers."""
         by_role = {"prefill": self.prefill_quantization, "decode": self.decode_quantization}
-        return by_role.get(role.value) or self.quantization
+        return by_role.get(role.value) or self.engine.quantization
 
     @property
     def _disaggregated(self) -> bool:
-        return self.mode is Mode.DISAGGREGATED
-
-    @property
-    def on_cpu(self) -> bool:
-        """True if workers compute on the CPU."""
-        return self.device == "cpu"
-
-    @property
-    def worker_kv_cache_bytes(self) -> int | None:
-        """The size of a worker's KV page pool in bytes; None = each worker measures the free memory of its GPU."""
-        size = self.engine.kv_cache_bytes
-        return CPU_KV_CACHE_BYTES if size is None and self.on_cpu else size
-
-    @property
-    def batch_requests(self) -> int:
-        """The effective `max_batch_requests`: the setting, or the default of the device."""
-        default = CPU_BATCH_REQUESTS if self.on_cpu else GPU_BATCH_REQUESTS
-        return default if self.max_batch_requests is None else self.max_batch_requests
+        return self.router.mode is Mode.DISAGGREGATED
 
 
 def namespace_of(cluster_name: str) -> str:

@@ -1,23 +1,68 @@
-"""Settings of the engine of each worker.
+"""Settings of the engine of each worker."""
 
-The cluster adds what depends on a worker's device and role; see `EngineConfig`.
-"""
-
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.settings.parsing import resolved
-from tandem.settings.setting import Settings, Topic, setting
+from tandem.settings.invalid import refuse
+from tandem.settings.parsing import NamedPath, named_paths, resolved
+from tandem.settings.setting import AUTO, Settings, Topic, setting
 
 GIB = 1 << 30
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "int8", "fp8")
+QUANTIZATIONS = ("int8", "fp8", "int4")
+CPU_KV_CACHE_BYTES = GIB
+GPU_MEMORY_FRACTION = 0.9
+"""Fraction of a GPU's memory that all workers on this GPU may use together."""
+CPU_BATCH_REQUESTS, GPU_BATCH_REQUESTS = 64, 256
+
+
+def _check_device(name: str, device: str) -> None:
+    if re.fullmatch(r"cpu|cuda(:[0-9]+)?", device) is None:
+        refuse(name, f"{device!r} is none of cpu, cuda and cuda:N")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings(Settings):
-    """The engine settings that depend neither on the worker's device nor on its role; see `EngineConfig`."""
+    """The settings of an engine.
 
+    The controller replaces `device`, `memory_fraction` and `quantization` by the values of a worker's slot and role.
+    """
+
+    device: str = setting(
+        "cpu",
+        help="cpu, cuda, cuda:N, or auto: cuda where PyTorch finds a usable GPU.",
+        topic=Topic.FIRST,
+        position=1,
+        automatic=AUTO,
+        check=_check_device,
+    )
+    """In a cluster, `cuda` spreads workers over all GPUs of the host; `cuda:N` places all workers on that GPU."""
+    memory_fraction: float | None = setting(
+        None,
+        help="Fraction of its GPU's memory each worker may use; default: 0.9, shared equally by a GPU's workers.",
+        topic=Topic.ENGINE,
+        position=-1,
+        aliases=("--gpu-memory-utilization",),
+        above=0,
+        most=1,
+    )
+    max_batch_requests: int | None = setting(
+        None,
+        help="Maximum requests of one decode step; default: 64 on CPU, 256 on GPUs.",
+        topic=Topic.ENGINE,
+        position=-1,
+        aliases=("--max-num-seqs",),
+        least=1,
+    )
+    quantization: str | None = setting(
+        None,
+        help="Quantize the layers' weights while they are loaded: int8, fp8 or int4; default: as they are stored.",
+        topic=Topic.ENGINE,
+        position=-1,
+        choices=QUANTIZATIONS,
+    )
     max_model_len: int | None = setting(
         None,
         help="Longest context in tokens, prompt and answer together; default: the model's.",
@@ -78,6 +123,15 @@ class EngineSettings(Settings):
         topic=Topic.SPECULATION,
         parse=resolved,
     )
+    loras: tuple[NamedPath, ...] = setting(
+        (),
+        help="A low-rank adapter as peft saves it, for requests whose model is NAME; may be given several times.",
+        topic=Topic.ADAPTERS,
+        option="lora",
+        aliases=("--lora-modules",),
+        metavar="NAME=PATH",
+        parse=named_paths,
+    )
     runtime_loras: bool = setting(
         False,
         help="Let operators load and unload adapters while the cluster serves, from any folder that the workers can"
@@ -88,3 +142,29 @@ class EngineSettings(Settings):
     )
     max_loras: int = setting(8, help="Most adapters.", topic=Topic.ADAPTERS, least=1)
     max_lora_rank: int = setting(16, help="Highest rank of an adapter.", topic=Topic.ADAPTERS, least=1)
+
+    @property
+    def on_cpu(self) -> bool:
+        """True if the engine computes on the CPU."""
+        return self.device == "cpu"
+
+    @property
+    def kv_pool_bytes(self) -> int | None:
+        """The effective `kv_cache_bytes`; None = each worker measures the free memory of its GPU."""
+        return CPU_KV_CACHE_BYTES if self.kv_cache_bytes is None and self.on_cpu else self.kv_cache_bytes
+
+    @property
+    def gpu_memory_fraction(self) -> float:
+        """The effective `memory_fraction` of a worker that does not share its GPU."""
+        return GPU_MEMORY_FRACTION if self.memory_fraction is None else self.memory_fraction
+
+    @property
+    def batch_requests(self) -> int:
+        """The effective `max_batch_requests`: the setting, or the default of the device."""
+        default = CPU_BATCH_REQUESTS if self.on_cpu else GPU_BATCH_REQUESTS
+        return default if self.max_batch_requests is None else self.max_batch_requests
+
+    @property
+    def has_loras(self) -> bool:
+        """True if steps can apply adapters."""
+        return self.runtime_loras or bool(self.loras)

@@ -100,7 +100,8 @@ class Option:
 
 def options_of(tree: type[Settings]) -> tuple[Option, ...]:
     """Return all options of a settings tree, grouped by topic."""
-    return tuple(sorted(_options(tree), key=lambda option: list(Topic).index(option.topic)))
+    topics = list(Topic)
+    return tuple(sorted(_options(tree), key=lambda option: (topics.index(option.topic), option.setting.position)))
 
 
 def _options(tree: Any) -> Iterator[Option]:

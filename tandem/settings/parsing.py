@@ -5,10 +5,18 @@ Each function takes the option's name, for errors, and the value.
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from tandem.settings.invalid import refuse
 
 _PORT_MAX = 65535
+
+
+class NamedPath(NamedTuple):
+    """A path, and the name by which it was given."""
+
+    name: str
+    path: Path
 
 
 def resolved(_option: str, path: Path) -> Path:
@@ -28,15 +36,15 @@ def existing(option: str, path: Path) -> Path:
     return path.resolve()
 
 
-def named_path(option: str, text: str) -> tuple[str, Path]:
+def named_path(option: str, text: str) -> NamedPath:
     """Parse "NAME=PATH" into the name and the absolute path. Raises InvalidArgument for any other form."""
     name, _, path = text.partition("=")
     if not name or not path or not name.isprintable():
         refuse(option, f"{text!r} is not NAME=PATH")
-    return name, Path(path).resolve()
+    return NamedPath(name, Path(path).resolve())
 
 
-def named_paths(option: str, texts: Sequence[str]) -> tuple[tuple[str, Path], ...]:
+def named_paths(option: str, texts: Sequence[str]) -> tuple[NamedPath, ...]:
     """Parse several texts "NAME=PATH". Raises InvalidArgument for a wrong form, or a name that is given twice."""
     paths: dict[str, Path] = {}
     for text in texts:
@@ -44,7 +52,7 @@ def named_paths(option: str, texts: Sequence[str]) -> tuple[tuple[str, Path], ..
         if name in paths:
             refuse(option, f"has the name {name!r} twice")
         paths[name] = path
-    return tuple(paths.items())
+    return tuple(NamedPath(*each) for each in paths.items())
 
 
 def names(option: str, texts: Sequence[str]) -> tuple[str, ...]:

@@ -91,9 +91,9 @@ class Limits(Settings):
 
 @dataclass(frozen=True, slots=True)
 class PlannerSettings(Settings):
-    """The planner's mode, its observation window and its limits."""
+    """The planner's actions, its observation window and its limits."""
 
-    mode: PlannerMode = setting(
+    actions: PlannerMode = setting(
         PlannerMode.OFF,
         help="on: roles follow the load, and with --planner-workers the number of workers; dry-run: it only says what"
         " it would do; off.",
@@ -115,5 +115,5 @@ class PlannerSettings(Settings):
         """Check the settings; see `Settings.check`."""
         Settings.check(self, name_of)
         for field in fields(self.limits):
-            if self.mode is PlannerMode.OFF and getattr(self.limits, field.name) != field.default:
+            if self.actions is PlannerMode.OFF and getattr(self.limits, field.name) != field.default:
                 refuse(name_of(field), "means nothing while the planner is off; add --planner on, or dry-run")

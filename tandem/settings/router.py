@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from tandem.protocol.mode import Mode
 from tandem.settings.invalid import refuse
 from tandem.settings.listeners import DEFAULT_LIMITS, ListenerLimits
 from tandem.settings.parsing import absolute, check_key, check_port
-from tandem.settings.setting import NameOf, Settings, Topic, field_name, setting
+from tandem.settings.setting import AUTO, NameOf, Settings, Topic, field_name, setting
 from tandem.settings.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass, classes_by_name, parse_classes
 from tandem.settings.tls import TlsFiles
 
@@ -34,15 +35,27 @@ def _check_keys(name: str, keys: tuple[str, ...]) -> None:
 class RouterSettings(Settings):
     """The settings of a router: its listeners, its access control, its API and its limits."""
 
+    mode: Mode = setting(
+        Mode.DISAGGREGATED,
+        help="disaggregated: --prefill and --decode workers; colocated: --workers that do both; adaptive: --workers,"
+        " and for each request one of them or two; auto: disaggregated on a CPU or with --prefill or --decode, else"
+        " adaptive.",
+        topic=Topic.FIRST,
+        automatic=AUTO,
+        choices=Mode,
+    )
+    """The initial placement mode; the controller reports the cluster's current mode."""
     host: str = setting(
         "127.0.0.1",
         help="Address the router listens on; beyond this host it needs API keys, or --insecure.",
         topic=Topic.FIRST,
+        position=2,
     )
     http_port: int = setting(
         8000,
         help="Port for OpenAI clients; 0 = any free one.",
         topic=Topic.FIRST,
+        position=2,
         aliases=("--port",),
         check=check_port,
     )
@@ -65,6 +78,7 @@ class RouterSettings(Settings):
         (),
         help="Key that clients must present; repeatable.",
         topic=Topic.FIRST,
+        position=2,
         option="api-key",
         check=_check_keys,
     )

@@ -1,19 +1,23 @@
-"""The description of a setting: a dataclass field with its help, its limits and its command-line option."""
+"""A setting is a dataclass field with its help, limits and command-line option; a `Settings` is a tree of settings."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection
-from dataclasses import Field, dataclass, fields
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import Field, dataclass, fields, replace
 from enum import Enum, StrEnum
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, Self, TypeVar, cast, get_args
 
 from tandem.settings.invalid import refuse
 
 T = TypeVar("T")
+_S = TypeVar("_S", bound="Settings")
 
 _KEY = "setting"
 FIELD_DEFAULT = object()
 """Value of `Setting.automatic` for an option that has the same default as its field."""
+AUTO = "auto"
+"""Value of --mode and --device with which `tandem up` chooses by the hardware and the other options."""
 
 
 class Topic(StrEnum):
@@ -42,6 +46,8 @@ class Setting:
 
     help: str = ""
     topic: Topic | None = None
+    position: int = 0
+    """Position of the option in its topic's help; options with the same position are in the order of the tree."""
     option: str = ""
     """Name of the option without the leading dashes; empty = the field's name without the suffix `_s`."""
     variable: str = ""
@@ -129,6 +135,16 @@ class Settings:
         """Return the values of the fields by name, to create a process's configuration, which has the same fields."""
         return {field.name: getattr(self, field.name) for field in fields(cast(Any, self))}
 
+    def with_fields(self, **values: Any) -> Self:
+        """Return a copy with the given fields replaced; a field may belong to any branch of the tree.
+
+        Raises TypeError for an unknown name.
+        """
+        named = fields_by_name(type(self))
+        if unknown := values.keys() - named.keys():
+            raise TypeError(f"{', '.join(sorted(unknown))}: no such setting")
+        return _replaced(self, {named[name][0]: value for name, value in values.items()})
+
     def check(self, name_of: NameOf = field_name) -> None:
         """Check each setting of this branch and its sub-branches, and convert names to enum members.
 
@@ -148,3 +164,30 @@ def branch_of(field: Field[Any]) -> type[Settings] | None:
         kind for kind in (field.type, *get_args(field.type)) if isinstance(kind, type) and issubclass(kind, Settings)
     ]
     return kinds[0] if kinds else None
+
+
+def fields_by_name(tree: Any) -> dict[str, tuple[str, Field[Any]]]:
+    """Return the fields of the tree by name, each with its dotted path, such as `engine.page_tokens` for `page_tokens`.
+
+    Of several fields with the same name, the one closest to the root is returned; if several are equally close, the
+    name is left out.
+    """
+    named: dict[str, tuple[str, Field[Any]]] = {}
+    level = [("", tree)]
+    while level:
+        found = [(f"{path}{field.name}", field) for path, branch in level for field in fields(branch)]
+        counts = Counter(field.name for _, field in found)
+        # Levels are visited from the root down, so a name that is already known wins over the same name further down.
+        named = {field.name: (path, field) for path, field in found if counts[field.name] == 1} | named
+        level = [(f"{path}.", branch) for path, field in found if (branch := branch_of(field)) is not None]
+    return named
+
+
+def _replaced(settings: _S, values: Mapping[str, Any]) -> _S:
+    """Return a copy of the settings with the fields at these dotted paths replaced."""
+    made: dict[str, Any] = {path: value for path, value in values.items() if "." not in path}
+    for branch in {path.partition(".")[0] for path in values.keys() - made.keys()}:
+        prefix = f"{branch}."
+        inner = {path.removeprefix(prefix): value for path, value in values.items() if path.startswith(prefix)}
+        made[branch] = _replaced(getattr(settings, branch), inner)
+    return replace(cast(Any, settings), **made)  # type: ignore[no-any-return]

@@ -85,11 +85,20 @@ class WorkerSettings(Settings):
     It becomes ready again when enough quarantined pages are free. Pages to which a silent prefill worker may write are
     free once that worker releases them; pages that are still being sent are free once the decode worker has them.
     """
+    outlive_s: float = setting(
+        0.0,
+        help="With --address: seconds that workers wait for another `tandem up` of the same --cluster-name and --token"
+        " to take them over when this one is gone, or was stopped by SIGTERM; 0 = they end with it.",
+        topic=Topic.HOSTS,
+        option="workers-outlive",
+        least=0,
+    )
     trusted_network: bool = setting(
         False,
         help="Only workers can reach workers over the network: let KV pages cross it, which workers on several hosts"
         " need. UCX then listens at each worker, and every client that connects can write into its memory.",
         topic=Topic.HOSTS,
+        position=1,
     )
     """All workers of a cluster need the same value, which the handshake checks."""
     ceilings: Ceilings | None = setting(

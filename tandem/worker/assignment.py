@@ -193,7 +193,7 @@ def decode_batch(role: Role, engine: EngineConfig) -> int:
     """
     tokens = engine.max_step_tokens
     room = max(1, tokens // 2) if role is Role.BOTH else tokens
-    return min(engine.max_batch_requests, room)
+    return min(engine.batch_requests, room)
 
 
 def prompt_step_tokens(assignment: Assignment, engine: EngineConfig) -> int:

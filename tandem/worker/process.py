@@ -77,7 +77,7 @@ class WorkerProcess:
         report = progress or (lambda _stage, _fraction: None)
         self._thread.start()
         try:
-            self._engine = ModelRunner.load(self._config.engine, progress, name=self._config.model_name or None)
+            self._engine = ModelRunner.load(self._config.engine, progress)
             report("measuring the device", 0.0)
             if self._config.ceilings is None:
                 self._engine.measure_ceilings(self._config.engine.threads)
@@ -176,7 +176,7 @@ class WorkerProcess:
         if self._config.controller_address is not None:
             self._controller = ControllerLink(
                 self._config.controller_address,
-                self._config.token,
+                self._config.secrets.token,
                 describe,
                 self._config.rpc_timeout_s,
                 on_peer_joined=self._worker.peer_joined,
@@ -192,14 +192,16 @@ class WorkerProcess:
         config, registry = self._config, worker.metrics.registry
         registry.read(partial(worker_facts, worker.report, worker.transport))
         registry.read(partial(engine_facts, engine, lambda: worker.assignment.role.value))
-        keys = reading_keys(config.metrics_key, config.token, guarded=False, loopback=is_loopback(config.host))
+        keys = reading_keys(
+            config.secrets.metrics_key, config.secrets.token, guarded=False, loopback=is_loopback(config.host)
+        )
         self._metrics = MetricsServer({METRICS_PATH: metrics_page(Exposition(registry))}, keys)
-        self.metrics_address = await self._metrics.open(config.host, config.metrics_port)
+        self.metrics_address = await self._metrics.open(config.host)
 
     def _listen(self, server: grpc.aio.Server) -> int:
         address = address_of(self._config.host, self._config.port)
         try:
-            return rpc.listen(server, address, self._config.token)
+            return rpc.listen(server, address, self._config.secrets.token)
         except RuntimeError as error:
             raise Unavailable(
                 f"worker {self._me.worker_id} cannot listen on {address}; free it or use port 0"

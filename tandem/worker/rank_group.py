@@ -72,14 +72,12 @@ class RankGroup:
                 f"the ranks of this worker have not joined within {JOIN_TIMEOUT_S:g} s{reason}"
             ) from error
 
-    def load(self, progress: Progress | None = None, *, name: str | None = None) -> ModelRunner:
+    def load(self, progress: Progress | None = None) -> ModelRunner:
         """Load the first rank's part of the model, and return the runner of the group's steps.
 
         Raises as `ModelRunner.load` does.
         """
-        return ModelRunner.load(
-            self._config_of(0), progress, name=name, collectives=self._collectives, on_step=self._sender.send
-        )
+        return ModelRunner.load(self._config_of(0), progress, collectives=self._collectives, on_step=self._sender.send)
 
     def ended_rank(self) -> int | None:
         """Return the number of a follower that has ended; None if all are alive."""

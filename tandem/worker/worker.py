@@ -259,7 +259,7 @@ class Worker:
     def _make_peers(self, engine: LoadedEngine, layout: KVLayout) -> Peers:
         facts = (*engine_facts(engine, layout), *self._checks.facts(), *self.transport.facts())
         handshake = make_handshake(self.transport.describe(), facts, layout)
-        return Peers(handshake, self.transport, self._config.token, self._config.rpc_timeout_s)
+        return Peers(handshake, self.transport, self._config.secrets.token, self._config.rpc_timeout_s)
 
     def _make_handovers(self, engine: LoadedEngine) -> Handoffs:
         return Handoffs(

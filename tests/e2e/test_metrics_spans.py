@@ -20,6 +20,8 @@ from router.server import RouterServer
 from tandem.cli.main import app
 from tandem.protocol.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 from tandem.protocol.mode import Mode
+from tandem.settings.model import ModelSettings
+from tandem.settings.secrets import Secrets
 from tests.unit.router.fake_cluster import until
 from tests.unit.router.test_traces import TRIES, Receiver, attributes, seconds
 
@@ -35,10 +37,9 @@ async def traced(running_cluster: Callable[..., Any], model_folder: Path) -> Asy
     ends = cluster._cluster.endpoints
     config = RouterConfig(
         "router-traced",
-        model_folder,
-        "SmolLM2-135M-Instruct",
+        ModelSettings(model_folder, ("SmolLM2-135M-Instruct",)),
         ends.controller,
-        ends.token,
+        Secrets(ends.token),
         grpc_port=0,
         http_port=0,
         mode=Mode.DISAGGREGATED,

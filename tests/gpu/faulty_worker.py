@@ -41,7 +41,9 @@ FAULTS = {"out-of-range": out_of_range, "never-ends": never_ends}
 
 def main() -> None:
     folder, fault = Path(sys.argv[1]), FAULTS[sys.argv[2]]
-    engine = EngineConfig(folder, device="cuda", random_weights=True, page_tokens=16, kv_cache_bytes=1 << 26)
+    engine = EngineConfig.of(
+        folder, device="cuda", random_weights=True, page_tokens=16, kv_cache_bytes=1 << 26, max_batch_requests=64
+    )
     process = WorkerProcess(WorkerConfig("w", Role.BOTH, engine, step_deadline_s=STEP_DEADLINE_S), 1)
     process.start()
     assert process._engine is not None

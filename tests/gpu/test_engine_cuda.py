@@ -66,7 +66,7 @@ def decode(runner: ModelRunner, prompts: list[list[int]], sampling: SamplingPara
 
 @pytest.fixture(scope="module")
 def on_gpu(model_folder: Path) -> ModelRunner:
-    config = EngineConfig(
+    config = EngineConfig.of(
         model_folder, device="cuda", dtype="float32", page_tokens=16, kv_cache_bytes=CACHE, max_batch_requests=16
     )
     return ModelRunner.load(config)
@@ -78,12 +78,14 @@ def reference(model_folder: Path) -> ModelRunner:
 
     They run on the GPU, too, with the same results in less time.
     """
-    config = EngineConfig(model_folder, device="cuda", dtype="float32", page_tokens=16, kv_cache_bytes=CACHE)
+    config = EngineConfig.of(
+        model_folder, device="cuda", dtype="float32", page_tokens=16, kv_cache_bytes=CACHE, max_batch_requests=64
+    )
     return ModelRunner.load(config, kernels=ReferenceKernels())
 
 
 def test_same_tokens_as_the_plain_kernels_on_the_cpu(on_gpu: ModelRunner, model_folder: Path) -> None:
-    config = EngineConfig(model_folder, device="cpu", dtype="float32", page_tokens=16)
+    config = EngineConfig.of(model_folder, device="cpu", dtype="float32", page_tokens=16)
     assert greedy(on_gpu, PROMPTS) == greedy(ModelRunner.load(config, kernels=ReferenceKernels()), PROMPTS)
 
 
@@ -171,7 +173,7 @@ def test_bfloat16_gives_the_tokens_of_float32_but_for_ties(reference: ModelRunne
     Where its token is another one, float32 has both so close together that the plain kernels' errors at this very
     position would explain it as well: a tie, by name.
     """
-    config = EngineConfig(model_folder, device="cuda", dtype="bfloat16", kv_cache_bytes=CACHE)
+    config = EngineConfig.of(model_folder, device="cuda", dtype="bfloat16", kv_cache_bytes=CACHE, max_batch_requests=64)
     ours = ModelRunner.load(config)
     plain = ModelRunner.load(replace(config, page_tokens=16), kernels=ReferenceKernels())
     prompts = [[(13 * i * i + 977 * s + i) % 40_000 for i in range(5 + 7 * s)] for s in range(50)]
@@ -204,7 +206,7 @@ def test_bfloat16_gives_the_tokens_of_float32_but_for_ties(reference: ModelRunne
 
 
 def test_graphs_share_the_memory_of_their_logits(model_folder: Path) -> None:
-    config = EngineConfig(model_folder, device="cuda", dtype="float32", kv_cache_bytes=CACHE, max_batch_requests=256)
+    config = EngineConfig.of(model_folder, device="cuda", dtype="float32", kv_cache_bytes=CACHE, max_batch_requests=256)
     runner = ModelRunner.load(config)
     stepper: Any = runner.stepper
     kept = [each.logits for each in stepper.graphs._graphs]
@@ -227,7 +229,7 @@ def test_a_graph_s_logits_last_until_the_next_step(on_gpu: ModelRunner, referenc
 
 
 def test_the_cache_fills_what_the_setting_leaves(model_folder: Path) -> None:
-    config = EngineConfig(model_folder, device="cuda", dtype="bfloat16", memory_fraction=0.2, max_batch_requests=8)
+    config = EngineConfig.of(model_folder, device="cuda", dtype="bfloat16", memory_fraction=0.2, max_batch_requests=8)
     runner = ModelRunner.load(config)
     total = torch.cuda.mem_get_info()[1]
     assert 0.1 * total < runner.cache.pages * runner.cache.page_bytes < 0.2 * total
@@ -235,4 +237,6 @@ def test_the_cache_fills_what_the_setting_leaves(model_folder: Path) -> None:
 
 def test_too_small_a_share_names_the_setting(model_folder: Path) -> None:
     with pytest.raises(InvalidArgument, match="memory_fraction"):
-        ModelRunner.load(EngineConfig(model_folder, device="cuda", dtype="bfloat16", memory_fraction=0.005))
+        ModelRunner.load(
+            EngineConfig.of(model_folder, device="cuda", dtype="bfloat16", memory_fraction=0.005, max_batch_requests=64)
+        )

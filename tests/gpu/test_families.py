@@ -30,10 +30,12 @@ def test_logits_of_the_plain_kernels(family: str, tmp_path: Path) -> None:
     if family == "llama2":
         changes = changes | {"num_key_value_heads": 4}
     folder = write_tiny_model(tmp_path / family, family, **changes)
-    config = EngineConfig(folder, device="cuda", dtype="float32", kv_cache_bytes=1 << 26, page_tokens=16)
+    config = EngineConfig.of(
+        folder, device="cuda", dtype="float32", kv_cache_bytes=1 << 26, page_tokens=16, max_batch_requests=64
+    )
     ours = ModelRunner.load(config)
     exact = ModelRunner.load(
-        EngineConfig(folder, dtype="float32", kv_cache_bytes=1 << 26, page_tokens=16, threads=4),
+        EngineConfig.of(folder, dtype="float32", kv_cache_bytes=1 << 26, page_tokens=16, threads=4),
         kernels=ReferenceKernels(),
     )
     rng = random.Random(3)

@@ -79,11 +79,23 @@ def test_logits_are_as_right_as_the_plain_kernels(tmp_path: Path, page_tokens: i
         sliding_window=WINDOW,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"] * 2,
     )
-    config = EngineConfig(
-        folder, device="cuda", dtype="bfloat16", page_tokens=page_tokens, kv_cache_bytes=1 << 28, max_step_tokens=CHUNK
+    config = EngineConfig.of(
+        folder,
+        device="cuda",
+        dtype="bfloat16",
+        page_tokens=page_tokens,
+        kv_cache_bytes=1 << 28,
+        max_step_tokens=CHUNK,
+        max_batch_requests=64,
     )
-    exact_config = EngineConfig(
-        folder, device="cuda", dtype="float32", page_tokens=page_tokens, kv_cache_bytes=1 << 28, max_step_tokens=CHUNK
+    exact_config = EngineConfig.of(
+        folder,
+        device="cuda",
+        dtype="float32",
+        page_tokens=page_tokens,
+        kv_cache_bytes=1 << 28,
+        max_step_tokens=CHUNK,
+        max_batch_requests=64,
     )
     ours = ModelRunner.load(config)
     assert len(ours.cache.groups) > 1

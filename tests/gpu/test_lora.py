@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.engine.config import AdapterSource, EngineConfig
+from tandem.engine.config import EngineConfig
 from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.steps.batch import StepBatch, StepRow
+from tandem.settings.parsing import NamedPath
 from tests.adapters import ATTENTION, DENSE, TinyAdapter
 from tests.factories import draw, write_tiny_model
 
@@ -60,15 +61,16 @@ def steps() -> list[StepBatch]:
 
 
 def config_of(folder: Path, adapters: list[Path], **changes: Any) -> EngineConfig:
-    sources = tuple(AdapterSource(path.name, path) for path in adapters)
-    config = EngineConfig(
+    sources = tuple(NamedPath(path.name, path) for path in adapters)
+    config = EngineConfig.of(
         folder,
         device="cuda",
         dtype="float32",
         kv_cache_bytes=1 << 26,
         page_tokens=PAGE_TOKENS,
-        adapters=sources,
+        loras=sources,
         max_lora_rank=max(adapter.rank for adapter in ADAPTERS),
+        max_batch_requests=64,
     )
     return replace(config, **changes)
 

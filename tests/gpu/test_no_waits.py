@@ -62,7 +62,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no graphs"])
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
 def test_no_launch_waits(model_folder: Path, schedule: list[list[tuple[int, int]]], *, graphs: bool) -> None:
-    config = EngineConfig(
+    config = EngineConfig.of(
         model_folder, device="cuda", dtype="bfloat16", kv_cache_bytes=1 << 28, max_batch_requests=4, cuda_graphs=graphs
     )
     runner = ModelRunner.load(config)

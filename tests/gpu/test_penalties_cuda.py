@@ -70,13 +70,15 @@ def decode(runner: ModelRunner) -> Answers:
 
 @pytest.fixture(scope="module")
 def wanted(model_folder: Path) -> Answers:
-    config = EngineConfig(model_folder, device="cuda", dtype="float32", page_tokens=16, kv_cache_bytes=CACHE)
+    config = EngineConfig.of(
+        model_folder, device="cuda", dtype="float32", page_tokens=16, kv_cache_bytes=CACHE, max_batch_requests=64
+    )
     return decode(ModelRunner.load(config, kernels=ReferenceKernels()))
 
 
 @pytest.mark.parametrize("rows", [16, 2], ids=["graphs", "more rows than graphs and counts have room for"])
 def test_as_the_plain_kernels_one_step_at_a_time(rows: int, model_folder: Path, wanted: Answers) -> None:
-    config = EngineConfig(
+    config = EngineConfig.of(
         model_folder, device="cuda", dtype="float32", page_tokens=16, kv_cache_bytes=CACHE, max_batch_requests=rows
     )
     answers, scores = decode(ModelRunner.load(config))

@@ -56,7 +56,9 @@ ASKED = [
 
 @pytest.fixture(scope="module")
 def runners(model_folder: Path) -> dict[str, ModelRunner]:
-    config = EngineConfig(model_folder, device="cuda", dtype="bfloat16", kv_cache_bytes=1 << 30)
+    config = EngineConfig.of(
+        model_folder, device="cuda", dtype="bfloat16", kv_cache_bytes=1 << 30, max_batch_requests=64
+    )
     exact = replace(config, dtype="float32", page_tokens=128)
     return {
         "graphs": ModelRunner.load(config),

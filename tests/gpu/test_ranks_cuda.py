@@ -22,7 +22,7 @@ SIZES = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512,
 @pytest.mark.parametrize("graphs", [True, False])
 def test_two_gpus_give_the_tokens_of_one(graphs: bool, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, "llama3", **SIZES, max_position_embeddings=512)
-    config = EngineConfig(
+    config = EngineConfig.of(
         folder, device="cuda", dtype="float32", kv_cache_bytes=CACHE, max_batch_requests=8, cuda_graphs=graphs
     )
     prompts = [[token % 150 for token in prompt] for prompt in PROMPTS]
@@ -35,6 +35,6 @@ def test_two_gpus_give_the_tokens_of_one(graphs: bool, tmp_path: Path) -> None:
 
 
 def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
-    config = EngineConfig(write_tiny_model(tmp_path), device="cuda")
+    config = EngineConfig.of(write_tiny_model(tmp_path), device="cuda")
     with pytest.raises(InvalidArgument, match="can see"):
         RankGroup(config, torch.cuda.device_count() + 1)

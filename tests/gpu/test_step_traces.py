@@ -22,7 +22,9 @@ STEPS, KERNELS_OF_A_LAYER = 8, 6
 
 
 def test_every_kernel_and_both_copies_of_every_step_are_seen(model_folder: Path) -> None:
-    config = EngineConfig(model_folder, device="cuda", dtype="bfloat16", kv_cache_bytes=1 << 28, max_batch_requests=4)
+    config = EngineConfig.of(
+        model_folder, device="cuda", dtype="bfloat16", kv_cache_bytes=1 << 28, max_batch_requests=4
+    )
     engine = GpuEngine(ModelRunner.load(config))
     spans = engine.decode_spans(batch=2, context=512, steps=STEPS, warm=4)
     copies = [span for span in spans if span.copies]

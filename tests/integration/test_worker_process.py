@@ -40,12 +40,12 @@ def ceilings(process: WorkerProcess) -> Ceilings:
 
 
 def config(model: Path, **changes: object) -> WorkerConfig:
-    return WorkerConfig("w", Role.BOTH, tiny_engine_config(model), **changes)  # type: ignore[arg-type]
+    return WorkerConfig("w", Role.BOTH, tiny_engine_config(model)).with_fields(**changes)
 
 
 def test_starts_reports_and_stops(model: Path) -> None:
     stages: list[str] = []
-    process = WorkerProcess(config(model, model_name="tiny"), 3)
+    process = WorkerProcess(config(model, served_model_names=("tiny",)), 3)
     info = process.start(lambda stage, _fraction: stages.append(stage))
     assert (info.peer.worker_id, info.peer.incarnation, info.model.name) == ("w", 3, "tiny")
     assert info.pages_total > 0

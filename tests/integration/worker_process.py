@@ -38,11 +38,10 @@ def damage_arrivals(process: WorkerProcess, transfers: int) -> None:
 
 def main() -> None:
     order = json.loads(sys.stdin.readline())
-    engine = EngineConfig(**(order.pop("engine") | {"model": Path(order["model"])}))
-    del order["model"]
+    engine = EngineConfig.of(Path(order.pop("model")), **order.pop("engine"))
     incarnation = order.pop("incarnation")
     damaged = order.pop("damaged_transfers", 0)
-    config = WorkerConfig(engine=engine, role=Role(order.pop("role")), **order)
+    config = WorkerConfig(order.pop("worker_id"), Role(order.pop("role")), engine).with_fields(**order)
     process = WorkerProcess(config, incarnation)
     info = process.start()
     damage_arrivals(process, damaged)

@@ -57,7 +57,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=["auto", "int8"])
 def test_logits_of_the_plain_kernels(folder: Path, kv_dtype: torch.dtype | None) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = EngineConfig(
+    config = EngineConfig.of(
         folder, device=device, dtype="float32", page_tokens=16, kv_cache_bytes=1 << 20, random_weights=True,
         kv_cache_dtype="int8" if kv_dtype else "auto",
     )  # fmt: skip
@@ -81,7 +81,7 @@ def test_an_eagle_head_guesses_as_with_the_plain_kernels(tmp_path: Path) -> None
     model = write_tiny_model(tmp_path / "model", hidden_size=128, num_hidden_layers=1, vocab_size=67, **shape)
     head = write_eagle(tmp_path / "head", 128, 67, tokens=[1, 5, 9, 20, 33, 40, 66], **shape)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = EngineConfig(model, device=device, dtype="float32", page_tokens=16, kv_cache_bytes=1 << 20, draft=head)
+    config = EngineConfig.of(model, device=device, dtype="float32", page_tokens=16, kv_cache_bytes=1 << 20, draft=head)
     kernels = CudaKernels(load_spec(model), torch.device(device), torch.float32, 16, 4)
     ours, plain = (drafts(ModelRunner.load(config, kernels=each)) for each in (kernels, ReferenceKernels()))
     assert ours == plain

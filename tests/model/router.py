@@ -28,6 +28,8 @@ from tandem.protocol.errors import (
 )
 from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.protocol.messages import FinishReason, SamplingParams
+from tandem.protocol.mode import Mode
+from tandem.settings.model import ModelSettings
 from tests.fake_engine import answer_to
 from tests.model.checks import Broken
 from tests.model.processes import Process, ProcessLoop
@@ -143,9 +145,9 @@ class RouterProcess:
         self.process = Process("router", loop)
         self.config = RouterConfig(
             "router-0",
-            Path("fake"),
-            "fake",
+            ModelSettings(Path("fake"), ("fake",)),
             Controller.ADDRESS,
+            mode=Mode.ADAPTIVE,
             rpc_timeout_s=RPC_TIMEOUT_S,
             queue_timeout_s=QUEUE_S,
             stall_timeout_s=STALL_S,

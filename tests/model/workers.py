@@ -107,7 +107,7 @@ class WorkerProcess:
         self.process.run(self._start)
 
     def _start(self) -> None:
-        engine = EngineConfig(Path("fake"), max_step_tokens=STEP_TOKENS, max_batch_requests=BATCH)
+        engine = EngineConfig.of(Path("fake"), max_step_tokens=STEP_TOKENS, max_batch_requests=BATCH)
         self.config = WorkerConfig(
             self.me.worker_id,
             self.role,

@@ -102,8 +102,8 @@ class InferenceServicer:
             message = "no worker has loaded the model yet; try again in a moment"
             raise Unavailable(message, retry_after_s=self._config.retry_after_s)
         return inference_pb2.GetModelInfoResponse(
-            model=self._config.model_name,
-            aliases=self._config.model_aliases,
+            model=self._config.served.name,
+            aliases=self._config.served.names[1:],
             max_context=served.facts.max_context,
             vocab_size=served.facts.vocab_size,
             eos_token_ids=served.facts.eos_token_ids,

@@ -36,7 +36,7 @@ from tandem.protocol.cost_parameters import CostParameters
 from tandem.protocol.errors import InvalidArgument
 from tandem.settings.planner import Limits, Range
 
-WORKER = EngineConfig(Path("model"))
+WORKER = EngineConfig.of(Path("model"))
 """The default worker settings, which all planned workers have."""
 WORKERS_MAX = 1024
 _HELPS = "more workers do not help: relax the target, or take a faster --gpu or a smaller model"
@@ -92,7 +92,7 @@ class PlanInputs:
 
     def _memory(self, model: ModelSpec, kv_element_bytes: float) -> Memory:
         a_token = kv_bytes_per_held_token(model, self.demand.kv_tokens, kv_element_bytes)
-        device_bytes = self.device.memory_gib * GIB * WORKER.memory_fraction
+        device_bytes = self.device.memory_gib * GIB * WORKER.gpu_memory_fraction
         weights, draft = matrix_bytes(model, ITEM_BYTES), self.draft
         return Memory(device_bytes, weights, a_token, draft.weight_bytes, draft.kv_bytes_per_token(self.demand))
 

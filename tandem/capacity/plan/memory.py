@@ -55,7 +55,7 @@ class DraftMemory:
     @classmethod
     def of(cls, folder: Path, model: ModelSpec) -> DraftMemory:
         """Return the memory of the draft model or draft heads in `folder`, in bfloat16 on a GPU."""
-        config = EngineConfig(folder, dtype="bfloat16", draft=folder)
+        config = EngineConfig.of(folder, dtype="bfloat16", draft=folder)
         weights = draft_bytes(config, model, torch.bfloat16, torch.device("cuda"))
         return cls(weights, drafting_model(folder, model))
 

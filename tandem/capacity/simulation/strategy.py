@@ -12,6 +12,7 @@ from tandem.engine.config import EngineConfig
 from tandem.protocol.messages import Role
 from tandem.protocol.mode import Mode
 from tandem.protocol.policy_name import PolicyName
+from tandem.settings.model import ModelSettings
 from tandem.settings.slo import DEFAULT_CLASSES, SloClass
 from tandem.worker.config import WorkerConfig
 
@@ -45,7 +46,7 @@ class Strategy:
                 WorkerConfig(
                     worker_id=f"{role.value}-{number}",
                     role=role,
-                    engine=EngineConfig(folder, max_batch_requests=BATCH_REQUESTS),
+                    engine=EngineConfig.of(folder, max_batch_requests=BATCH_REQUESTS),
                     step_policy=self.step_policy,
                     step_budget=self.step_budget,
                 ),
@@ -56,7 +57,7 @@ class Strategy:
             for number, role in enumerate(roles)
         ]
         classes = {slo_class.name: slo_class for slo_class in (*DEFAULT_CLASSES, slo)}
-        config = RouterConfig("router", folder, machine.name, "", mode=self.mode, slo_classes=tuple(classes.values()))
+        config = RouterConfig("router", ModelSettings(folder), "", mode=self.mode, slo_classes=tuple(classes.values()))
         return VirtualCluster(specs, config, network)
 
 

@@ -69,7 +69,7 @@ def train_draft(
     with progress_bars(console) as report:
         hub = hub_model(model)
         folder = prepare_model(model if hub is None else hub.download(report), progress=report)
-        config = EngineConfig(folder, device=device, dtype=dtype, threads=threads)
+        config = EngineConfig.of(folder, device=device, dtype=dtype, threads=threads)
         trained = train(config, out, prompts_of(folder, text), recipe, report)
     _report(console, out, trained)
 

@@ -1,29 +1,24 @@
 """A client process: sends its share of a workload, each request at its due time, and records the answers.
 
-Requests are built and serialized before the start, so that during the load a client only sends, receives and reads the
-clock. The clock is `time.monotonic`, which all processes of one host share.
+Requests are built before the start, so that during the load a client only sends, receives and reads the clock. The
+clock is `time.monotonic`, which all processes of one host share.
 """
 
 import asyncio
 import gc
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection as Pipe
-from typing import Any, Protocol
-
-import grpc.aio
+from typing import Any, Generic, Protocol, TypeVar
 
 from tandem.cli.load.record import WRONG_LENGTH, RequestRecord
 from tandem.cli.load.workload import Arrival, prompt_ids
-from tandem.client import Tls
-from tandem.client.connection import Connection
-from tandem.protocol.generated.tandem.v1 import inference_pb2
-from tandem.protocol.messages import FinishReason
+from tandem.client import Answer, AsyncClient, FinishReason, Request, TandemError, Tls, generate_request
 
-_GENERATE = "/tandem.v1.Inference/Generate"
-_GET_MODEL = "/tandem.v1.Inference/GetModelInfo"
+M = TypeVar("M")
+
 _NEAR_S = 0.002
 """Seconds before the due time at which `until` makes its last sleep, which is short enough to end on time."""
 _PROGRESS_S = 0.25
@@ -53,26 +48,22 @@ class ShareResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """A serialized request, with its due time in seconds after the start and the requested length of its answer."""
+class Ready(Generic[M]):
+    """A request, with its due time in seconds after the start and the requested length of its answer."""
 
     index: int
     due_s: float
     asked_tokens: int
-    message: bytes
+    message: M
 
 
-def make_ready(index: int, arrival: Arrival, seed: int, vocab_size: int, slo_class: str = "") -> Ready:
+def make_ready(index: int, arrival: Arrival, seed: int, vocab_size: int, slo_class: str = "") -> Ready[Request]:
     """Build a greedy request for exactly `arrival.new_tokens` answer tokens."""
-    options = inference_pb2.GenerationOptions(
-        max_tokens=arrival.new_tokens, temperature=0, ignore_eos=True, slo_class=slo_class
+    prompt = arrival.messages[-1][1] if arrival.messages else prompt_ids(arrival.prompt, seed, vocab_size).tolist()
+    request = generate_request(
+        prompt, max_tokens=arrival.new_tokens, temperature=0, ignore_eos=True, slo_class=slo_class
     )
-    request = inference_pb2.GenerateRequest(options=options)
-    if arrival.messages:
-        request.text = arrival.messages[-1][1]
-    else:
-        request.token_ids.ids.extend(prompt_ids(arrival.prompt, seed, vocab_size).tolist())
-    return Ready(index, arrival.due_s, arrival.new_tokens, request.SerializeToString())
+    return Ready(index, arrival.due_s, arrival.new_tokens, request)
 
 
 class Client(Protocol):
@@ -81,7 +72,7 @@ class Client(Protocol):
     async def connected(self) -> None:
         """Wait until the server can be reached."""
 
-    async def ask(self, ready: Ready, start: float, deadline_s: float) -> RequestRecord:
+    async def ask(self, ready: Ready[Any], start: float, deadline_s: float) -> RequestRecord:
         """Send `ready` immediately, and return its record when it has ended.
 
         The record's times are relative to `start`, a time of `time.monotonic`. A request that has not
@@ -99,7 +90,7 @@ class Share(Protocol):
     def deadline_s(self) -> float:
         """Seconds after the common start at which requests that have not ended count as failed."""
 
-    def requests(self) -> list[Ready]:
+    def requests(self) -> list[Ready[Any]]:
         """Build the requests, before the start."""
 
     def connect(self) -> Client:
@@ -123,7 +114,7 @@ class GrpcShare:
     slo_class: str = ""
     tls: Tls | None = None
 
-    def requests(self) -> list[Ready]:
+    def requests(self) -> list[Ready[Request]]:
         """Build the requests; see `Share.requests`."""
         return [make_ready(i, arrival, self.seed, self.vocab_size, self.slo_class) for i, arrival in self.arrivals]
 
@@ -133,72 +124,51 @@ class GrpcShare:
 
 
 class LoadClient:
-    """A gRPC connection to a router."""
+    """A gRPC connection to a router. Tokens arrive when the client receives their message."""
 
     def __init__(self, address: str, api_key: str = "", tls: Tls | None = None) -> None:
-        self._connection = Connection(address, api_key, tls)
-        self._channel = self._connection.open_async()
-        self._generate: Any = self._channel.unary_stream(
-            _GENERATE, response_deserializer=inference_pb2.GenerateResponse.FromString
-        )
+        self._client = AsyncClient(address, api_key=api_key, tls=tls)
 
     async def connected(self) -> None:
-        """Wait for the connection and make one call.
-
-        A process's first call takes several times as long as later ones.
-        """
-        await self._channel.channel_ready()
-        call: Any = self._channel.unary_unary(_GET_MODEL)
-        await call(inference_pb2.GetModelInfoRequest().SerializeToString(), metadata=self._connection.metadata)
+        """Make one call, because a process's first call takes several times as long as later ones."""
+        await self._client.model()
 
     async def close(self) -> None:
         """Close the connection."""
-        await self._channel.close()
+        await self._client.close()
 
-    async def ask(self, ready: Ready, start: float, deadline_s: float) -> RequestRecord:
+    async def ask(self, ready: Ready[Request], start: float, deadline_s: float) -> RequestRecord:
         """Send one request; see `Client.ask`."""
         token_s: list[float] = []
-        chunks, error, complete = 0, "", inference_pb2.Complete()
+        chunks, error, answer = 0, "", None
         sent_s = time.monotonic() - start
         try:
-            async for reply in self._replies(ready.message, deadline_s - sent_s):
-                moment = time.monotonic() - start
-                if reply.HasField("complete"):
-                    complete = reply.complete
-                elif reply.chunk.token_ids:
-                    token_s += [moment] * len(reply.chunk.token_ids)
-                    chunks += 1
-        except grpc.aio.AioRpcError as failure:
-            error = self._connection.error(failure).code
-        ended_s = time.monotonic() - start
-        finish = "" if error else _finish(complete)
-        whole = len(token_s) == complete.completion_tokens == ready.asked_tokens
-        return RequestRecord(
-            ready.index,
-            ready.due_s,
-            sent_s,
-            ended_s,
-            tuple(token_s),
-            ready.asked_tokens,
-            chunks,
-            finish,
-            error or ("" if whole and finish == FinishReason.LENGTH.name else WRONG_LENGTH),
-            complete.prompt_tokens,
-            complete.completion_tokens,
-            complete.cached_tokens,
-            complete.timeline.prefill_worker,
-            complete.timeline.decode_worker,
+            async with self._client.stream(ready.message, timeout_s=deadline_s - sent_s) as stream:
+                async for chunk in stream:
+                    if chunk.token_ids:
+                        token_s += [chunk.received_s - start] * len(chunk.token_ids)
+                        chunks += 1
+                answer = await stream.answer()
+        except TandemError as failure:
+            error = failure.code
+        record = RequestRecord(
+            ready.index, ready.due_s, sent_s, time.monotonic() - start, tuple(token_s), ready.asked_tokens, chunks
         )
-
-    def _replies(self, message: bytes, timeout_s: float) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        replies: AsyncIterator[inference_pb2.GenerateResponse] = self._generate(
-            message, timeout=timeout_s, metadata=self._connection.metadata
-        )
-        return replies
+        return replace(record, error=error) if answer is None else _with_answer(record, answer)
 
 
-def _finish(complete: inference_pb2.Complete) -> str:
-    return FinishReason(complete.finish_reason).name if complete.finish_reason else ""
+def _with_answer(record: RequestRecord, answer: Answer) -> RequestRecord:
+    whole = len(record.token_s) == answer.completion_tokens == record.asked_tokens
+    return replace(
+        record,
+        finish=answer.finish_reason.name,
+        error="" if whole and answer.finish_reason is FinishReason.LENGTH else WRONG_LENGTH,
+        prompt_tokens=answer.prompt_tokens,
+        completion_tokens=answer.completion_tokens,
+        cached_tokens=answer.cached_tokens,
+        prefill_worker=answer.timeline.prefill_worker,
+        decode_worker=answer.timeline.decode_worker,
+    )
 
 
 def run_share(pipe: Pipe, share: Share) -> None:
@@ -267,7 +237,7 @@ class _Sending:
     `records` are the records of the requests that have ended.
     """
 
-    def __init__(self, client: Client, everything: list[Ready], start: float, deadline_s: float) -> None:
+    def __init__(self, client: Client, everything: list[Ready[Any]], start: float, deadline_s: float) -> None:
         self._client, self._everything, self._start, self._give_up_s = client, everything, start, deadline_s
         self._sent = 0
         self.records: list[RequestRecord] = []
@@ -285,5 +255,5 @@ class _Sending:
                 self._sent += 1
                 calls.create_task(self._ask(ready))
 
-    async def _ask(self, ready: Ready) -> None:
+    async def _ask(self, ready: Ready[Any]) -> None:
         self.records.append(await self._client.ask(ready, self._start, self._give_up_s))

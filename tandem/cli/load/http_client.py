@@ -41,7 +41,7 @@ class HttpShare:
     ignore_eos: bool = True
     """True if requests set `ignore_eos`, and an answer without exactly the workload's number of tokens is an error."""
 
-    def requests(self) -> list[Ready]:
+    def requests(self) -> list[Ready[bytes]]:
         """Build the requests; see `Share.requests`."""
         return [make_request(self, index, arrival) for index, arrival in self.arrivals]
 
@@ -50,7 +50,7 @@ class HttpShare:
         return HttpClient(self.url, self.ignore_eos)
 
 
-def make_request(share: HttpShare, index: int, arrival: Arrival) -> Ready:
+def make_request(share: HttpShare, index: int, arrival: Arrival) -> Ready[bytes]:
     """Build the bytes of an HTTP request for a greedy answer with `arrival.new_tokens` tokens."""
     body = request_body(share, arrival) | {"stream": True, "stream_options": {"include_usage": True}}
     content = json.dumps(body).encode()
@@ -123,7 +123,7 @@ class HttpClient:
     async def close(self) -> None:
         """Do nothing, because no connection stays open between requests."""
 
-    async def ask(self, ready: Ready, start: float, deadline_s: float) -> RequestRecord:
+    async def ask(self, ready: Ready[bytes], start: float, deadline_s: float) -> RequestRecord:
         """Send one request; see `Client.ask`."""
         sent_s = time.monotonic() - start
         answer = _Answer()
@@ -151,7 +151,7 @@ class HttpClient:
         address = self._address
         return await asyncio.open_connection(address.host, address.port, ssl=self._tls, limit=_LINE_BYTES)
 
-    async def _read(self, ready: Ready, start: float, answer: "_Answer") -> None:
+    async def _read(self, ready: Ready[bytes], start: float, answer: "_Answer") -> None:
         reader, writer = await self._open()
         try:
             writer.write(ready.message)

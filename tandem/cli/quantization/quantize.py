@@ -125,7 +125,7 @@ def _print_quality(console: Console, folder: Path, output: Path, device: str) ->
     samples = token_samples(Tokenizer(folder).encode, text, _QUALITY_SAMPLES, _QUALITY_TOKENS)
     with progress_bars(console) as report:
         before, after = (
-            load_for_comparison(EngineConfig(model_folder, device=device), COMPANY * _QUALITY_TOKENS, report)
+            load_for_comparison(EngineConfig.of(model_folder, device=device), COMPANY * _QUALITY_TOKENS, report)
             for model_folder in (folder, output)
         )
         comparison = compare(before, after, samples, lambda done: report("comparing predictions", done))

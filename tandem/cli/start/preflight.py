@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tandem.cli.diagnosis.checks import host_problem, port_problem
-from tandem.engine.config import GPU_PAGE_TOKENS, AdapterSource, EngineConfig
+from tandem.engine.config import GPU_PAGE_TOKENS, EngineConfig
 from tandem.net.address import address_of, is_loopback
 from tandem.net.security.credentials import check_guarded
 from tandem.protocol.errors import InvalidArgument
@@ -61,19 +61,21 @@ def check_network(config: ClusterSettings) -> None:
 
 def check_device(config: ClusterSettings) -> None:
     """Raise InvalidArgument if the workers' GPU or its kernels are missing. Ray checks other hosts."""
-    if config.on_cpu or config.ray_address:
+    if config.engine.on_cpu or config.ray_address:
         return
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
-        raise InvalidArgument("--device", f"{config.device} asked for, PyTorch sees no GPU; use --device cpu")
-    if int(config.device.partition(":")[2] or 0) >= count:
-        raise InvalidArgument("--device", f"{config.device} asked for, PyTorch sees cuda:0 to cuda:{count - 1} alone")
+        raise InvalidArgument("--device", f"{config.engine.device} asked for, PyTorch sees no GPU; use --device cpu")
+    if int(config.engine.device.partition(":")[2] or 0) >= count:
+        raise InvalidArgument(
+            "--device", f"{config.engine.device} asked for, PyTorch sees cuda:0 to cuda:{count - 1} alone"
+        )
     from tandem.engine.device import why_no_gpu_kernels
 
     if (missing := why_no_gpu_kernels()) is not None:
-        raise InvalidArgument("--device", f"{config.device} asked for, {missing}")
+        raise InvalidArgument("--device", f"{config.engine.device} asked for, {missing}")
 
 
 def check_memory(config: ClusterSettings) -> None:
@@ -81,10 +83,10 @@ def check_memory(config: ClusterSettings) -> None:
 
     A worker on a GPU or on another host checks the memory itself.
     """
-    if not config.on_cpu or config.worker_kv_cache_bytes is None or config.ray_address:
+    if not config.engine.on_cpu or config.engine.kv_pool_bytes is None or config.ray_address:
         return
     workers = config.worker_count
-    pool_gib, free = config.worker_kv_cache_bytes / GIB, psutil.virtual_memory().available / GIB
+    pool_gib, free = config.engine.kv_pool_bytes / GIB, psutil.virtual_memory().available / GIB
     if workers * pool_gib > free:
         raise InvalidArgument(
             "--kv-cache-gib",
@@ -105,15 +107,16 @@ def check_page(config: ClusterSettings) -> None:
     from tandem.engine.models.load_spec import bounded, load_spec
     from tandem.engine.speculation.load_draft import split_kv
 
-    if config.worker_kv_cache_bytes is None or (config.ray_address and not config.on_cpu):
+    if config.engine.kv_pool_bytes is None or (config.ray_address and not config.engine.on_cpu):
         return
     engine = _engine(config)
-    device, shape = torch.device(config.device), bounded(load_spec(config.model), config.engine.max_model_len)
+    device = torch.device(config.engine.device)
+    shape = bounded(load_spec(config.served.model), config.engine.max_model_len)
     page_tokens = parse_page_tokens(engine, device)
     needed = cache_bytes(shape, 1, page_tokens, parse_kv_dtype(engine, device, shape))
-    pages = split_kv(engine, shape, page_tokens, device, config.worker_kv_cache_bytes).target or 0
+    pages = split_kv(engine, shape, page_tokens, device, config.engine.kv_pool_bytes).target or 0
     if pages < needed:
-        beside = "" if pages == config.worker_kv_cache_bytes else ", without the draft model's part,"
+        beside = "" if pages == config.engine.kv_pool_bytes else ", without the draft model's part,"
         raise InvalidArgument(
             "--kv-cache-gib",
             f"{pages / GIB:.4g} GiB{beside} hold no page of {page_tokens} tokens, which takes "
@@ -126,15 +129,15 @@ def check_loras(config: ClusterSettings) -> None:
 
     Raises InvalidArgument or ModelError, which names the wrong adapter.
     """
-    if not config.loras:
+    if not config.engine.loras:
         return
     from tandem.engine.adapters.load import check_adapters
     from tandem.engine.models.load_spec import load_spec
 
-    names = {*config.model_aliases, config.model_name}
-    if taken := [name for name, _ in config.loras if name in names]:
+    names = config.served.names
+    if taken := [name for name, _ in config.engine.loras if name in names]:
         raise InvalidArgument("--lora", f"{taken[0]!r} is the model's own name; give the adapter another one")
-    check_adapters(_engine(config), load_spec(config.model))
+    check_adapters(_engine(config), load_spec(config.served.model))
 
 
 def check_draft(config: ClusterSettings) -> None:
@@ -144,7 +147,7 @@ def check_draft(config: ClusterSettings) -> None:
     from tandem.engine.models.load_spec import load_spec
     from tandem.engine.speculation.draft_folder import check_draft_folder
 
-    check_draft_folder(config.engine.draft, load_spec(config.model), config.tokenizer or config.model)
+    check_draft_folder(config.engine.draft, load_spec(config.served.model), config.served.tokenizer_folder)
 
 
 def check_weights(config: ClusterSettings) -> None:
@@ -163,18 +166,18 @@ def check_weights(config: ClusterSettings) -> None:
 
     # Computed even if the weights are on a GPU or another host: this call rejects a checkpoint that is already
     # quantized.
-    stored = bounded(load_spec(config.model), config.engine.max_model_len)
+    stored = bounded(load_spec(config.served.model), config.engine.max_model_len)
     shapes = {role: quantized_at_load(stored, config.quantization_of(role)) for role in Role}
-    if not config.on_cpu or config.ray_address:
+    if not config.engine.on_cpu or config.ray_address:
         return
     engine, device = _engine(config), torch.device("cpu")
     dtype = parse_dtype(engine, device, stored)
     counts = {Role.BOTH: config.workers}
-    if config.mode == Mode.DISAGGREGATED:
+    if config.router.mode == Mode.DISAGGREGATED:
         counts = {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
     others = slot_bytes(engine, stored, dtype) + draft_bytes(engine, stored, dtype, device)
     sizes = {role: weight_bytes(shapes[role], dtype, on_cpu=True) + others for role in counts}
-    weights_gib, pages = max(sizes.values()) / GIB, config.worker_kv_cache_bytes or 0
+    weights_gib, pages = max(sizes.values()) / GIB, config.engine.kv_pool_bytes or 0
     free = psutil.virtual_memory().available
     if sum(counts[role] * (size + pages) for role, size in sizes.items()) > free:
         raise InvalidArgument(
@@ -187,8 +190,7 @@ def check_weights(config: ClusterSettings) -> None:
 
 def _engine(config: ClusterSettings) -> EngineConfig:
     """Return an engine configuration for computing the sizes of weights and pages; it does not serve."""
-    adapters = tuple(AdapterSource(name, path) for name, path in config.loras)
-    return EngineConfig(config.model, adapters=adapters, **config.engine.values())
+    return EngineConfig(config.served, **config.engine.values())
 
 
 def warn_if_open(config: ClusterSettings) -> None:
@@ -203,7 +205,7 @@ def warn_if_open(config: ClusterSettings) -> None:
 
 def warn_of_slow_pages(config: ClusterSettings) -> None:
     """Print a warning if the page size makes prefill slower on GPUs."""
-    if config.on_cpu or config.engine.page_tokens is None or config.engine.dtype == "float32":
+    if config.engine.on_cpu or config.engine.page_tokens is None or config.engine.dtype == "float32":
         return
     if config.engine.page_tokens != GPU_PAGE_TOKENS:
         Console(stderr=True, highlight=False, soft_wrap=True).print(

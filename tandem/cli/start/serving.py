@@ -148,7 +148,7 @@ def serve(config: ClusterSettings, model: Path | None, first: FirstPrompt | None
                 config = replace(_with_model(config, model, view), log_folder=new_log_folder())
                 cluster = _start(console, config, view)
         except KeyboardInterrupt:
-            console.print(NOT_STARTED if config.workers_outlive_s else STOPPED)
+            console.print(NOT_STARTED if config.worker.outlive_s else STOPPED)
             raise
         leave_workers = False
         try:
@@ -182,7 +182,7 @@ def _serve(console: Console, cluster: Cluster, config: ClusterSettings, first: F
     announced = state.announce(
         ends.grpc,
         ends.http,
-        config.model_name,
+        config.served.name,
         ends.controller,
         ends.token,
         metrics=ends.metrics,
@@ -222,7 +222,7 @@ def _answer(console: Console, config: ClusterSettings, ends: Endpoints, first: F
 
 def _endpoints(config: ClusterSettings, ends: Endpoints) -> str:
     return (
-        f"\n{config.model_name} is served at\n"
+        f"\n{config.served.name} is served at\n"
         f'  gRPC    {ends.grpc}  (tandem.v1.Inference; try: tandem generate "Hello")\n'
         f"  OpenAI  {'http' if config.router.tls is None else 'https'}://{ends.http.removeprefix('http://')}/v1\n"
         f"  metrics http://{ends.metrics}/metrics  (try: tandem top)\n"
@@ -244,16 +244,16 @@ def _with_model(config: ClusterSettings, model: Path | None, view: StartView) ->
 
         folder = path if config.engine.random_weights else prepare_model(path, progress=progress, codes=True)
         check_device(config)
-        config = replace(config, model=folder, served_model_names=config.served_model_names or (name,))
+        config = config.with_fields(model=folder, served_model_names=config.served.served_model_names or (name,))
         check_draft(config)
         check_page(config)
         check_loras(config)
         check_weights(config)
         warn_of_slow_pages(config)
-        tokenizer = config.tokenizer or folder
-        chosen = config.router.chat_template or (TEMPLATE if model is None and config.tokenizer is None else "")
+        tokenizer = config.served.tokenizer_folder
+        chosen = config.router.chat_template or (TEMPLATE if model is None and config.served.tokenizer is None else "")
         template = read_template(chosen, tokenizer) if chosen else ""
-        if path.is_dir() or config.tokenizer or template:
+        if path.is_dir() or config.served.tokenizer or template:
             Tokenizer(tokenizer, template)  # raises if the tokenizer is missing; a converted GGUF file always has one
     return config.with_fields(chat_template=template)
 
@@ -289,7 +289,7 @@ def _leaves_workers(interrupt: KeyboardInterrupt) -> bool:
 def _left(config: ClusterSettings) -> str:
     return (
         f"[dim]stopped; workers live on. Where no other `tandem up` serves with them, they wait "
-        f"{config.workers_outlive_s:g} s for one with --cluster-name {escape(config.cluster_name)} and its --token, and"
+        f"{config.worker.outlive_s:g} s for one with --cluster-name {escape(config.cluster_name)} and its --token, and"
         f" end then; `tandem down --address {escape(config.ray_address)} --cluster-name {escape(config.cluster_name)}`"
         " ends them now[/]"
     )

@@ -14,7 +14,7 @@ from tandem.cli.option_groups import option_groups
 from tandem.cli.plain_errors import plain_errors
 from tandem.cli.start.setting_options import settings_of, with_settings
 from tandem.cli.start.settings_command import read_config_file
-from tandem.settings.cluster import AUTO
+from tandem.settings.setting import AUTO
 
 if TYPE_CHECKING:
     from tandem.cli.connection.router import Sampling

@@ -9,7 +9,7 @@ from tandem.cluster.supervision.modes import Topology
 from tandem.cluster.supervision.roles import Slot
 from tandem.protocol.messages import Role
 from tandem.protocol.mode import Mode
-from tandem.settings.cluster import GPU_MEMORY_FRACTION, ClusterSettings
+from tandem.settings.cluster import ClusterSettings
 from tandem.settings.planner import PlannerMode
 
 
@@ -61,7 +61,7 @@ def _absent(handover: Handover, living: Collection[str]) -> tuple[str, ...]:
 def _asked(config: ClusterSettings, living: int) -> int:
     """Return the target number of workers, given the number of live ones."""
     limits = config.planner.limits.workers
-    if not living or config.planner.mode is not PlannerMode.ON or limits is None:
+    if not living or config.planner.actions is not PlannerMode.ON or limits is None:
         return config.worker_count
     return limits.clip(living)
 
@@ -85,7 +85,7 @@ def _topology(config: ClusterSettings, roles: Mapping[str, Role], living: Mappin
     if topology.mode is not Mode.DISAGGREGATED:
         return topology
     prefill = topology.prefill
-    if living and config.planner.mode is PlannerMode.ON:
+    if living and config.planner.actions is PlannerMode.ON:
         prefill = sum(role is Role.PREFILL for role in roles.values())
     return replace(topology, prefill=min(max(prefill, 1), len(roles) - 1))
 
@@ -98,7 +98,7 @@ def slot_of(config: ClusterSettings, planned: Sequence[Slot], worker_id: str) ->
     """
     known = {slot.worker_id: slot for slot in planned}
     return known.get(worker_id) or Slot(
-        worker_id, _role_of(worker_id), config.device, config.memory_fraction or GPU_MEMORY_FRACTION
+        worker_id, _role_of(worker_id), config.engine.device, config.engine.gpu_memory_fraction
     )
 
 

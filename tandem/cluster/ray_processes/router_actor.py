@@ -163,19 +163,14 @@ class RouterProcess:
 
         cluster = self._cluster
         settings = cluster.router.values()
-        if cluster.on_cpu:
+        if cluster.engine.on_cpu:
             settings["chunks_per_s"] = _CPU_CHUNKS_PER_S
         config = RouterConfig(
             **settings,
             router_id=f"router-{incarnation}",
-            model=cluster.model,
-            model_name=cluster.model_name,
-            model_aliases=cluster.model_aliases,
-            tokenizer=cluster.tokenizer,
-            mode=cluster.mode,
+            served=cluster.served,
             controller_address=self.controller_address,
-            token=self._token,
-            metrics_key=cluster.metrics_key,
+            secrets=replace(cluster.secrets, token=self._token),
         )
         grpc_address, http_address, operations_address = self.listeners
         if not grpc_address:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from tandem.cluster.supervision.roles import GPU, Slot, bundle
 from tandem.net.security.credentials import metrics_key_of
 from tandem.protocol.messages import Assignment
 from tandem.settings.cluster import ClusterSettings
+from tandem.settings.secrets import Secrets
 
 if TYPE_CHECKING:
     from tandem.worker.config import WorkerConfig
@@ -75,7 +77,7 @@ class WorkerActors:
 
     def adopt(self, slot: Slot, left: OrphanedWorker) -> Process:
         """Return a handle with which this controller supervises the live worker `left` of `slot`."""
-        return left.process(self.controller_address, self._cluster.workers_outlive_s, partial(self._on_metrics, slot))
+        return left.process(self.controller_address, self._cluster.worker.outlive_s, partial(self._on_metrics, slot))
 
     def release_all(self) -> None:
         """Forget all placement groups without removing them, because another controller takes them over."""
@@ -105,29 +107,32 @@ class WorkerActors:
             release_placement_group(slot.worker_id)
             group = None
         if group is None:
-            lifetime = "detached" if self._cluster.workers_outlive_s else None
+            lifetime = "detached" if self._cluster.worker.outlive_s else None
             group = placement_group([bundle(slot)], name=slot.worker_id, lifetime=lifetime)
         self._groups[slot.worker_id] = group
         return group
 
     def config(self, slot: Slot, assignment: Assignment) -> "WorkerConfig":
         """Return the config that a worker of `slot` starts with."""
-        from tandem.engine.config import AdapterSource, EngineConfig
+        from tandem.engine.config import EngineConfig
         from tandem.protocol.speculation_method import SpeculationMethod
         from tandem.worker.config import WorkerConfig
 
         cluster = self._cluster
-        engine = EngineConfig(
-            **cluster.engine.values() | {"kv_cache_bytes": cluster.worker_kv_cache_bytes},
-            model=cluster.model,
-            tokenizer=cluster.tokenizer,
+        settings = cluster.engine.with_fields(
+            kv_cache_bytes=cluster.engine.kv_pool_bytes,
             device=slot.device,
             memory_fraction=slot.memory_fraction,
-            max_batch_requests=cluster.batch_requests,
+            max_batch_requests=cluster.engine.batch_requests,
             quantization=cluster.quantization_of(assignment.role),
             # With runtime adapters the controller makes workers load the adapters after their start
             # (`tandem/cluster/operations/adapters.py`).
-            adapters=() if cluster.engine.runtime_loras else tuple(AdapterSource(*lora) for lora in cluster.loras),
+            loras=() if cluster.engine.runtime_loras else cluster.engine.loras,
+        )
+        engine = EngineConfig(
+            **settings.values(),
+            # The router alone knows the model's other names.
+            served=replace(cluster.served, served_model_names=(cluster.served.name,)),
             draft_graphs=cluster.worker.speculate not in {SpeculationMethod.AUTO, SpeculationMethod.OFF},
         )
         steps = {
@@ -140,10 +145,10 @@ class WorkerActors:
             worker_id=slot.worker_id,
             role=assignment.role,
             engine=engine,
-            model_name=cluster.model_name,
             controller_address=self.controller_address,
-            token=self._token,
-            metrics_key=cluster.metrics_key or (metrics_key_of(self._token) if cluster.router.guarded else ""),
-            outlive_s=cluster.workers_outlive_s,
+            secrets=Secrets(
+                self._token,
+                cluster.secrets.metrics_key or (metrics_key_of(self._token) if cluster.router.guarded else ""),
+            ),
             batch_wait_s=_CPU_GATHER_S if slot.device == "cpu" else 0.0,
         )

@@ -31,8 +31,8 @@ class Topology:
     @classmethod
     def of(cls, config: ClusterSettings) -> "Topology":
         """Return the topology of the config."""
-        prefill, worker = config.prefill if config.mode is Mode.DISAGGREGATED else 0, config.worker
-        return cls(config.mode, prefill, worker.step_policy, worker.step_budget, worker.itl_target_s)
+        prefill, worker = config.prefill if config.router.mode is Mode.DISAGGREGATED else 0, config.worker
+        return cls(config.router.mode, prefill, worker.step_policy, worker.step_budget, worker.itl_target_s)
 
     def assignment(self, role: Role) -> Assignment:
         """Return the assignment of a worker with this role."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from tandem.protocol.errors import FailedPrecondition
 from tandem.protocol.messages import Role
 from tandem.protocol.mode import Mode
-from tandem.settings.cluster import GPU_MEMORY_FRACTION, WORKERS_MAX, ClusterSettings
+from tandem.settings.cluster import WORKERS_MAX, ClusterSettings
+from tandem.settings.engine import GPU_MEMORY_FRACTION
 
 GPU = "GPU"
 """Ray's name of the GPU resource."""
@@ -36,7 +37,8 @@ def plan(config: ClusterSettings, gpus: int) -> tuple[Slot, ...]:
     node.
     """
     roles = [(role, i) for role, count in _counts(config).items() for i in range(count)]
-    devices = [config.device if config.ray_address else _device(config.device, n, gpus) for n in range(len(roles))]
+    wanted = config.engine.device
+    devices = [wanted if config.ray_address else _device(wanted, number, gpus) for number in range(len(roles))]
     return tuple(
         Slot(f"{role.value}-{i}", role, device, _memory_fraction(config, devices.count(device)))
         for (role, i), device in zip(roles, devices, strict=True)
@@ -50,10 +52,10 @@ def another(config: ClusterSettings, role: Role, slots: Sequence[Slot], gpus: in
     """
     taken = {slot.worker_id for slot in slots}
     worker_id = next(name for i in range(len(taken) + 1) if (name := f"{role.value}-{i}") not in taken)
-    if config.on_cpu or config.ray_address:
-        return Slot(worker_id, role, config.device)
-    fraction = config.memory_fraction or GPU_MEMORY_FRACTION
-    devices = [config.device] if config.device != "cuda" else [f"cuda:{number}" for number in range(gpus)]
+    if config.engine.on_cpu or config.ray_address:
+        return Slot(worker_id, role, config.engine.device)
+    fraction = config.engine.gpu_memory_fraction
+    devices = [config.engine.device] if config.engine.device != "cuda" else [f"cuda:{number}" for number in range(gpus)]
     used = {device: sum(slot.memory_fraction for slot in slots if slot.device == device) for device in devices}
     device = min(devices, key=lambda candidate: used[candidate])
     if used[device] + fraction > 1:
@@ -65,15 +67,15 @@ def another(config: ClusterSettings, role: Role, slots: Sequence[Slot], gpus: in
 
 
 def _counts(config: ClusterSettings) -> dict[Role, int]:
-    if config.mode == Mode.DISAGGREGATED:
+    if config.router.mode == Mode.DISAGGREGATED:
         return {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
     return {Role.BOTH: config.workers}
 
 
 def _memory_fraction(config: ClusterSettings, sharers: int) -> float:
-    if config.memory_fraction is not None:
-        return config.memory_fraction
-    return GPU_MEMORY_FRACTION if config.on_cpu or config.ray_address else GPU_MEMORY_FRACTION / sharers
+    if config.engine.memory_fraction is not None:
+        return config.engine.memory_fraction
+    return GPU_MEMORY_FRACTION if config.engine.on_cpu or config.ray_address else GPU_MEMORY_FRACTION / sharers
 
 
 def _device(asked: str, number: int, gpus: int) -> str:
@@ -92,7 +94,7 @@ def offer(config: ClusterSettings) -> dict[str, float]:
     offered: Counter[str] = Counter()
     for role, count in _counts(config).items():
         offered.update(_role_resources(role, count))
-    if config.ray_address and not config.on_cpu:
+    if config.ray_address and not config.engine.on_cpu:
         offered[GPU] = config.worker_count
     return dict(offered)
 

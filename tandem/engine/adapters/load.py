@@ -162,7 +162,7 @@ def load_adapters(config: EngineConfig, spec: ModelSpec, parameters: Parameters)
         {number: modules.products[number] for number in changed}, count, _padded(rank), parameters.dtype, device
     )
     slots = AdapterSlots(count, _Files(modules, tables, config.max_lora_rank))
-    for source, folder in zip(config.adapters, folders, strict=True):
+    for source, folder in zip(config.loras, folders, strict=True):
         slots.fill(
             slots.claim(folder.identity, ()), AdapterFacts(source.name, folder.identity, str(folder.path)), folder
         )
@@ -171,7 +171,7 @@ def load_adapters(config: EngineConfig, spec: ModelSpec, parameters: Parameters)
 
 def check_adapters(config: EngineConfig, spec: ModelSpec) -> None:
     """Raise the errors of `load_adapters` without allocating memory for weights."""
-    if config.adapters:
+    if config.loras:
         modules = adapted_modules(spec, allocate_parameters(spec, torch.float32, torch.device("meta")))
         for folder in _read_all(config):
             modules.place(folder)
@@ -187,9 +187,9 @@ def slot_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> int
 
 
 def _read_all(config: EngineConfig) -> Sequence[AdapterFolder]:
-    if len(config.adapters) > config.max_loras:
-        raise InvalidArgument("max_loras", f"is {config.max_loras}, and {len(config.adapters)} adapters are given")
-    return [_read(source.path, config.max_lora_rank) for source in config.adapters]
+    if len(config.loras) > config.max_loras:
+        raise InvalidArgument("max_loras", f"is {config.max_loras}, and {len(config.loras)} adapters are given")
+    return [_read(source.path, config.max_lora_rank) for source in config.loras]
 
 
 def _read(path: Path, max_rank: int) -> AdapterFolder:

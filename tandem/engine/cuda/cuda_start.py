@@ -97,7 +97,7 @@ def start_on_gpu(
         del probe
         capacity = config.kv_cache_bytes
         if capacity is None:
-            capacity = kv_cache_bytes(device, config.memory_fraction, steps + _MARGIN_BYTES)
+            capacity = kv_cache_bytes(device, config.gpu_memory_fraction, steps + _MARGIN_BYTES)
         if group is not None:
             capacity = group.minimum(capacity)
         # Allocated outside of inference mode, because the transfer and tests write into the cache as well.
@@ -159,7 +159,7 @@ def _compile(config: EngineConfig, model: DecoderModel, probe: PagedCache) -> No
     # compiling threads.
     trials: dict[str, Trial] = {**stepper.draws.trials(model.dtype)}
     if config.cuda_graphs:
-        trials |= stepper.graphs.trials(graph_sizes(config.max_batch_requests))
+        trials |= stepper.graphs.trials(graph_sizes(config.batch_requests))
         trials |= stepper.verify.trials(_verify_sizes(config, model))
     tokens = min(_COMPILED_PROMPT, config.max_step_tokens, step_limits(model.spec, probe).max_context)
     trials["a prefill step"] = lambda: stepper.logits(StepBatch(_prompt_rows(tokens, tokens, probe)))
@@ -167,7 +167,7 @@ def _compile(config: EngineConfig, model: DecoderModel, probe: PagedCache) -> No
         if number <= tokens:
             rows = _prompt_rows(number, number, probe)
             trials[f"a prefill step of {number} tokens"] = partial(stepper.logits, StepBatch(rows))
-    for slots in answer_slots(min(config.max_batch_requests, config.max_step_tokens - _SHORT_PROMPT)):
+    for slots in answer_slots(min(config.batch_requests, config.max_step_tokens - _SHORT_PROMPT)):
         trials[f"a mixed step of {slots} decode rows"] = partial(stepper.logits, _mixed_step(slots, probe))
     later = _prompt_rows(tokens, tokens, probe, cached=tokens // 2)
     trials["a prefill step behind cached tokens"] = lambda: stepper.logits(StepBatch(later))
@@ -193,10 +193,10 @@ def _mixed_step(answers: int, probe: PagedCache) -> StepBatch:
 def _every_size(config: EngineConfig, model: DecoderModel) -> _Sizes:
     if not config.cuda_graphs:
         return _Sizes([], [], [])
-    rows, verify = graph_sizes(config.max_batch_requests), _verify_sizes(config, model)
+    rows, verify = graph_sizes(config.batch_requests), _verify_sizes(config, model)
     if not model.kernels.prompts_capturable:
         return _Sizes(rows, [], verify)
-    prompts = prompt_graph_sizes(model.spec, config.max_step_tokens, config.max_batch_requests)
+    prompts = prompt_graph_sizes(model.spec, config.max_step_tokens, config.batch_requests)
     most = model.kernels.capturable_tokens
     return _Sizes(rows, [size for size in prompts if most is None or size.tokens <= most], verify)
 
@@ -204,7 +204,7 @@ def _every_size(config: EngineConfig, model: DecoderModel) -> _Sizes:
 def _verify_sizes(config: EngineConfig, model: DecoderModel) -> list[VerifySize]:
     if not (config.cuda_graphs and config.draft_graphs):
         return []
-    return verify_sizes(model.kernels, config.max_batch_requests, config.max_step_tokens)
+    return verify_sizes(model.kernels, config.batch_requests, config.max_step_tokens)
 
 
 def _make_stepper(
@@ -221,8 +221,8 @@ def _make_stepper(
     packer = StepPacker(step_limits(model.spec, cache))
     forward = forward_over(model, cache)
     # Every row of a step may sample a token, and a step of short prompts may have as many rows as tokens.
-    drawn = torch.zeros(max(config.max_batch_requests, config.max_step_tokens), dtype=torch.int64, device=device)
-    sampler = DeviceSampler(model.spec.vocab_size, config.max_batch_requests, device, overlaps_launches())
+    drawn = torch.zeros(max(config.batch_requests, config.max_step_tokens), dtype=torch.int64, device=device)
+    sampler = DeviceSampler(model.spec.vocab_size, config.batch_requests, device, overlaps_launches())
     with torch.inference_mode():
         pool = torch.cuda.graph_pool_handle()
         prompts = PromptGraphs(packer, forward, drawn, pool, model.kernels.capturable_pages)
@@ -231,7 +231,7 @@ def _make_stepper(
         graphs.capture(sizes.rows, progress)
         verify = VerifyGraphs(packer, forward, sampler, drawn, pool)
         verify.capture(sizes.verify, progress)
-        counts = PenaltyCounts(model.spec.vocab_size, config.max_batch_requests, device)
+        counts = PenaltyCounts(model.spec.vocab_size, config.batch_requests, device)
         draws = TokenDraws(sampler, counts, drawn, model.spec.eos_token_ids, masks, pdl=overlaps_launches())
     make = CudaStepper if on_step is None else partial(LeadingStepper, on_step=on_step)
     return make(packer, forward, draws, drawn, graphs=graphs, prompts=prompts, verify=verify)

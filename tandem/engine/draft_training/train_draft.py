@@ -92,7 +92,7 @@ def train_draft(
     """
     if output.exists():
         raise InvalidArgument("out", f"{output} exists; name a folder that does not.")
-    spec = load_spec(config.model)
+    spec = load_spec(config.served.model)
     if recipe.kind not in KINDS:
         raise InvalidArgument("kind", f"{recipe.kind!r} is not known; use {' or '.join(KINDS)}.")
     if recipe.kind == EAGLE:
@@ -170,7 +170,7 @@ def _answer(
     pages = -(-longest // page_tokens) * BATCH * len(kv_groups(spec)) + _SPARE_PAGES
     capacity = cache_bytes(spec, pages, page_tokens, parse_kv_dtype(config, device, spec))
     sized = EngineConfig(
-        config.model,
+        config.served,
         device=config.device,
         dtype=config.dtype,
         threads=config.threads,
@@ -196,7 +196,7 @@ def base_weights(config: EngineConfig, spec: ModelSpec) -> BaseWeights:
     device = parse_device(config.device)
     dtype = parse_dtype(config, device, spec)
     parameters = allocate_ends(spec, dtype, device)
-    load_weights(config.model, spec, parameters)
+    load_weights(config.served.model, spec, parameters)
 
     def plain(weight: Weight) -> Tensor:
         return weight.dequantized(dtype) if isinstance(weight, PackedWeight) else weight

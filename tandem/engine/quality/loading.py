@@ -24,7 +24,7 @@ def load_for_comparison(
     The settings `kv_cache_bytes` and `max_batch_requests` of `config` are replaced. `kernels` and the errors are those
     of `ModelRunner.load`.
     """
-    spec, device = load_spec(config.model), parse_device(config.device)
+    spec, device = load_spec(config.served.model), parse_device(config.device)
     page_tokens = parse_page_tokens(config, device)
     pages = (-(-tokens // page_tokens) + COMPANY + _SPARE_PAGES) * len(kv_groups(spec))
     capacity = cache_bytes(spec, pages, page_tokens, parse_kv_dtype(config, device, spec))

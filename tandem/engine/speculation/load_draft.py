@@ -137,7 +137,7 @@ def eagle_proposer(
     if head is None or states is None:
         return None
     device, spec = parse_device(config.device), loaded.model.spec
-    total = kv_cache_bytes(device, config.memory_fraction, 0) if kv.both is None else kv.both
+    total = kv_cache_bytes(device, config.gpu_memory_fraction, 0) if kv.both is None else kv.both
     share = int(total * _kv_share(config, spec, page_tokens, device))
     cache, stepper = start(replace(draft_config(config), kv_cache_bytes=share), head)
     runner = EagleRunner(head, cache, stepper)

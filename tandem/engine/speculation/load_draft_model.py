@@ -20,6 +20,7 @@ from tandem.engine.models.allocation import weight_bytes
 from tandem.engine.models.load_spec import load_spec
 from tandem.engine.speculation.draft_model import DraftRunner
 from tandem.protocol.errors import ModelError
+from tandem.settings.model import ModelSettings
 from tandem.tokenizers.tokenizer_formats import has_tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -78,31 +79,31 @@ def draft_config(config: EngineConfig) -> EngineConfig:
     assert config.draft is not None
     return replace(
         config,
-        model=config.draft,
         # The folder of the draft model may have no tokenizer.
-        tokenizer=config.tokenizer or config.model,
+        served=ModelSettings(config.draft, tokenizer=config.served.tokenizer_folder),
         draft=None,
-        adapters=(),
+        loras=(),
         runtime_loras=False,
         max_model_len=None,
         quantization=None,
         kv_cache_dtype="auto",
         draft_graphs=False,
-        max_batch_requests=_ROWS_PER_REQUEST * config.max_batch_requests,
+        max_batch_requests=_ROWS_PER_REQUEST * config.batch_requests,
     )
 
 
 def draft_model_bytes(config: EngineConfig, device: torch.device) -> int:
     """Return the size of the draft model's weights in bytes."""
     settings = draft_config(config)
-    draft = load_spec(settings.model)
+    draft = load_spec(settings.served.model)
     return weight_bytes(draft, parse_dtype(settings, device, draft), on_cpu=is_cpu(device))
 
 
 def kv_share(config: EngineConfig, spec: ModelSpec, page_tokens: int, device: torch.device) -> float:
     """Return the share of the KV memory that the draft model needs to hold as many tokens as the target."""
     settings = draft_config(config)
-    dtypes = parse_kv_dtype(config, device, spec), parse_kv_dtype(settings, device, draft := load_spec(settings.model))
+    draft = load_spec(settings.served.model)
+    dtypes = parse_kv_dtype(config, device, spec), parse_kv_dtype(settings, device, draft)
     return share_of((spec, dtypes[0]), (draft, dtypes[1]), page_tokens)
 
 
@@ -132,10 +133,10 @@ def load_draft_model(
     the target. Raises ModelError if the model cannot be served or has another vocabulary.
     """
     assert config.draft is not None
-    check_draft_model(config.draft, spec, config.tokenizer or config.model)
+    check_draft_model(config.draft, spec, config.served.tokenizer_folder)
     device = parse_device(config.device)
     if total is None:
-        total = kv_cache_bytes(device, config.memory_fraction, draft_model_bytes(config, device))
+        total = kv_cache_bytes(device, config.gpu_memory_fraction, draft_model_bytes(config, device))
     share = kv_share(config, spec, page_tokens, device)
     runner = load(replace(draft_config(config), kv_cache_bytes=int(total * share)))
     log.info("Draft model %s: %d KV pages", config.draft, runner.cache.pages)

@@ -1,25 +1,24 @@
 """The description of a worker for a controller that did not start it, and the comparison of settings."""
 
 import hashlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from tandem.protocol.messages import Assignment, PeerRef
+from tandem.settings.setting import Settings as Branch
 from tandem.worker.config import WorkerConfig
 
 Settings = tuple[tuple[str, str], ...]
 """Names and values of settings, as text that can be compared."""
 
 _SERVED = (
-    *("model", "model_name", "random_weights", "device", "dtype", "page_tokens", "max_model_len", "tokenizer"),
-    "adapters",
-    *("token", "transfer_backend", "trusted_network", "kv_checksum_rate"),
+    *("model", "served_model_names", "tokenizer", "random_weights", "device", "dtype", "page_tokens", "max_model_len"),
+    *("loras", "token", "transfer_backend", "trusted_network", "kv_checksum_rate"),
 )
 """The settings that decide which requests a worker can serve and with which workers it is compatible."""
 _PASSING = (
-    *("worker_id", "role", "engine", "step_policy", "step_budget", "itl_target_s"),
-    *("controller_address", "host", "port", "metrics_port", "outlive_s"),
+    *("worker_id", "role", "step_policy", "step_budget", "itl_target_s"),
+    *("controller_address", "host", "port", "outlive_s"),
 )
 """The settings that are never compared; a new controller sets most of them again."""
 _SECRETS = ("token", "metrics_key")
@@ -57,15 +56,16 @@ def differences(ours: Settings, theirs: Settings) -> tuple[str, ...]:
 
 
 def _settings(config: WorkerConfig, wanted: Callable[[str], bool]) -> Settings:
-    named = [*_values(config.engine), *_values(config)]
-    return tuple((name, _told(name, value)) for name, value in named if wanted(name))
+    return tuple((name, _told(name, value)) for name, value in _values(config) if wanted(name))
 
 
-def _values(config: Any) -> Iterable[tuple[str, object]]:
-    """Return the names and values of a dataclass's fields, its own fields before inherited ones."""
-    own = type(config).__annotations__
-    ordered = sorted(fields(config), key=lambda field: field.name not in own)
-    return ((field.name, getattr(config, field.name)) for field in ordered)
+def _values(branch: Branch) -> Iterator[tuple[str, object]]:
+    """Yield the names and values of all settings: those of the branches in `branch`, then its own."""
+    values = branch.values()
+    for inner in values.values():
+        if isinstance(inner, Branch):
+            yield from _values(inner)
+    yield from ((name, value) for name, value in values.items() if not isinstance(value, Branch))
 
 
 def _told(name: str, value: object) -> str:

@@ -49,7 +49,7 @@ SAMPLINGS = {
 
 
 def config_of(folder: Path, dtype: str, kv_cache_dtype: str = "auto") -> EngineConfig:
-    return EngineConfig(
+    return EngineConfig.of(
         folder,
         device="cuda",
         dtype=dtype,

@@ -18,7 +18,7 @@ SAMPLES = [[(31 * number + 7 * position) % 40_000 for position in range(300)] fo
 
 def _runner(folder: Path, dtype: str) -> ModelRunner:
     return ModelRunner.load(
-        EngineConfig(folder, device="cuda", dtype=dtype, kv_cache_bytes=1 << 28, max_batch_requests=16)
+        EngineConfig.of(folder, device="cuda", dtype=dtype, kv_cache_bytes=1 << 28, max_batch_requests=16)
     )
 
 

@@ -65,10 +65,12 @@ def same_weights(folder: Path, quantization: str | None) -> None:
 @pytest.mark.parametrize("case", ["awq", "gptq desc_act", "W4A16", "W8A8 int", "fp8 channel", "deepseek fp8"])
 def test_logits_are_those_of_plain_kernels(case: str, tmp_path: Path) -> None:
     folder, _ = write_quantized(tmp_path, case, **WIDE)
-    config = EngineConfig(folder, device="cuda", dtype="float32", kv_cache_bytes=1 << 26, page_tokens=16)
+    config = EngineConfig.of(
+        folder, device="cuda", dtype="float32", kv_cache_bytes=1 << 26, page_tokens=16, max_batch_requests=64
+    )
     ours = ModelRunner.load(config)
     plain = ModelRunner.load(
-        EngineConfig(folder, dtype="float32", kv_cache_bytes=1 << 26, page_tokens=16), kernels=ReferenceKernels()
+        EngineConfig.of(folder, dtype="float32", kv_cache_bytes=1 << 26, page_tokens=16), kernels=ReferenceKernels()
     )
     for ids, start in ((list(range(3, 40)), 0), ([41], 37), ([42], 38)):
         batch = StepBatch([row(ids, start, [4, 2, 5])])

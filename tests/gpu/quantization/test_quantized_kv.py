@@ -43,7 +43,7 @@ def runner(request: pytest.FixtureRequest, model_folder: Path, kind: str) -> Mod
 
 def config(folder: Path, kind: str, dtype: str, page_tokens: int | None = None) -> EngineConfig:
     pages = page_tokens or (16 if dtype == "float32" else 128)
-    return EngineConfig(
+    return EngineConfig.of(
         folder, device="cuda", dtype=dtype, kv_cache_dtype=kind, page_tokens=pages, kv_cache_bytes=CACHE,
         max_batch_requests=16,
     )  # fmt: skip

@@ -47,7 +47,7 @@ def test_a_gpu_finds_scales_as_good_as_the_cpu_does(tmp_path: Path) -> None:
             folder, tmp_path / device, QuantizationRecipe(SCHEMES["w4a16"], "awq"), SAMPLES, device=torch.device(device)
         )
         ours, theirs = (
-            load_for_comparison(EngineConfig(each, dtype="float32"), 4 * 64, kernels=ReferenceKernels())
+            load_for_comparison(EngineConfig.of(each, dtype="float32"), 4 * 64, kernels=ReferenceKernels())
             for each in (folder, tmp_path / device)
         )
         divergences.append(compare(ours, theirs, SAMPLES[:4]).prefill.kl)

@@ -47,7 +47,7 @@ def engine(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[ModelRunner,
     """An engine with random keys and values in its cache, which stand for those of the prompts."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | getattr(request, "param", {})))
     kernels = CudaKernels(load_spec(tmp_path), DEVICE, torch.float32, PAGE, max_decode_rows=4)
-    config = EngineConfig(
+    config = EngineConfig.of(
         tmp_path, device=DEVICE.type, dtype="float32", page_tokens=PAGE, kv_cache_bytes=1 << 20, random_weights=True
     )
     runner = ModelRunner.load(config, kernels=kernels)

@@ -51,7 +51,7 @@ def test_logits_of_the_plain_kernels(model: str, scheme: str, tmp_path: Path) ->
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config | MODELS[model]))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    settings = EngineConfig(
+    settings = EngineConfig.of(
         tmp_path, device=device, dtype="float32", page_tokens=16, kv_cache_bytes=1 << 20, random_weights=True
     )
     kernels = CudaKernels(load_spec(tmp_path), torch.device(device), torch.float32, 16, max_decode_rows=4)

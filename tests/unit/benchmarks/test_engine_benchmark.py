@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def sides(folder: Path) -> tuple[Engine, TransformersPeer]:
-    runner = ModelRunner.load(EngineConfig(folder, threads=1, kv_cache_bytes=1 << 20))
+    runner = ModelRunner.load(EngineConfig.of(folder, threads=1, kv_cache_bytes=1 << 20))
     return Engine(runner), TransformersPeer(folder, "float32", threads=1)
 
 
@@ -113,7 +113,7 @@ def _one_thread() -> None:
 def test_codes_are_compared_with_bfloat16(tmp_path: Path) -> None:
     packed, plain = write_quantized(tmp_path, "W4A16")
     sides = [
-        Engine(ModelRunner.load(EngineConfig(each, dtype="bfloat16", threads=1, kv_cache_bytes=1 << 20)))
+        Engine(ModelRunner.load(EngineConfig.of(each, dtype="bfloat16", threads=1, kv_cache_bytes=1 << 20)))
         for each in (packed, plain)
     ]
     compared = compare(sides[0], sides[1], SMALL)

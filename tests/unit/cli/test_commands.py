@@ -25,7 +25,9 @@ from tandem.engine.cache.paged_cache import cache_bytes
 from tandem.engine.models.allocation import weight_bytes
 from tandem.engine.models.load_spec import load_spec
 from tandem.protocol.errors import InvalidArgument, ModelError, ResourceExhausted, TandemError, Unavailable
-from tandem.settings.cluster import CPU_KV_CACHE_BYTES, ClusterSettings
+from tandem.settings.cluster import ClusterSettings
+from tandem.settings.engine import CPU_KV_CACHE_BYTES
+from tandem.settings.model import ModelSettings
 from tests.factories import write_tiny_model
 
 ANY_PORTS = ["--grpc-port", "0", "--http-port", "0"]
@@ -460,9 +462,9 @@ def test_a_host_that_others_reach_needs_keys_or_a_word(host: str, monkeypatch: p
     assert result.stderr.startswith(f"error: --host: {host} lets everyone who reaches it use the cluster without a key")
     assert "--api-key-file, or --insecure" in result.stderr
     with pytest.raises(InvalidArgument, match=r"host: .* without a key"):
-        RouterConfig("router-0", Path("m"), "m", "127.0.0.1:1", host=host)
-    RouterConfig("router-0", Path("m"), "m", "127.0.0.1:1", host=host, insecure=True)
-    RouterConfig("router-0", Path("m"), "m", "127.0.0.1:1", host=host, api_keys=("k",))
+        RouterConfig("router-0", ModelSettings(Path("m"), ("m",)), "127.0.0.1:1", host=host)
+    RouterConfig("router-0", ModelSettings(Path("m"), ("m",)), "127.0.0.1:1", host=host, insecure=True)
+    RouterConfig("router-0", ModelSettings(Path("m"), ("m",)), "127.0.0.1:1", host=host, api_keys=("k",))
 
 
 @pytest.mark.parametrize(

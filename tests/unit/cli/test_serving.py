@@ -84,7 +84,7 @@ def test_only_who_means_the_cluster_ends_workers_that_may_outlive_it(
     number: signal.Signals, leaves: bool, clusters: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clusters.interrupt = (number,)
-    outliving = {"workers_outlive_s": 9.0, "ray_address": "auto", "token": "t", "cluster_name": "north"}
+    outliving = {"outlive_s": 9.0, "ray_address": "auto", "token": "t", "cluster_name": "north"}
     serve(config_of(**outliving), None, None, once=False)
     assert clusters.last.left_workers is leaves
     told = capsys.readouterr().out
@@ -98,7 +98,7 @@ def test_a_start_that_is_interrupted_says_what_may_live_on(
 ) -> None:
     clusters.failure = KeyboardInterrupt(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        serve(config_of(workers_outlive_s=outlive_s, ray_address="auto", token="t"), None, None, once=False)
+        serve(config_of(outlive_s=outlive_s, ray_address="auto", token="t"), None, None, once=False)
     told = capsys.readouterr().out
     assert ("nothing is left running" in told) is not bool(outlive_s)
     assert ("workers that served before live on" in told) is bool(outlive_s)

@@ -137,30 +137,38 @@ def test_a_missing_file_is_named_and_an_empty_one_says_nothing(served: list[Any]
     assert run("--config", str(tmp_path / "none.yaml")).exit_code == 2
     (tmp_path / "empty.yaml").write_text("# nothing\n")
     assert run("--config", str(tmp_path / "empty.yaml")).exit_code == 0
-    assert served[0].router.http_port == ClusterSettings(Path()).router.http_port
+    assert served[0].router.http_port == ClusterSettings.of(Path()).router.http_port
 
 
 def test_vllms_names_are_understood(served: list[Any], tmp_path: Path) -> None:
     words = "--port 81 --gpu-memory-utilization 0.5 --block-size 64 --max-num-batched-tokens 99 --max-num-seqs 7"
     assert run(*words.split(), "--no-enable-prefix-caching").exit_code == 0
     config = served[0]
-    assert (config.router.http_port, config.memory_fraction, config.engine.page_tokens) == (81, 0.5, 64)
-    assert (config.engine.max_step_tokens, config.max_batch_requests, config.worker.prefix_cache) == (99, 7, False)
+    assert (config.router.http_port, config.engine.memory_fraction, config.engine.page_tokens) == (81, 0.5, 64)
+    assert (config.engine.max_step_tokens, config.engine.max_batch_requests, config.worker.prefix_cache) == (
+        99,
+        7,
+        False,
+    )
     served.clear()
     (tmp_path / "a.yaml").write_text("port: 82\nmax-num-seqs: 8\nenable_prefix_caching: false\n")
     assert run("--config", str(tmp_path / "a.yaml"), "--enable-prefix-caching").exit_code == 0
-    assert (served[0].router.http_port, served[0].max_batch_requests, served[0].worker.prefix_cache) == (82, 8, True)
+    assert (served[0].router.http_port, served[0].engine.max_batch_requests, served[0].worker.prefix_cache) == (
+        82,
+        8,
+        True,
+    )
 
 
 def test_a_model_may_have_several_names(served: list[Any], tmp_path: Path) -> None:
     words = "/m --served-model-name big big-latest --port 0 --max-model-len 9"
     assert run(*words.split(), command="serve").exit_code == 0
-    assert (served[1], served[0].model_name, served[0].model_aliases) == (Path("/m"), "big", ("big-latest",))
+    assert (served[1], served[0].served.names) == (Path("/m"), ("big", "big-latest"))
     assert (served[0].router.http_port, served[0].engine.max_model_len) == (0, 9)
     served.clear()
     (tmp_path / "a.yaml").write_text("served-model-name: [a, b]\n")
     assert run("--config", str(tmp_path / "a.yaml")).exit_code == 0
-    assert (served[0].model_name, served[0].model_aliases) == ("a", ("b",))
+    assert served[0].served.names == ("a", "b")
     for names in (["a", "a"], [""]):
         refused = run("--served-model-name", *names)
         assert refused.exit_code == 2
@@ -170,11 +178,11 @@ def test_a_model_may_have_several_names(served: list[Any], tmp_path: Path) -> No
 def test_adapters_have_vllms_names_too(served: list[Any], tmp_path: Path) -> None:
     wanted = (("sql", Path("/a")), ("poems", Path("/b")))
     assert run(*["/m", "--lora-modules", "sql=/a", "poems=/b", "--max-loras", "2"], command="serve").exit_code == 0
-    assert (served[0].loras, served[0].engine.max_loras) == (wanted, 2)
+    assert (served[0].engine.loras, served[0].engine.max_loras) == (wanted, 2)
     served.clear()
     (tmp_path / "a.yaml").write_text("lora: [sql=/a, poems=/b]\n")
     assert run("--config", str(tmp_path / "a.yaml")).exit_code == 0
-    assert served[0].loras == wanted
+    assert served[0].engine.loras == wanted
     for given, reason in ((["sql"], "is not NAME=PATH"), (["=/a"], "is not NAME=PATH"), (["a=/a", "a=/b"], "twice")):
         refused = run(*(word for each in given for word in ("--lora", each)))
         assert refused.exit_code == 2
@@ -184,7 +192,7 @@ def test_adapters_have_vllms_names_too(served: list[Any], tmp_path: Path) -> Non
 def test_serve_takes_the_model_as_an_argument(served: list[Any], tmp_path: Path) -> None:
     assert run("/m", "--port", "0", command="serve", TANDEM_MODEL="/other").exit_code == 0
     assert served[:2] == [served[0], Path("/m")]
-    assert served[0].model == Path("/m")
+    assert served[0].served.model == Path("/m")
     served.clear()
     (tmp_path / "a.yaml").write_text("model: /n\n")
     assert run("--config", str(tmp_path / "a.yaml"), command="serve").exit_code == 0

@@ -15,13 +15,13 @@ from tandem.settings.cluster import ClusterSettings
 from tandem.settings.engine import GIB
 from tandem.settings.listeners import ListenerLimits
 from tandem.settings.planner import Limits, PlannerMode, PlannerSettings, Range
+from tandem.settings.setting import fields_by_name
 from tandem.settings.slo import parse_class, with_defaults
-from tandem.settings.tree import fields_by_name
 
 KEY, SECRET = "k" * 32, "s" * 32
 OPTIONS: dict[str, tuple[str, Any]] = {
     "--model /m": ("model", Path("/m")),
-    "--served-model-name big --served-model-name big-latest": ("model_aliases", ("big-latest",)),
+    "--served-model-name big --served-model-name big-latest": ("served_model_names", ("big", "big-latest")),
     "--tokenizer /": ("tokenizer", Path("/")),
     "--chat-template tool_use": ("chat_template", "tool_use"),
     "--generation-config none": ("generation_config", "none"),
@@ -70,7 +70,7 @@ OPTIONS: dict[str, tuple[str, Any]] = {
     "--http-port 1002": ("http_port", 1002),
     "--metrics-port 1003": ("metrics_port", 1003),
     "--controller-port 1004": ("controller_port", 1004),
-    "--workers-outlive 9": ("workers_outlive_s", 9.0),
+    "--workers-outlive 9": ("outlive_s", 9.0),
     "--cluster-name north": ("cluster_name", "north"),
     f"--token {SECRET}": ("token", SECRET),
     f"--metrics-key {KEY}": ("metrics_key", KEY),
@@ -122,7 +122,7 @@ def test_each_option_sets_what_it_names(served: list[Any]) -> None:
 
 def test_without_options_the_settings_are_their_own_defaults(served: list[Any]) -> None:
     up()
-    assert served == [ClusterSettings(Path()), None, None, False]
+    assert served == [ClusterSettings.of(Path()), None, None, False]
 
 
 @pytest.mark.parametrize("option", ["--tool-call-parser", "--reasoning-parser"])
@@ -135,7 +135,7 @@ def test_an_unknown_parser_is_refused_before_anything_starts(served: list[Any], 
 
 def test_the_other_modes_have_workers(served: list[Any]) -> None:
     up("--mode adaptive", "--workers 4")
-    assert (served[0].mode, served[0].workers) == ("adaptive", 4)
+    assert (served[0].router.mode, served[0].workers) == ("adaptive", 4)
 
 
 def test_random_weights_are_a_models_shape(served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,11 +156,11 @@ def test_secrets_come_from_files_too(served: list[Any], tmp_path: Path) -> None:
     files = f"--api-key-file {tmp_path}/keys", f"--token-file {tmp_path}/token", f"--metrics-key-file {tmp_path}/m"
     up("--api-key k2", "--api-key k0", *files)
     config = served[0]
-    assert (config.router.api_keys, config.token, config.metrics_key) == (("k2", "k0"), SECRET, "mk")
+    assert (config.router.api_keys, config.secrets.token, config.secrets.metrics_key) == (("k2", "k0"), SECRET, "mk")
     assert config.router.api_key_file == tmp_path / "keys", "the router reads it, again whenever it changes"
     served.clear()
     up("--token other", *files)
-    assert served[0].token == "other", "what is given by hand is taken"
+    assert served[0].secrets.token == "other", "what is given by hand is taken"
 
 
 @pytest.mark.parametrize("option", ["--max-messages", "--max-calls", "--header-timeout", "--keepalive"])

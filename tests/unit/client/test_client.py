@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -25,6 +26,7 @@ from tandem.client import (
     ToolCall,
     Unauthenticated,
     Unavailable,
+    generate_request,
 )
 from tandem.client.requests import FORMATS, GenerateOptions, Options
 from tandem.protocol.generate import ROOT
@@ -130,6 +132,23 @@ async def test_chunks_are_the_answers(cluster: Cluster, talker: Talker, tokenize
         assert [token for chunk in mine for token in chunk.token_ids] == answer.token_ids
         arguments = [part.arguments for chunk in mine for part in chunk.tool_calls if part.index == 0]
         assert "".join(arguments) == answer.tool_calls[0].arguments == ARGUMENTS
+
+
+async def test_a_built_request_may_be_sent_repeatedly_with_own_deadlines(cluster: Cluster, talker: Talker) -> None:
+    request = generate_request([72, 105], max_tokens=4, ignore_eos=True)
+    answers = [await talker.streamed("stream", request) for _ in range(2)]
+    assert [answer.completion_tokens for _, (answer,) in answers] == [4, 4]
+    for worker in cluster.workers:
+        worker.switches.mute_after = 1
+    with pytest.raises(DeadlineExceeded):
+        await talker.streamed("stream", request, timeout_s=0.2)
+
+
+async def test_chunks_have_the_times_at_which_they_arrived(talker: Talker) -> None:
+    began_s = time.monotonic()
+    chunks, _ = await talker.streamed("stream_generate", "Hello", max_tokens=5, ignore_eos=True)
+    times = [began_s, *(chunk.received_s for chunk in chunks), time.monotonic()]
+    assert times == sorted(times)
 
 
 async def test_a_prompt_is_text_or_tokens(cluster: Cluster, talker: Talker, tokenizer: Tokenizer) -> None:

@@ -67,12 +67,12 @@ def worker_config(config: ClusterSettings, slot: Slot) -> WorkerConfig:
         ({"recovery_timeout_s": float("inf")}, "--recovery-timeout"),
         ({"metrics_port": 9464, "controller_port": 9464}, "--controller-port"),
         ({"token": "ö"}, "--token"),
-        ({"workers_outlive_s": 9.0, "token": "t"}, "--workers-outlive"),
-        ({"workers_outlive_s": 9.0, "ray_address": "auto"}, "--workers-outlive"),
-        ({"workers_outlive_s": -1.0, "ray_address": "auto", "token": "t"}, "--workers-outlive"),
-        ({"workers_outlive_s": float("nan"), "ray_address": "auto", "token": "t"}, "--workers-outlive"),
+        ({"outlive_s": 9.0, "token": "t"}, "--workers-outlive"),
+        ({"outlive_s": 9.0, "ray_address": "auto"}, "--workers-outlive"),
+        ({"outlive_s": -1.0, "ray_address": "auto", "token": "t"}, "--workers-outlive"),
+        ({"outlive_s": float("nan"), "ray_address": "auto", "token": "t"}, "--workers-outlive"),
         ({"cluster_name": "other"}, "--cluster-name"),
-        ({"cluster_name": "a b", "workers_outlive_s": 9.0, "ray_address": "auto", "token": "t"}, "--cluster-name"),
+        ({"cluster_name": "a b", "outlive_s": 9.0, "ray_address": "auto", "token": "t"}, "--cluster-name"),
         ({"mode": "both"}, "--mode"),
         ({"workers": 0}, "--workers"),
         ({"step_policy": "greedy"}, "--step-policy"),
@@ -134,7 +134,7 @@ def test_the_policy_of_steps_reaches_the_worker() -> None:
 
 
 def test_where_and_how_long_workers_wait_for_another_start() -> None:
-    outliving = ClusterSettings.of(Path("m"), ray_address="auto", token="t", workers_outlive_s=9.0, cluster_name="a")
+    outliving = ClusterSettings.of(Path("m"), ray_address="auto", token="t", outlive_s=9.0, cluster_name="a")
     assert outliving.ray_namespace == "tandem-a"
     assert worker_config(outliving, plan(outliving, gpus=0)[0]).outlive_s == 9.0
     assert ClusterSettings.of(Path("m"), ray_address="auto", token="t").ray_namespace is None
@@ -166,10 +166,10 @@ def test_workers_share_the_memory_of_their_gpu(gpus: int, fractions: list[float]
 
 def test_sizes_follow_the_device() -> None:
     cpu, gpu = ClusterSettings.of(model=Path("m")), ClusterSettings.of(model=Path("m"), device="cuda:1")
-    assert (cpu.worker_kv_cache_bytes, gpu.worker_kv_cache_bytes) == (1 << 30, None)
-    assert (cpu.batch_requests, gpu.batch_requests) == (64, 256)
+    assert (cpu.engine.kv_pool_bytes, gpu.engine.kv_pool_bytes) == (1 << 30, None)
+    assert (cpu.engine.batch_requests, gpu.engine.batch_requests) == (64, 256)
     given = ClusterSettings.of(model=Path("m"), device="cuda", kv_cache_bytes=1 << 22, max_batch_requests=7)
-    assert (given.worker_kv_cache_bytes, given.batch_requests) == (1 << 22, 7)
+    assert (given.engine.kv_pool_bytes, given.engine.batch_requests) == (1 << 22, 7)
 
 
 def test_settings_reach_the_engine() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from tandem.cluster.controller import Controller
 from tandem.cluster.worker_supervisor import ControllerConfig
 from tandem.settings.cluster import ClusterSettings
 
-OUTLIVING = ClusterSettings.of(Path("m"), ray_address="auto", token="t", workers_outlive_s=9.0)
+OUTLIVING = ClusterSettings.of(Path("m"), ray_address="auto", token="t", outlive_s=9.0)
 
 
 class LeaderElection:
@@ -95,6 +94,6 @@ async def test_a_start_that_fails_ends_what_it_began_and_no_others() -> None:
 
 
 async def test_workers_that_cannot_outlive_it_end_with_it() -> None:
-    config = replace(OUTLIVING, workers_outlive_s=0.0)
+    config = OUTLIVING.with_fields(outlive_s=0.0)
     for keeps in (False, True):
         assert not await leaves(config, asked=True, alone=False, keeps=keeps, taken_over=True, started=False)

@@ -21,7 +21,7 @@ from tandem.settings.cluster import ClusterSettings
 from tandem.worker.actor import release_own_group
 
 SLOT = Slot("decode-0", Role.DECODE, "cpu")
-OUTLIVING = ClusterSettings.of(Path("m"), ray_address="auto", token="t", workers_outlive_s=9.0)
+OUTLIVING = ClusterSettings.of(Path("m"), ray_address="auto", token="t", outlive_s=9.0)
 
 
 class Group:

@@ -52,7 +52,7 @@ def test_a_ray_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("error", [Unavailable("it does not answer"), AttributeError("Ray is shut down")])
 @pytest.mark.parametrize("outlive_s", [0.0, 9.0])
 def test_workers_of_a_controller_that_does_not_stop_in_time_may_live_on(outlive_s: float, error: Exception) -> None:
-    config = ClusterSettings.of(Path("m"), ray_address="auto", token="t", workers_outlive_s=outlive_s)
+    config = ClusterSettings.of(Path("m"), ray_address="auto", token="t", outlive_s=outlive_s)
     cluster = Cluster(config, lambda _: None)
     controller = MagicMock()
     controller.stop.side_effect = error

@@ -57,7 +57,7 @@ def test_tandem_up_asks_for_the_places_that_pods_offer(chart: Chart, example: st
         http_port=options["http_port"],
         metrics_port=options["metrics_port"],
         controller_port=options["controller_port"],
-        workers_outlive_s=options["workers_outlive"],
+        outlive_s=options["workers_outlive"],
         cluster_name=options["cluster_name"],
         token="of-the-secret",
         log_format=options["log_format"],

@@ -38,7 +38,7 @@ def test_facts(folder: Path, runner: ModelRunner) -> None:
     assert (facts.name, facts.vocab_size, facts.eos_token_ids, facts.dtype) == ("tiny-llama", 160, (2,), "float32")
     assert facts.max_context == 512
     assert (runner.device_name, runner.page_tokens) == ("cpu", 16)
-    assert ModelRunner.load(tiny_engine_config(folder), name="mine").facts.name == "mine"
+    assert ModelRunner.load(tiny_engine_config(folder, served_model_names=("mine",))).facts.name == "mine"
 
 
 def test_no_answer_waits_for_the_tokenizer_of_grammars(

@@ -52,7 +52,7 @@ def test_random_weights_are_the_same_everywhere(tmp_path: Path) -> None:
     folder = write_shape("qwen3-0.6b", tmp_path)
     small = (folder / "config.json").read_text().replace("151936", "64").replace("28", "2")
     (folder / "config.json").write_text(small)
-    config = load_spec(EngineConfig(folder, random_weights=True).model)
+    config = load_spec(EngineConfig.of(folder, random_weights=True).served.model)
     first, second = (allocate_parameters(config, torch.bfloat16, torch.device("cpu")) for _ in range(2))
     fill_randomly(first)
     fill_randomly(second)

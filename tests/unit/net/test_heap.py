@@ -11,6 +11,8 @@ from router import server as router_server
 from router.config import RouterConfig
 from tandem.cluster.ray_processes import router_actor
 from tandem.logging.logs import LogConfig
+from tandem.settings.model import ModelSettings
+from tandem.settings.secrets import Secrets
 from tandem.worker import actor as worker_actor
 
 _IN_A_PROCESS = """
@@ -81,7 +83,7 @@ async def test_a_router_and_a_worker_settle_when_they_have_started(monkeypatch: 
     for module in (router_actor, worker_actor):
         monkeypatch.setattr(module, "freeze_gc", lambda: done.append("settled"))
     monkeypatch.setattr(router_actor, "begin_log", lambda *_: None)
-    config = RouterConfig("router-1", Path("m"), "m", "127.0.0.1:1", "t")
+    config = RouterConfig("router-1", ModelSettings(Path("m"), ("m",)), "127.0.0.1:1", Secrets("t"))
     router = router_actor.RouterActor(config, 1, LogConfig())
     worker = worker_actor.WorkerActor.__new__(worker_actor.WorkerActor)
     worker._process = SimpleNamespace(start=lambda _note: done.append("worker"), metrics_address="")  # type: ignore[assignment]

@@ -14,6 +14,9 @@ from router.server import RouterServer
 from router.text.tokenizer import Tokenizer
 from tandem.protocol.generated.tandem.v1 import inference_pb2_grpc
 from tandem.protocol.messages import PeerRef, Role, WorkerInfo
+from tandem.protocol.mode import Mode
+from tandem.settings.model import ModelSettings
+from tandem.settings.secrets import Secrets
 from tests.certificates import Authority
 from tests.small_tokenizer import save_tokenizer
 from tests.unit.router.fake_cluster import VOCAB_SIZE, FakeController, FakeWorker, channel_to, until
@@ -116,18 +119,8 @@ async def cluster(model: Path, settings: dict[str, Any]) -> AsyncIterator[Cluste
         await FakeWorker("decode-0", Role.DECODE, token="secret").start(),
     ]
     config = RouterConfig(
-        **{
-            "router_id": "router-0",
-            "model": model,
-            "model_name": "fake",
-            "controller_address": controller.address,
-            "token": "secret",
-            "grpc_port": 0,
-            "http_port": 0,
-            "default_max_tokens": 32,
-            **settings,
-        }
-    )
+        "router-0", ModelSettings(model, ("fake",)), controller.address, Secrets("secret"), grpc_port=0, http_port=0
+    ).with_fields(**{"mode": Mode.ADAPTIVE, "default_max_tokens": 32, **settings})
     router = RouterServer(config)
     cluster = Cluster(controller, workers, router, config, await router.start(), list(workers))
     await cluster.members(*workers)

@@ -38,6 +38,7 @@ from tandem.protocol.generated.tandem.v1 import inference_pb2
 from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent, Timeline
 from tandem.protocol.lifecycle.spans import Phase, spans_of
 from tandem.protocol.messages import FinishReason, PeerRef, SamplingParams
+from tandem.settings.model import ModelSettings
 from tandem.settings.slo import BEST_EFFORT, SloClass
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import channel_to, until
@@ -194,7 +195,7 @@ def clock() -> VirtualClock:
 
 @pytest.fixture
 def metrics(model: Any, clock: VirtualClock) -> RouterMetrics:
-    config = RouterConfig("router-1", model, "fake", "", slo_classes=(TIGHT, BEST_EFFORT))
+    config = RouterConfig("router-1", ModelSettings(model, ("fake",)), "", slo_classes=(TIGHT, BEST_EFFORT))
     return RouterMetrics(config, clock)
 
 

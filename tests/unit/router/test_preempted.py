@@ -13,6 +13,7 @@ from router.placement.scheduler import RequestScheduler, record
 from tandem.cost_model.answer_length import SEEN_MIN
 from tandem.protocol.generated.tandem.v1 import types_pb2
 from tandem.protocol.messages import Role
+from tandem.settings.model import ModelSettings
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import FakeWorker, answer_logprobs, channel_to, until
 from tests.unit.router.fleets import TestFleet
@@ -146,7 +147,7 @@ def test_a_worker_is_given_what_it_is_expected_to_have_room_for() -> None:
     at = TestFleet()
     prefill = at.add("p", Role.PREFILL)
     decode = at.add("d", Role.DECODE, max_batch_requests=64)
-    config = RouterConfig("r", Path(), "m", "")
+    config = RouterConfig("r", ModelSettings(Path(), ("m",)), "")
     scheduler = RequestScheduler(config, PlacementPolicy(), at.fleet, at.clock)
 
     def placed(count: int) -> int:

@@ -321,7 +321,7 @@ class TestByDefault:
     async def test_nothing_is_exported(self, cluster: Cluster) -> None:
         """No exporter is configured, but requests are kept."""
         assert cluster.router._exporter is None
-        assert cluster.config.otlp_endpoint == ClusterSettings(Path("m")).router.otlp_endpoint == ""
+        assert cluster.config.otlp_endpoint == ClusterSettings.of(Path("m")).router.otlp_endpoint == ""
         async with channel_to(cluster.endpoints.grpc_address) as channel:
             await Client(channel).run(ask(2))
         book = cluster.router._dispatcher.metrics.traces

@@ -18,6 +18,7 @@ from tandem.cost_model.step_work import chunk_pairs
 from tandem.protocol.errors import ResourceExhausted
 from tandem.protocol.messages import Role
 from tandem.protocol.mode import Mode
+from tandem.settings.model import ModelSettings
 from tandem.settings.slo import BEST_EFFORT, SloClass
 from tests.unit.router.fleets import H200, TestFleet
 
@@ -52,7 +53,9 @@ class World:
         for number in range(2):
             self.at.add(f"d{number}", Role.DECODE, pages_total=100_000, max_batch_requests=1024)
         self.by_peer = {worker.peer: worker for worker in self.at.workers.values()}
-        self.config = RouterConfig("r", Path(), "m", "", **{"max_queued_requests": 100_000, **self.settings})
+        self.config = RouterConfig(
+            "r", ModelSettings(Path(), ("m",)), "", **{"max_queued_requests": 100_000, **self.settings}
+        )
         self.scheduler = RequestScheduler(
             self.config, PlacementPolicy(Mode.DISAGGREGATED), self.at.fleet, self.at.clock
         )

@@ -37,10 +37,10 @@ def test_the_help_names_all_parsers() -> None:
 
 def test_values_reach_the_branch_that_has_their_field() -> None:
     settings = ClusterSettings.of(Path("m"), mode="adaptive", page_tokens=64, kv_lease_s=7.0, grpc_port=0)
-    assert (settings.mode, settings.engine.page_tokens) == (Mode.ADAPTIVE, 64)
+    assert (settings.router.mode, settings.engine.page_tokens) == (Mode.ADAPTIVE, 64)
     assert (settings.worker.kv_lease_s, settings.router.grpc_port) == (7.0, 0)
     assert settings.with_fields(page_tokens=None, kv_lease_s=5.0, grpc_port=50051, mode="disaggregated") == (
-        ClusterSettings(Path("m"))
+        ClusterSettings.of(Path("m"))
     )
 
 
@@ -54,7 +54,7 @@ def test_a_name_of_no_field_and_one_of_several_branches_are_refused() -> None:
 def test_a_branch_is_checked_with_its_tree() -> None:
     wrong = EngineSettings(page_tokens=0)
     with pytest.raises(InvalidArgument, match="--page-tokens: 0 is not between 1 and 1024"):
-        replace(ClusterSettings(Path("m")), engine=wrong)
+        replace(ClusterSettings.of(Path("m")), engine=wrong)
 
 
 def test_limits_are_named_in_the_units_of_the_option() -> None:

@@ -193,7 +193,7 @@ async def test_whoever_asks_for_a_sign_of_life_finds_a_stuck_step() -> None:
 
 
 async def test_a_sign_of_life_comes_from_the_worker_s_own_event_loop() -> None:
-    process = WorkerProcess(WorkerConfig("w", Role.BOTH, EngineConfig(Path("fake"))), 1)
+    process = WorkerProcess(WorkerConfig("w", Role.BOTH, EngineConfig.of(Path("fake"))), 1)
     process._thread.start()
     async with asyncio.timeout(60):
         await process.works()

@@ -219,6 +219,6 @@ def test_the_batch_never_shrinks_and_a_target_out_of_reach_limits_nothing(
 def test_routers_hear_of_the_chunks_that_prompts_are_cut_to(
     policy: PolicyName, budget: int | None, tokens: int
 ) -> None:
-    engine = EngineConfig(Path("m"), max_step_tokens=STEP)
+    engine = EngineConfig.of(Path("m"), max_step_tokens=STEP)
     config = WorkerConfig("w", Role.BOTH, engine, step_policy=policy, step_budget=budget)
     assert prompt_step_tokens(config.assignment, config.engine) == tokens

@@ -113,5 +113,5 @@ def test_the_longest_prompt_is_fine() -> None:
     ("role", "requests", "tokens", "batch"), [("decode", 64, 512, 64), ("decode", 64, 32, 32), ("both", 64, 64, 32)]
 )
 def test_with_both_halves_open_prompts_keep_half_of_a_step(role: str, requests: int, tokens: int, batch: int) -> None:
-    engine = EngineConfig(Path("m"), max_batch_requests=requests, max_step_tokens=tokens)
+    engine = EngineConfig.of(Path("m"), max_batch_requests=requests, max_step_tokens=tokens)
     assert decode_batch(Role(role), engine) == batch

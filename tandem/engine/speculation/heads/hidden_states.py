@@ -16,7 +16,7 @@ def hidden_rows(config: EngineConfig) -> int:
 
     A step of one-token prompts has `max_step_tokens` rows that sample a token.
     """
-    return max(config.max_batch_requests, config.max_step_tokens)
+    return max(config.batch_requests, config.max_step_tokens)
 
 
 class HiddenStateModel(DecoderModel):

@@ -49,7 +49,7 @@ def test_damaged_codes_lose_numbers(
         codes, scales = quantize_kv(values, dtype)
         return damage(codes, next(calls)), scales
 
-    config = EngineConfig(retrieval.write_retrieval_model(tmp_path), kv_cache_dtype="int8", max_step_tokens=CHUNK)
+    config = EngineConfig.of(retrieval.write_retrieval_model(tmp_path), kv_cache_dtype="int8", max_step_tokens=CHUNK)
     runner = load_for_comparison(config, FEW, kernels=ReferenceKernels())
     needles = retrieval.retrieval_needles(FEW)
     assert found_needles(runner, retrieval.said, needles, CHUNK) == len(DEPTHS)

@@ -20,6 +20,7 @@ from tandem.protocol.cost_parameters import UNMEASURED, CostParameters
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.lifecycle.spans import Phase
 from tandem.protocol.messages import Assignment, ModelFacts, PeerRef, Role, WorkerInfo
+from tandem.settings.model import ModelSettings
 from tandem.worker.reporting.metrics import step_costs
 
 FACTS = ModelFacts("m", 10, 4096, (), "float32")
@@ -39,7 +40,7 @@ class Cluster:
 
     def __init__(self, untold: Collection[Family] = ()) -> None:
         self.untold = untold
-        self.router = RouterMetrics(RouterConfig("r", Path(), "m", ""))
+        self.router = RouterMetrics(RouterConfig("r", ModelSettings(Path(), ("m",)), ""))
         self.running = {"prefill-0": 0.0, "decode-0": 0.0}
         self.boards = [self._registry(name) for name in self.running]
         self.cost = COST

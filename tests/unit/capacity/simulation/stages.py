@@ -15,6 +15,7 @@ from tandem.engine.config import EngineConfig
 from tandem.protocol.cost_parameters import CostParameters
 from tandem.protocol.messages import ModelFacts, Role
 from tandem.protocol.mode import Mode
+from tandem.settings.model import ModelSettings
 from tandem.settings.slo import BEST_EFFORT, SloClass
 from tandem.worker.config import WorkerConfig
 
@@ -38,12 +39,14 @@ def cluster(
 ) -> VirtualCluster:
     """A cluster with one worker for each role."""
     device = Device(COSTS, COSTS, pages, PAGE_TOKENS, 1024)
-    engine = EngineConfig(Path(), max_step_tokens=2048, max_batch_requests=64)
+    engine = EngineConfig.of(Path(), max_step_tokens=2048, max_batch_requests=64)
     specs = [
         WorkerSpec(WorkerConfig(f"{role.value}-{number}", role, engine, **settings), device, MODEL, drafts)
         for number, role in enumerate(roles)
     ]
-    return VirtualCluster(specs, RouterConfig("router", Path(), "model", "", mode=mode), NETWORK, jumps)
+    return VirtualCluster(
+        specs, RouterConfig("router", ModelSettings(Path(), ("model",)), "", mode=mode), NETWORK, jumps
+    )
 
 
 def request(

@@ -30,6 +30,7 @@ from tandem.protocol.errors import ResourceExhausted
 from tandem.protocol.messages import GrantedLease, Reservation, Role
 from tandem.protocol.mode import Mode
 from tandem.settings.ceilings import Ceilings
+from tandem.settings.model import ModelSettings
 from tandem.worker.config import WorkerConfig
 from tandem.worker.reporting.metrics import Utilization, WorkerMetrics
 from tests.unit.capacity.simulation.stages import MODEL, PAGE_TOKENS, request
@@ -61,10 +62,10 @@ class Stage:
     def cluster(self) -> VirtualCluster:
         costs = replace(guess(SIZES, self.ceilings), observed=1)
         device = Device(costs, costs, self.pages, PAGE_TOKENS, PAGE_TOKENS * SIZES.kv_bytes_per_token)
-        engine = EngineConfig(Path(), max_step_tokens=2048, max_batch_requests=self.batch)
+        engine = EngineConfig.of(Path(), max_step_tokens=2048, max_batch_requests=self.batch)
         specs = [WorkerSpec(WorkerConfig(name, role, engine), device, MODEL) for name, role in self.roles.items()]
         mode = Mode.COLOCATED if self.alone else Mode.DISAGGREGATED
-        config = RouterConfig("router", Path(), "model", "", mode=mode)
+        config = RouterConfig("router", ModelSettings(Path(), ("model",)), "", mode=mode)
         return VirtualCluster(specs, config, self.network, jumps=False)
 
     def under(self, load: list[LoadRequest]) -> ScrapeInterval:

@@ -20,6 +20,9 @@ from router.config import RouterConfig
 from router.server import RouterServer
 from tandem.cli.main import app
 from tandem.protocol.generate import ROOT
+from tandem.protocol.mode import Mode
+from tandem.settings.model import ModelSettings
+from tandem.settings.secrets import Secrets
 from tests.soak import soak
 from tests.unit.cli.bench.openai_server import CONTEXT, OpenAIServer
 from tests.unit.router import conftest
@@ -221,10 +224,10 @@ async def test_a_real_router_answers_every_request(scheme: str, model: Path, tmp
     keys.write_text("sk-1 name=acme role=tenant")
     config = RouterConfig(
         "router-0",
-        model,
-        "tokens",
+        ModelSettings(model, ("tokens",)),
         await source.start(),
-        token=TOKEN,
+        Secrets(TOKEN),
+        mode=Mode.ADAPTIVE,
         grpc_port=0,
         http_port=0,
         chunks_per_s=1e9,

@@ -31,9 +31,9 @@ def checked(model: Path | None, **settings: Any) -> ClusterSettings:
 
 
 def test_a_model_has_the_name_of_its_folder_or_those_that_are_given(model: Path) -> None:
-    assert checked(model).model_name == "tiny"
+    assert checked(model).served.name == "tiny"
     named = checked(model, served_model_names=("big", "big-latest"))
-    assert (named.model, named.model_name, named.model_aliases) == (model, "big", ("big-latest",))
+    assert (named.served.model, named.served.names) == (model, ("big", "big-latest"))
 
 
 def test_a_chat_template_is_a_file_or_one_of_the_models(model: Path, tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_tokenizer_of_another_folder_is_checked(model: Path, tmp_path: Path) -
     (model / "tokenizer.json").rename(tmp_path / "tokenizer.json")
     with pytest.raises(ModelError, match="tokenizer"):
         checked(model)
-    assert checked(model, tokenizer=tmp_path).tokenizer == tmp_path
+    assert checked(model, tokenizer=tmp_path).served.tokenizer == tmp_path
 
 
 def test_a_context_longer_than_the_models_is_refused(model: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from tandem.cluster.ray_processes.ray_process import RayProcess
 from tandem.cluster.ray_processes.router_actor import RouterProcess
 from tandem.settings.cluster import ClusterSettings
+from tandem.settings.secrets import Secrets
 
 GIVEN: dict[str, Any] = {
     "default_max_tokens": 9,
@@ -27,8 +28,8 @@ def test_settings_of_one_name_are_passed_on() -> None:
     told = RouterProcess(cluster, "secret")._config(3)
     settings = {**told.values(), "chunks_per_s": cluster.router.chunks_per_s}
     assert settings.items() >= cluster.router.values().items()
-    shared = {"model", "mode", "tokenizer", "metrics_key", "model_name", "model_aliases"}
-    assert {name: getattr(told, name) for name in shared} == {name: getattr(cluster, name) for name in shared}
+    assert told.served == cluster.served
+    assert told.secrets == Secrets("secret", GIVEN["metrics_key"])
 
 
 async def test_a_controller_that_replaces_a_dead_one_adopts_its_router_and_ends_other_routers(

@@ -28,7 +28,7 @@ from tandem.worker.reporting.description import WorkerDescription, served_of, tu
 from tests.unit.cluster.crew import until
 
 FACTS = ModelFacts("m", 10, 10, (), "float32")
-CONFIG = ClusterSettings.of(Path("m"), ray_address="auto", token="t", workers_outlive_s=9.0)
+CONFIG = ClusterSettings.of(Path("m"), ray_address="auto", token="t", outlive_s=9.0)
 
 
 class Running:
@@ -43,7 +43,7 @@ class Running:
         self.follows = asyncio.Event()
         self.follows.set()
         self.ended = asyncio.Event()
-        self.config = ClusterSettings.of(Path("m"), ray_address="auto", token="t", workers_outlive_s=9.0)
+        self.config = ClusterSettings.of(Path("m"), ray_address="auto", token="t", outlive_s=9.0)
 
     def describe(self) -> WorkerDescription | None:
         slot = Slot(self.peer.worker_id, self.assignment.role, "cpu")
@@ -251,7 +251,7 @@ async def test_peers_accept_who_is_started_after_a_takeover_on_a_host_whose_cloc
 async def test_who_cannot_be_taken_over_is_ended_and_replaced(caplog: pytest.LogCaptureFixture) -> None:
     world = World()
     other = world.add("prefill-0", Role.PREFILL)
-    other.config = other.config.with_fields(dtype="bfloat16", model=Path("n"))
+    other.config = other.config.with_fields(dtype="bfloat16", model=Path("n"), served_model_names=("m",))
     world.add("decode-0", Role.DECODE, 8).serves = False
     world.add("decode-1", Role.DECODE).answers = False
     old = world.add("decode-2", Role.DECODE, 5)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.engine.config import AdapterSource
 from tandem.engine.kernels.base import Kernels
 from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.steps.batch import StepBatch, StepRow
+from tandem.settings.parsing import NamedPath
 from tests.adapters import ATTENTION, DENSE, EVERY, TinyAdapter
 from tests.factories import draw, tiny_engine_config, write_tiny_model
 from tests.soak import soak
@@ -36,9 +36,9 @@ EIGHT = [
 
 
 def load(folder: Path, adapters: list[Path], kernels: Kernels | None = None, **changes: object) -> ModelRunner:
-    sources = tuple(AdapterSource(f"adapter-{number}", path) for number, path in enumerate(adapters, 1))
+    sources = tuple(NamedPath(f"adapter-{number}", path) for number, path in enumerate(adapters, 1))
     changes = {"max_lora_rank": 32, **changes}
-    return ModelRunner.load(tiny_engine_config(folder, adapters=sources, **changes), kernels=kernels)
+    return ModelRunner.load(tiny_engine_config(folder, loras=sources, **changes), kernels=kernels)
 
 
 def ids(seed: int, length: int = PROMPT) -> list[int]:

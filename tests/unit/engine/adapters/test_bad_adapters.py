@@ -13,10 +13,10 @@ import torch
 
 from tandem.engine.adapters import reader
 from tandem.engine.adapters.load import check_adapters, load_adapters
-from tandem.engine.config import AdapterSource
 from tandem.engine.models.allocation import allocate_parameters
 from tandem.engine.models.load_spec import load_spec
 from tandem.protocol.errors import InvalidArgument, ModelError
+from tandem.settings.parsing import NamedPath
 from tests.adapters import ATTENTION, TinyAdapter, write_adapter
 from tests.factories import tiny_engine_config, write_tiny_model
 from tests.soak import soak
@@ -26,7 +26,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 def check(tmp_path: Path, adapter: Path, family: str = "llama3", **changes: Any) -> None:
     folder = write_tiny_model(tmp_path / "model", family)
-    config = tiny_engine_config(folder, adapters=(AdapterSource("one", adapter),))
+    config = tiny_engine_config(folder, loras=(NamedPath("one", adapter),))
     check_adapters(replace(config, **changes), load_spec(folder))
 
 
@@ -171,7 +171,7 @@ def test_values_that_are_not_finite(tensors: dict[str, Any], alpha: float, dtype
     """Also updates whose matrices are finite, and which are not."""
     folder = write_tiny_model(tmp_path / "model")
     adapter = write_adapter(tmp_path / "adapter", tensors, r=4, lora_alpha=alpha)
-    config, spec = tiny_engine_config(folder, adapters=(AdapterSource("one", adapter),)), load_spec(folder)
+    config, spec = tiny_engine_config(folder, loras=(NamedPath("one", adapter),)), load_spec(folder)
     with pytest.raises(ModelError, match=r"the update of model\.layers\.0\.self_attn\.q_proj has numbers"):
         load_adapters(config, spec, allocate_parameters(spec, dtype, torch.device("cpu")))
 

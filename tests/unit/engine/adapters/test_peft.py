@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tandem.engine.config import AdapterSource
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.steps.batch import StepBatch, StepRow
+from tandem.settings.parsing import NamedPath
 from tests.factories import draw, tiny_engine_config, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("adapters_read_here")
@@ -47,7 +47,7 @@ def test_logits_are_pefts(name: str, family: str, tmp_path: Path) -> None:
         wanted = model.eval()(torch.tensor([IDS])).logits[0, -1:]
         with model.disable_adapter():
             assert (model(torch.tensor([IDS])).logits[0, -1:] - wanted).abs().max() > 0.05
-    sources = (AdapterSource("one", tmp_path / "adapter"),)
-    runner = ModelRunner.load(tiny_engine_config(folder, adapters=sources))
+    sources = (NamedPath("one", tmp_path / "adapter"),)
+    runner = ModelRunner.load(tiny_engine_config(folder, loras=sources))
     found = runner.logits(StepBatch([StepRow(IDS, 0, [0], draw(), adapter=1)]))
     torch.testing.assert_close(found, wanted, atol=3e-5, rtol=3e-5)

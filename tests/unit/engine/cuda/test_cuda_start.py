@@ -30,7 +30,7 @@ def test_what_is_compiled_ahead_fits_into_the_context_and_the_step(
     """A context of 100 tokens is included, for which the pages of one row hold 112."""
     whole = shape_config("qwen3-0.6b")
     shape = replace(whole, max_context=context, layers=whole.layers[:1])
-    config = EngineConfig(Path(), max_step_tokens=step, cuda_graphs=False)
+    config = EngineConfig.of(Path(), max_step_tokens=step, cuda_graphs=False)
     told: list[str] = []
     over = partial(told.append, "trials are over")
     kernels, trial_tokens = SimpleNamespace(end_trials=over), (16, 96, 97)
@@ -60,7 +60,7 @@ def test_what_is_compiled_ahead_fits_into_the_context_and_the_step(
     assert prompt.tokens == tokens
     assert later.tokens == tokens - tokens // 2, "behind as many cached ones"
     beside = [each.rows - 1 for each in mixed]
-    assert beside == [16, 32, min(step - 2, config.max_batch_requests)], "decode rows with a prompt of two tokens"
+    assert beside == [16, 32, min(step - 2, config.batch_requests)], "decode rows with a prompt of two tokens"
     assert [each.tokens for each in mixed] == [answers + 2 for answers in beside]
 
 
@@ -71,4 +71,6 @@ def test_a_gpu_without_room_for_the_tiles_is_told_so(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cuda_start, "_one_row", too_large)
     nothing = cast(Any, None)
     with pytest.raises(InvalidArgument, match=r"cpu is too small .* 147968 of shared memory, it has 101376; use"):
-        cuda_start.start_on_gpu(EngineConfig(Path()), nothing, PAGE, torch.float32, CPU, masks=nothing, progress=None)
+        cuda_start.start_on_gpu(
+            EngineConfig.of(Path()), nothing, PAGE, torch.float32, CPU, masks=nothing, progress=None
+        )

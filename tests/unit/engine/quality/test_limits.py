@@ -49,7 +49,7 @@ class Yardstick:
         return token_samples(self.tokenizer.encode, text, count, tokens)
 
     def load(self, folder: Path, kernels: Kernels | None = None, **changes: str) -> ModelRunner:
-        return load_for_comparison(EngineConfig(folder, threads=1, **changes), SAMPLES * TOKENS, kernels=kernels)
+        return load_for_comparison(EngineConfig.of(folder, threads=1, **changes), SAMPLES * TOKENS, kernels=kernels)
 
     def kl(self, runner: ModelRunner) -> float:
         """The mean over the positions of both phases, from the model in float32."""
@@ -60,7 +60,7 @@ class Yardstick:
 
 @pytest.fixture(scope="module")
 def full(model_folder: Path) -> Iterator[Yardstick]:
-    runner = load_for_comparison(EngineConfig(model_folder, threads=1), SAMPLES * TOKENS)
+    runner = load_for_comparison(EngineConfig.of(model_folder, threads=1), SAMPLES * TOKENS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "logits", _remembered(runner))
         yield Yardstick(model_folder, runner, Tokenizer(model_folder))

@@ -166,7 +166,7 @@ def test_both_models_hold_as_many_tokens(folders: Path, dtype: str) -> None:
     config = tiny_engine_config(
         folders / "target", kv_cache_bytes=1 << 22, draft=folders / "draft", kv_cache_dtype=dtype
     )
-    spec = load_spec(config.model)
+    spec = load_spec(config.served.model)
     kv = split_kv(config, spec, 16, torch.device("cpu"), None)
     assert kv.both == 1 << 22
     runner = ModelRunner.load(config)

@@ -80,9 +80,9 @@ def test_training_reads_only_the_ends_of_the_model(
     family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_engine_config(write_tiny_model(tmp_path / "model", family), dtype=dtype)
-    spec = load_spec(config.model)
+    spec = load_spec(config.served.model)
     whole = allocate_parameters(spec, getattr(torch, dtype), torch.device("cpu"))
-    load_weights(config.model, spec, whole)
+    load_weights(config.served.model, spec, whole)
     read: list[str] = []
     monkeypatch.setattr(checkpoint, "read_tensors", lambda *given: read.extend(given[0]) or read_tensors(*given))
     base = base_weights(config, spec)

@@ -77,7 +77,7 @@ async def test_they_are_listed(http: httpx.AsyncClient, cluster: Cluster) -> Non
     cards = (await http.get("/models")).json()["data"]
     shown = [(card["id"], card["root"], card["parent"]) for card in cards]
     assert shown == [
-        ("fake", str(cluster.config.model), None),
+        ("fake", str(cluster.config.served.model), None),
         ("sql", "/adapters/sql", "fake"),
         ("org/poems", "/adapters/poems", "fake"),
     ]

@@ -36,7 +36,7 @@ async def sampled(cluster: Cluster, http: httpx.AsyncClient, stub: Any, **chosen
 class TestNames:
     @pytest.fixture
     def settings(self) -> dict[str, Any]:
-        return {"model_name": "first", "model_aliases": ("second", "org/third")}
+        return {"served_model_names": ("first", "second", "org/third")}
 
     async def test_any_name_is_served_and_the_first_is_answered(self, http: httpx.AsyncClient, stub: Any) -> None:
         for name in ("first", "second", "org/third"):

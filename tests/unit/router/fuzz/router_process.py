@@ -19,6 +19,9 @@ from router.server import RouterServer
 from tandem.net.heap import freeze_gc
 from tandem.net.turns import set_switch_interval
 from tandem.protocol.messages import Role
+from tandem.protocol.mode import Mode
+from tandem.settings.model import ModelSettings
+from tandem.settings.secrets import Secrets
 from tests.unit.router.fake_cluster import FakeController, FakeWorker, until
 
 KEYS = ("sesame", "other")
@@ -87,11 +90,11 @@ async def _serve(model: Path, lines: asyncio.StreamReader) -> None:
     ]
     router = RouterServer(
         RouterConfig(
-            router_id="router-0",
-            model=model,
-            model_name="fake",
-            controller_address=controller.address,
-            token="secret",
+            "router-0",
+            ModelSettings(model, ("fake",)),
+            controller.address,
+            Secrets("secret"),
+            mode=Mode.ADAPTIVE,
             grpc_port=0,
             http_port=0,
             api_keys=KEYS,

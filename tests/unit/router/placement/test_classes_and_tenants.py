@@ -17,6 +17,7 @@ from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
 from tandem.protocol.generated.tandem.v1 import types_pb2
 from tandem.protocol.messages import Role
 from tandem.protocol.page_digests import page_digests, root_digest
+from tandem.settings.model import ModelSettings
 from tandem.settings.slo import BEST_EFFORT, DEFAULT_CLASSES, Overload, SloClass, parse_class, with_defaults
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import FakeWorker, channel_to, until
@@ -103,7 +104,7 @@ class TestClasses:
 )
 def test_settings_that_cannot_be_are_named(tmp_path: Any, settings: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgument, match=f"^{field}: "):
-        RouterConfig("r", tmp_path, "m", "", **settings)
+        RouterConfig("r", ModelSettings(tmp_path, ("m",)), "", **settings)
 
 
 @pytest.mark.parametrize("wrong", [{"name": ""}, {"ttft_s": 0.0}, {"itl_s": -1.0}, {"itl_percent": 100.0}])

@@ -10,6 +10,8 @@ from router.workers.worker_link import WorkerLink
 from router.workers.worker_pool import WorkerPool
 from tandem.logging.recurring import RecurringErrors
 from tandem.protocol.messages import Lease, Role, StepOutput
+from tandem.settings.model import ModelSettings
+from tandem.settings.secrets import Secrets
 from tests.unit.router.fake_cluster import FakeController, FakeWorker, until
 
 
@@ -36,7 +38,7 @@ class Observer:
 async def test_a_defect_while_following_ends_no_watch(caplog: pytest.LogCaptureFixture) -> None:
     controller = await FakeController().start()
     observer = Observer(trouble=1)
-    pool = WorkerPool(RouterConfig("router-0", Path(), "fake", controller.address), observer)
+    pool = WorkerPool(RouterConfig("router-0", ModelSettings(Path(), ("fake",)), controller.address), observer)
     await until(lambda: observer.trouble == 0, "the first message")
     worker = await FakeWorker("both-0", Role.BOTH).start()
     await controller.set(worker)
@@ -52,7 +54,10 @@ async def test_a_router_with_another_token_says_so_and_not_with_every_try(
     controllers: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     controller = await FakeController(controllers).start()
-    pool = WorkerPool(RouterConfig("router-0", Path(), "fake", controller.address, token="of-another"), Observer())
+    pool = WorkerPool(
+        RouterConfig("router-0", ModelSettings(Path(), ("fake",)), controller.address, Secrets("of-another")),
+        Observer(),
+    )
     await until(lambda: len(_said(caplog)) >= 3, "three tries")
     assert "do not accept each other's certificates: they have different cluster tokens" in _said(caplog)[0].message
     assert "give both the same --token or --token-file" in _said(caplog)[0].message
@@ -67,7 +72,7 @@ async def test_a_router_with_another_token_says_so_and_not_with_every_try(
 async def test_a_controller_that_is_gone_is_not_said_with_every_try_either(caplog: pytest.LogCaptureFixture) -> None:
     controller = await FakeController().start()
     await controller.stop()
-    pool = WorkerPool(RouterConfig("router-0", Path(), "fake", controller.address), Observer())
+    pool = WorkerPool(RouterConfig("router-0", ModelSettings(Path(), ("fake",)), controller.address), Observer())
     await until(lambda: len(_said(caplog)) >= 3, "three tries")
     assert all(each.message.startswith(f"watching the controller at {controller.address}") for each in _said(caplog))
     written = RecurringErrors()

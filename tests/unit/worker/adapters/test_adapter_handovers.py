@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from tandem.engine.config import AdapterSource
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.models.load_spec import load_spec
 from tandem.protocol.errors import NotFound
 from tandem.protocol.messages import SamplingParams
 from tandem.protocol.speculation_method import SpeculationMethod
+from tandem.settings.parsing import NamedPath
 from tandem.worker.process import layout_of
 from tests.adapters import TinyAdapter
 from tests.eagle_heads import write_eagle
@@ -36,9 +36,9 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Factory:
     spec = load_spec(model)
     head = write_eagle(folder / "head", spec.hidden_size, spec.vocab_size)
     sources = tuple(
-        AdapterSource(str(number), adapter.write(folder / str(number))) for number, adapter in enumerate(ADAPTERS)
+        NamedPath(str(number), adapter.write(folder / str(number))) for number, adapter in enumerate(ADAPTERS)
     )
-    return lambda _pages: made(ModelRunner.load(tiny_engine_config(model, adapters=sources, draft=head)))
+    return lambda _pages: made(ModelRunner.load(tiny_engine_config(model, loras=sources, draft=head)))
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +10,26 @@ import pytest
 from tandem.engine.config import EngineConfig
 from tandem.protocol.messages import Role
 from tandem.protocol.policy_name import PolicyName
+from tandem.settings.secrets import Secrets
 from tandem.worker.config import WorkerConfig
 from tandem.worker.reporting.description import differences, served_of, tuning_of
 
-CONFIG = WorkerConfig("decode-0", Role.DECODE, EngineConfig(Path("m")), token="secret", metrics_key="key")
+CONFIG = WorkerConfig("decode-0", Role.DECODE, EngineConfig.of(Path("m")), secrets=Secrets("secret", "key"))
 
 
 def changed(**settings: Any) -> WorkerConfig:
-    engine = {name: value for name, value in settings.items() if name in {each.name for each in fields(EngineConfig)}}
-    rest = {name: value for name, value in settings.items() if name not in engine}
-    return replace(CONFIG, engine=replace(CONFIG.engine, **engine), **rest)
+    return CONFIG.with_fields(**settings)
 
 
 @pytest.mark.parametrize(
-    "settings", [{"model": Path("n")}, {"dtype": "bfloat16"}, {"page_tokens": 32}, {"token": "t"}, {"model_name": "x"}]
+    "settings",
+    [
+        {"model": Path("n")},
+        {"dtype": "bfloat16"},
+        {"page_tokens": 32},
+        {"token": "t"},
+        {"served_model_names": ("x",)},
+    ],
 )
 def test_another_thing_served_is_named(settings: dict[str, Any]) -> None:
     other = changed(**settings)
