@@ -55,7 +55,10 @@ class _Owners(NamedTuple):
     answer_offset: NDArray[np.int64]
     """[n]: in step k, the row samples the answer token with index `answer_offset` + k."""
     masks: dict[str, bytearray]
-    """The rows of each router, [n] bytes: 1 for its rows, 0 for others; empty if all rows belong to one router."""
+    """For each router, a mask [n] of its rows: a byte is 1 if the row's request came from this router, else 0.
+
+    Empty if all rows belong to one router.
+    """
     router: str
     """The router of the first row."""
 

@@ -1,8 +1,12 @@
-"""Plans which bytes each prefill rank writes to which decode rank, for any two divisions of a model among ranks.
+"""Plans which bytes each prefill rank writes to which decode rank if the two workers divide a model differently.
 
-A page of the whole model has planes, one for each KV head, layer and part (keys, values, or latents). A plane has the
-elements of the page's tokens and then, in an 8-bit cache, their scales. Each rank has a pool of its own, whose pages
-have the planes of its heads and layers, heads outermost. The pages of all ranks of a worker have the same numbers.
+The workers may differ in tensor parallelism, pipeline parallelism and page size; `why_not` returns why a pair is not
+supported.
+
+A page of the whole model consists of planes, one for each KV head, layer and part (keys, values, or latents). A plane
+has the elements of the page's tokens, followed by their scales in an 8-bit cache. Each rank has its own pool. A page of
+this pool has the planes of the rank's heads and layers, ordered by head, then by layer, then by part. A page id refers
+to the same tokens on every rank of a worker.
 """
 
 from collections.abc import Iterator
@@ -98,7 +102,7 @@ class ByteRange:
 
 
 def why_not(source: RankedPages, target: RankedPages) -> str | None:
-    """Return why KV cannot be handed over between two divisions, as the end of a sentence; None if it can."""
+    """Return the reason why KV cannot be handed over from `source` to `target`, as a clause; None if it can."""
     for what, source_value, target_value in (
         ("KV heads", source.kv_heads, target.kv_heads),
         ("parts per layer", source.parts, target.parts),

@@ -38,7 +38,10 @@ class PendingWrite:
         return time.monotonic() >= self.write.begin_by()
 
     def fail(self, why: str) -> None:
-        """Fail the future with TransferFailed, unless it is done. `failure` takes precedence over `why`."""
+        """Fail the future with TransferFailed, unless it is done.
+
+        The error's message gives `failure` as the reason if it is set, else `why`.
+        """
         if not self.done:
             error = TransferFailed(f"write to {self.write.peer.worker_id}: {self.failure or why}; prefill again")
             self.future.set_exception(error)

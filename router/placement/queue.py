@@ -51,9 +51,10 @@ class QueuedRequest:
     mean_tokens: float = 0.0
     """The mean length of similar answers, in tokens."""
     start_by_s: float = 0.0
-    """The latest start of prefill that meets the TTFT target, in seconds.
+    """The latest start of prefill, in seconds, as `AdmissionController.schedule` computes it.
 
-    It is a sort key, so it must not change while the request is in the queue.
+    A later start misses the TTFT target, if that is shorter than the deferral. The queue is sorted by this
+    time, so it must not change while the request is in the queue.
     """
     service_s: float = 0.0
     """The predicted time to compute the prompt, in seconds."""

@@ -54,9 +54,10 @@ class AdmissionController:
         self.schedule(request)
 
     def schedule(self, request: QueuedRequest) -> None:
-        """Set `start_by_s`: `arrival + target - computation`.
+        """Set `start_by_s`, the latest start of prefill by which the queue is ordered.
 
-        It is `arrival + deferral` if there is no TTFT target or the target is not shorter than the deferral.
+        With a TTFT target shorter than `deferral_s`, it is the latest start that meets the target:
+        `arrived_s + slo.ttft_s - service_s`. Otherwise it is `arrived_s + deferral_s`.
         """
         ttft_s, deferral_s = request.slo.ttft_s, self._deferral_s
         request.start_by_s = request.arrived_s + (ttft_s - request.service_s if ttft_s < deferral_s else deferral_s)

@@ -32,7 +32,7 @@ _PROGRESS_TOKENS = 16
 
 
 class SlotShares:
-    """Preempts answers of tenants that hold too many slots, at most one per call.
+    """Preempts answers of tenants whose share of the slots or KV pages is too large, at most one per call.
 
     The dispatcher owns it and calls it on the event loop.
     """
@@ -41,7 +41,11 @@ class SlotShares:
         self._policy, self._fleet, self._ends = policy, fleet, ends
 
     def make_room(self, waiting: RoutedRequest, live: Iterable[RoutedRequest]) -> None:
-        """Preempt one of the `live` requests for `waiting`, the head of the queue, if a tenant holds too many slots."""
+        """Preempt one of the `live` requests for `waiting`, the head of the queue, if a tenant's share is too large.
+
+        `answer_to_preempt` chooses the request. Does nothing if `waiting` has waited for less than `WAIT_S` seconds, or
+        if it does not wait for the capacity of a decode worker.
+        """
         if time.monotonic() - waiting.waiting_since < WAIT_S:
             return
         if not self._policy.waits_for_decode(waiting.queued, self._fleet):

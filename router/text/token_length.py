@@ -29,15 +29,16 @@ class TokenLength:
     """The bytes for which there is no token; the tokenizer may drop them."""
 
     def fewest_tokens(self, text: str) -> int:
-        """Return a lower bound of the number of tokens of `text`; 0 if no bound is known."""
+        """Return a lower bound of the number of tokens of `text`; 0 if the maximum length of a token is unknown."""
         return len(text.encode().translate(None, self.unknown)) // self.bytes_max if self.bytes_max else 0
 
 
 def token_length(tokenizer: Any, tokens: Iterable[bytes], byte_of: dict[str, int]) -> TokenLength:
-    """Return the bound for a tokenizer of the `tokenizers` library.
+    """Return the maximum number of bytes of text that one token of a tokenizer represents.
 
-    `tokens` are the bytes of all tokens; `byte_of` maps the characters of byte-level tokenizers to bytes. No bound is
-    known if a stage of the tokenizer may drop text, or if one token may represent any amount of text.
+    The tokenizer is one of the `tokenizers` library. `tokens` are the bytes of all tokens; `byte_of` maps the
+    characters of byte-level tokenizers to bytes. The maximum is unknown (0) if a stage of the tokenizer may drop text,
+    or if one token may represent any amount of text.
     """
     unknown = _unknown_bytes(tokenizer, byte_of)
     if unknown is None or any(a.lstrip or a.rstrip for a in tokenizer.get_added_tokens_decoder().values()):

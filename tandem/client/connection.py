@@ -43,7 +43,7 @@ class Wording:
 
 
 PYTHON = Wording()
-"""The texts for Python programs; the command line has its own."""
+"""The error messages of the Python client; the command line uses its own `Wording`."""
 
 
 class Connection:

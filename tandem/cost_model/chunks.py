@@ -12,7 +12,7 @@ from tandem.protocol.policy_name import CHUNKED_BUDGET, PolicyName
 MIN_CHUNK_TOKENS = 64
 """Minimum number of tokens of a chunk; the same kernels would be launched for a smaller one."""
 FORCED_CHUNK_INTERVAL = 127
-"""Number of steps without prompt tokens between two forced chunks.
+"""Minimum number of steps between two forced chunks.
 
 A chunk is forced if the limits of its step would allow fewer than `MIN_CHUNK_TOKENS` prompt tokens. With this interval,
 less than 1 % of an answer's inter-token gaps contain a forced chunk; ITL targets for the 99th percentile tolerate this.

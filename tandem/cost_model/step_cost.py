@@ -128,9 +128,10 @@ class StepCost:
         return padded - max(0, min(padded, self.parameters.free_tokens - rows))
 
     def charged_pairs(self, tokens: int, pairs: float) -> float:
-        """Return the number of attention pairs for which a step's prompt tokens are charged.
+        """Return the number of attention pairs with which the cost of a step's prompt attention is computed.
 
-        Fewer tokens than a wave (`wave_tokens`) are charged as many pairs as a whole wave of such tokens has.
+        Fewer than `wave_tokens` tokens take as long as a full wave, so the number is `pairs · wave_tokens / tokens`.
+        Otherwise it is `pairs`.
         """
         wave = self.parameters.wave_tokens
         return pairs * wave / tokens if 0 < tokens < wave else pairs

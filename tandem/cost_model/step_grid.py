@@ -1,6 +1,6 @@
-"""The sizes of steps with prompts for which the engine captures CUDA graphs.
+"""The sizes, in tokens, at which the engine captures CUDA graphs of steps with prompts.
 
-`tandem/cost_model/step_cost.py` charges steps for the padding to these sizes.
+Steps are padded to these sizes; `tandem/cost_model/step_cost.py` includes the padding in the cost of a step.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ TILE_TOKENS = 128
 FEWEST_SLOTS = 16
 """Minimum number of batch slots of a step that has both prompts and decode rows."""
 FINE_TILES, MOST_TILES = 8, 16
-"""Captured steps have up to `MOST_TILES` tiles: every number up to `FINE_TILES`, above that every second one."""
+"""The numbers of tiles of captured steps: 1, 2, 3, … up to `FINE_TILES`, then only even numbers up to `MOST_TILES`."""
 
 
 @dataclass(frozen=True, slots=True)

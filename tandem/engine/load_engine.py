@@ -125,7 +125,7 @@ class _Setting:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     given_kernels: Kernels | None
-    """Kernels to use instead of the fastest for the device; steps then run one by one, without CUDA graphs."""
+    """Kernels to use instead of the fastest for the device; the engine is then synchronous, without CUDA graphs."""
     collectives: Collectives | None
     """Exchanges tensors with the other ranks of the group; None = this process has the whole model."""
 
@@ -155,7 +155,7 @@ class _Setting:
 
     @property
     def on_host(self) -> bool:
-        """True if steps run one by one: on a CPU, or with given kernels."""
+        """True if the engine uses the synchronous `HostStepper`: on a CPU, or on any device with `given_kernels`."""
         return is_cpu(self.device) or self.given_kernels is not None
 
     def check_group(self, config: EngineConfig) -> None:

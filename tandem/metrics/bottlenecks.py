@@ -18,7 +18,11 @@ BATCH_FULL = 0.9
 TRANSFERRING = 0.7
 """Minimum average number of concurrent hand-overs at which transfers are the bottleneck while requests wait."""
 BACKLOG = 0.05
-"""Minimum share of used KV pages at which concurrent hand-overs of a busy worker may be its bottleneck."""
+"""Minimum share of used KV pages at which slow hand-overs count as the bottleneck of a worker that is busy.
+
+A worker is busy if it spends at least the share `COMPUTING` of the time in steps. Its hand-overs do not slow it down
+while fewer pages are used.
+"""
 CONCURRENT_TRANSFERS = 2.0
 """Minimum average number of concurrent hand-overs at which transfers are the bottleneck although no request waits."""
 IN_TRANSFER = 0.5

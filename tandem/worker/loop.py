@@ -64,7 +64,7 @@ class StepMeter:
 
     @property
     def parameters(self) -> CostParameters:
-        """The newest fit and its error."""
+        """The coefficients of the cost model from its newest fit, and the error of that fit."""
         return self._fit.parameters
 
     def cost(self) -> StepCost:

@@ -79,23 +79,29 @@ class StepPolicy:
 
 
 class _Progress:
-    """Forces a chunk after `FORCED_CHUNK_INTERVAL` steps that gave waiting prompts less than the minimal chunk.
+    """Forces a chunk if a step would give waiting prompts less than the minimal chunk.
 
-    So no prompt starves. The long steps that result are too rare to raise the 99th percentile of a request's gaps.
+    So no prompt starves. There are at least `FORCED_CHUNK_INTERVAL` steps between two forced chunks, so their long
+    steps are too rare to raise the 99th percentile of a request's gaps.
     """
 
     def __init__(self, budget: int) -> None:
         self._minimal_chunk = min(MIN_CHUNK_TOKENS, max(1, budget // _BUDGET_CHUNKS))
         self._forced_chunk = min(FORCED_CHUNK_TOKENS, budget)
         self.steps = FORCED_CHUNK_INTERVAL
-        """Steps since the last step with a chunk."""
+        """Number of counted steps since the last forced chunk, with or without prompt tokens."""
 
     def is_chunk(self, tokens: int, waiting: WaitingPrompts) -> bool:
         """Return True if `tokens` is at least the minimal chunk, or covers all waiting prompt tokens."""
         return tokens >= min(self._minimal_chunk, waiting.tokens)
 
     def at_least(self, tokens: int, waiting: WaitingPrompts) -> int:
-        """Count a step, and return its number of prompt tokens: `tokens`, or a forced chunk if one is due."""
+        """Count a step, and return the maximum number of its prompt tokens.
+
+        It is the size of a forced chunk if one is due, else `tokens`. A forced chunk is due if prompts wait, `tokens`
+        is less than a chunk (`is_chunk`), and more than `FORCED_CHUNK_INTERVAL` steps, this one included, were counted
+        since the last forced chunk. The first forced chunk is due without that wait.
+        """
         self.steps += 1
         if not waiting.prompts or self.steps <= FORCED_CHUNK_INTERVAL or self.is_chunk(tokens, waiting):
             return tokens

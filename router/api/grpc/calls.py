@@ -28,7 +28,10 @@ from tandem.tokenizers.grammar_process import GrammarKind
 
 _NO_OTHERS = UnknownFields(strict=True)
 _SCHEMA_ITEMS_MAX = 1 << 18
-"""Maximum number of JSON items in the parameters of all tools together; each tool may have an equal share of them."""
+"""Maximum number of JSON items in the parameters of all tools of a request together.
+
+The limit of each tool is this number divided by the number of tools.
+"""
 
 
 def conversation(request: inference_pb2.ChatRequest, variables: Mapping[str, Any]) -> Conversation:

@@ -38,7 +38,11 @@ class VirtualPrompt(Sequence[int]):
         return 0
 
     def __add__(self, answer: tuple[int, ...]) -> "VirtualPrompt":
-        """Return the prompt followed by `answer`, whose tokens are in no named page: no other prompt shares them."""
+        """Return the prompt followed by the generated tokens `answer`.
+
+        The names stay those of the prompt's full pages, so no other prompt can share pages that contain tokens of
+        `answer`.
+        """
         return VirtualPrompt(self.key, self.tokens + len(answer), self.names) if answer else self
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:

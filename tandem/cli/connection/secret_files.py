@@ -34,7 +34,10 @@ def keys_in(option: str, file: str) -> tuple[str, ...]:
 
 
 def check_key_file(option: str, file: Path) -> None:
-    """Check a router's file of API keys. Raises InvalidArgument as `keys_in` does, and for a malformed line."""
+    """Check that a router's file of API keys can be used, and log a warning if every user of this host may read it.
+
+    Raises InvalidArgument, which names `option`, if the file cannot be read, has no key, or has a malformed line.
+    """
     from tandem.net.security.api_keys import read_keys
 
     read_keys(option, file)

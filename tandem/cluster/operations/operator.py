@@ -186,10 +186,11 @@ class Operator:
     ) -> None:
         """Drain a worker: let it finish requests for `grace_s` seconds, move the rest to other workers, and end it.
 
-        With `restart` the worker starts again, and the call returns when it serves. With `node_leaves` the worker
-        starts on another node once its node has left. With neither, it stays drained. Raises NotFound for an unknown
-        name, and FailedPrecondition if the worker does not serve, has been drained before or, unless `force` is set, is
-        the last worker that serves.
+        With `restart` the worker starts again, at once if it is already drained, and the call returns when it serves.
+        With `node_leaves` the worker starts on another node once its node has left. With neither, it stays drained.
+
+        Raises NotFound for an unknown name. Raises FailedPrecondition if the worker does not serve or, unless `force`
+        is set, is the last worker that serves; and without `restart`, if it is already drained.
         """
         supervisor = self._supervisors.get(worker_id)
         if supervisor is None:

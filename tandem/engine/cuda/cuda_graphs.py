@@ -71,7 +71,11 @@ class DecodeGraphs:
         return next((graph for graph in self._graphs if graph.sizes.rows >= len(batch)), None)
 
     def _step(self, rows: int) -> tuple[Tensor, Callable[[], Tensor], StepSizes]:
-        """Return a padded step: its input words, a function that launches it and returns logits, and its sizes."""
+        """Return an empty decode step of `rows` rows, all of them padding, to be captured or run on trial.
+
+        Returns its input buffer (int64, on the device), a function that runs the step and returns its logits, and its
+        sizes.
+        """
         limits = self._packer.limits
         sizes = StepSizes(
             tokens=rows, rows=rows, width=limits.pages_of(limits.max_context), drawn=rows, groups=limits.groups
@@ -79,13 +83,13 @@ class DecodeGraphs:
         words, step = empty_step(
             self._packer, sizes, self._drawn.device, singles=rows, max_row_tokens=1, context=limits.max_context
         )
+        # A placeholder: greedy sampling without penalties reads no sampling parameters.
         unread = torch.zeros(rows, PARAMS, dtype=torch.float64, device=words.device)
 
         def compute() -> Tensor:
             logits = self._forward(step, DeferredTokens(step.sources, self._drawn))
             assert logits is not None
-            # The graph samples the most likely tokens too, so greedy rows need no further sampling. It reads no
-            # parameters.
+            # The graph also samples the most likely tokens, so a step of greedy rows needs no further sampling.
             self._sampler.sample(logits, unread, self._drawn[:rows], greedy_only=True)
             return logits
 

@@ -1,4 +1,4 @@
-"""The CUDA graph of one step: captured once for each size, and replayed on the contents of its input words."""
+"""The CUDA graph of one step: captured once for each size, and replayed on the contents of its input buffer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,15 +31,15 @@ class StepGraph:
     chunks_at: int | None = None
     """The `chunks_at` argument of `StepPacker.pack`."""
     groups: DraftGroupSizes | None = None
-    """The draft groups of a step that verifies draft tokens; their table follows the words of `sizes`."""
+    """The draft groups of a step that verifies draft tokens; their table follows the sections of `sizes`."""
 
     @property
     def input_words(self) -> int:
-        """The number of words that `replay` takes."""
+        """The length of the input buffer of `replay`, in int64 elements."""
         return self.sizes.words if self.groups is None else self.sizes.words + self.groups.words
 
     def replay(self, words: Tensor) -> Tensor:
-        """Run the step packed into pinned `words` [input_words]; return the logits [sizes.drawn, vocab].
+        """Run the step in the pinned buffer `words` [input_words] int64; return the logits [sizes.drawn, vocab].
 
         The logits are valid until the next replay of any graph.
         """
@@ -58,10 +58,10 @@ def empty_step(
     context: int,
     more_words: int = 0,
 ) -> tuple[Tensor, PackedStep]:
-    """Return an empty step of `sizes`: its input words on `device`, and its tensors, which are views of these words.
+    """Return an empty step of `sizes`: its int64 input buffer on `device`, and its tensors, which are views of it.
 
-    `more_words` zeros follow the words of the step. The first `singles` rows have one token each, the others up to
-    `max_row_tokens`.
+    The buffer ends with `more_words` additional zeros, which follow the sections of `sizes`. The first `singles` rows
+    have one token each, the others up to `max_row_tokens`.
     """
     host = torch.zeros(sizes.words + more_words, dtype=torch.int64)
     packer.pack(StepBatch([]), sizes, host[: sizes.words].numpy(), chunks_at=singles)

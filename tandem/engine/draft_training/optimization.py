@@ -1,4 +1,4 @@
-"""The optimization loop that trains both kinds of heads."""
+"""The optimization loop that trains draft heads: Medusa heads and EAGLE heads."""
 
 from collections.abc import Callable, Iterator
 

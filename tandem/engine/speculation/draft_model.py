@@ -93,7 +93,10 @@ class DraftModel(BatchProposer):
         memory: Mapping[str, int] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Create a proposer over `runner`; `memory` is `BatchProposer.memory`, and `clock` returns seconds."""
+        """Create a proposer that runs the draft model with `runner`; `clock` returns seconds.
+
+        `memory` is the memory in bytes of the `weights` and of the `kv` pages, as in `BatchProposer.memory`.
+        """
         self._runner = runner
         self.memory = memory or {}
         self.max_step_tokens = runner.kv_pages.step_tokens

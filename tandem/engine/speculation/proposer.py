@@ -83,7 +83,7 @@ class Proposer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WantedDraft:
-    """A serving request for which draft tokens are wanted, and the sampling inputs of its next tokens."""
+    """A decoding request that needs a draft, and the sampling inputs of the tokens that the draft predicts."""
 
     key: Hashable
     draws: Sequence[SamplingInput]

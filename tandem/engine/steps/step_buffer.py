@@ -77,12 +77,12 @@ class StepSizes:
 
     @property
     def group_slots(self) -> int:
-        """The distance between the slots of adjacent groups, in elements."""
+        """The stride between the slot sections of adjacent KV groups, in int64 elements; a multiple of 16 bytes."""
         return -(-self.tokens // 2) * 2
 
     @property
     def group_table(self) -> int:
-        """The distance between the page tables of adjacent groups, in elements."""
+        """The stride between the page tables of adjacent KV groups, in int32 elements; a multiple of 16 bytes."""
         return -(-self.rows * self.width // 4) * 4
 
     @property
@@ -107,12 +107,12 @@ class StepSizes:
 
     @property
     def words(self) -> int:
-        """The size of the whole buffer in 8-byte words."""
+        """The length of the whole buffer, in int64 elements."""
         return bounds_of(self).words
 
     @property
     def starts(self) -> Words:
-        """[12]: the starts of all sections, and the distances between the groups' parts; see `_Bounds.starts`."""
+        """[12]: the starts of all sections, and the strides between the groups' parts; see `_Bounds.starts`."""
         return bounds_of(self).starts
 
 
@@ -130,12 +130,13 @@ class _Bounds:
     table: slice
     adapters: slice
     int32_start: int
-    """The number of 8-byte words of the int64 sections, which come first."""
+    """The start of the int32 sections, which follow the int64 sections, in int64 elements."""
     words: int
     starts: Words
-    """The starts of token_ids, slots and drawn; of the int32 part, in words; and of each int32 section in this part.
+    """The starts of token_ids, slots and drawn, `int32_start`, and the start of each int32 section after it.
 
-    The last two entries are the distances between the slots, and between the page tables, of adjacent groups.
+    The starts of int32 sections are in int32 elements, the other starts in int64 elements. The last two entries are
+    `StepSizes.group_slots` and `StepSizes.group_table`.
     """
 
 

@@ -87,7 +87,10 @@ class ServerTls:
         """The configuration that gRPC uses for new connections."""
 
     def current(self) -> Loaded:
-        """Return the current content of the files; if that cannot be used, the last content that could."""
+        """Return the TLS configuration from the files, which is loaded again if they have changed.
+
+        If the changed files cannot be used, logs an error and returns the previous configuration.
+        """
         with self._lock:
             return self._current()
 

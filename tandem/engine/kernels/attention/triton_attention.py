@@ -29,10 +29,10 @@ from tandem.engine.kernels.kv_cache import KvCache, codes_of
 from tandem.engine.kernels.triton_launch import INTERPRETED, prefer_shared_memory
 
 MERGED_ELEMENTS = 8192
-"""Number of elements of partial results (float32) that a merging program loads at once: 16 splits of 4 heads of 128.
+"""Number of float32 elements of partial results that a merging program loads at once.
 
-A merging program loads half as many if its tile of queries is larger than the smallest tile, because the registers
-also hold the tile.
+These are, for example, 16 splits of 4 heads of dimension 128. A program whose tile of queries is larger than the
+smallest tile loads half of this number, because the registers also hold the tile.
 """
 LINE_BYTES = 128
 """Size of a line of the L2 cache in bytes."""

@@ -16,7 +16,7 @@ class TileRange(NamedTuple):
     last_row: int
     """The end of the rows in the range, exclusive: one more than the last row that has tiles in the range."""
     before: int
-    """The position of the first row's first tile in the concatenation of all rows' tiles."""
+    """The number of tiles that all rows before `first_row` take in the concatenation: the sum of their `span_of`."""
     range_tiles: int
     """The length of every program's range, in tiles."""
     least: int

@@ -100,7 +100,11 @@ def group_of(
 
 @triton.jit
 def held_queries(count, SIZE: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, TOKENS: tl.constexpr):
-    """Return a mask [SIZE] of the queries of a tile that are heads of one of the group's `count` rows."""
+    """Return a mask [SIZE] of the queries of a tile: True for queries that exist, False for padding.
+
+    A query is padding if its head is beyond the GROUP query heads of the KV head or, if TOKENS > 1, if its token is
+    beyond the group's `count` rows.
+    """
     held = heads_of(SIZE, GROUP_PADDED, TOKENS) < GROUP
     if TOKENS > 1:
         held = held & (tl.arange(0, SIZE) // GROUP_PADDED < count)

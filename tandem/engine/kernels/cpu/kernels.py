@@ -301,7 +301,7 @@ def _codes_of(weight: Weight) -> Tensor:
 def _halves_are_apart(weight: Weight) -> bool:
     """Return True if the gate rows and the up rows of a weight can be computed separately.
 
-    The exception is a PanelWeight with a panel of LANES rows that contains both gate rows and up rows.
+    It is False only for a PanelWeight in which one panel of LANES rows contains both gate rows and up rows.
     """
     return not isinstance(weight, PanelWeight) or weight.outputs // 2 % LANES == 0
 

@@ -21,18 +21,20 @@ _PIECE = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class PanelWeight(PackedWeight):
-    """A packed weight [..., N, K] in panels of sixteen rows; rows from N on are zero.
+    """A packed weight [..., N, K], rearranged for the CPU kernels into panels of 16 rows.
 
-    codes   8 bits: [..., N / 16, K / 4, 16, 4] int8, in units of four columns; the sign bits are flipped, so that the
-            unsigned bytes are codes + 128.
-            4 bits: [..., N / 16, K / 8, 16, 4] uint8; each four bytes hold two units, the first one in their lower
-            halves, the second one in their upper halves
-    scales  [..., N / 16, K / group, 16] float16, to be multiplied by `factors`; or [..., N / 16, 0, 16] if each row has
-            a single scale and no offset: then `factors` holds the scales
-    offsets like the scales, also to be multiplied by `factors`; None = as in `PackedWeight`. They belong to the codes
-            of `PackedWeight`, not to codes + 128
+    N is rounded up to a multiple of 16 in all shapes; the added rows are zero. A unit is `UNIT` = 4 adjacent columns of
+    a row.
+
+    codes   8 bits: [..., N / 16, K / 4, 16, 4] int8; the last dimension is a unit. The sign bit is flipped, so that the
+            byte, read as unsigned, is the code + 128.
+            4 bits: [..., N / 16, K / 8, 16, 4] uint8; the last dimension has two adjacent units. Byte i has column i of
+            the first unit in its low four bits, and column i of the second unit in its high four bits.
+    scales  [..., N / 16, K / group, 16] float16; the scale of a group is the entry here times the row's factor. With
+            one scale per row and no offsets: [..., N / 16, 0, 16], and `factors` has the scales.
+    offsets like `scales`, or None as in `PackedWeight`. They apply to the original codes, not to codes + 128.
     factors [..., N / 16, 16] float32: the scales if `scales` is empty, else a power of two for each row, chosen so that
-            float16 holds all scales of the row
+            the row's scales and offsets, divided by it, fit float16.
     """
 
     factors: Tensor

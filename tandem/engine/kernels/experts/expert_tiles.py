@@ -14,7 +14,8 @@ from functools import lru_cache
 class ProductTile:
     """The tile of one product: a program multiplies `rows` rows of an expert's weight, `columns` at a time.
 
-    In the gated product, these are `rows` rows of gate and as many of up. `stages` is the depth of the load pipeline.
+    In the gated product, these are `rows` rows of gate and `rows` rows of up. `stages` is the depth of the load
+    pipeline.
     """
 
     rows: int
@@ -25,11 +26,12 @@ class ProductTile:
 
 @dataclass(frozen=True, slots=True)
 class ExpertTile:
-    """The tiles of both products, for `tokens` tokens of one expert; `tokens` = 1 is for steps of a single token.
+    """The tiles of the gate/up product and of the down product, with `tokens` tokens of one expert in a tile.
 
-    In a step of a single token, a program of the down product reads the weights of all the token's experts, and
-    `down.columns` counts the columns of all of them. Nothing is pipelined, because all loads of a program are in flight
-    together.
+    `tokens` = 1 selects the kernels for steps of a single token. There, a program of the down product reads the weights
+    of all `top_k` experts of the token, and `down.columns` is the total over these experts: each of them gets
+    `down.columns` / `top_k` columns, with `top_k` rounded up to a power of two. `stages` is unused in these kernels,
+    because all loads of a program are in flight together.
     """
 
     tokens: int

@@ -99,7 +99,10 @@ def fits_scratch(tile: Skinny, tiles: int, paired: bool) -> bool:
 
 
 def _float_tile(k: int, paired: bool) -> Skinny:
-    """Return the tile of float32, which is the same for every step: see `_FLOATS_PER_ROW_TILE`."""
+    """Return the tile for float32 elements.
+
+    It does not depend on the step's number of tokens: see `_FLOATS_PER_ROW_TILE`.
+    """
     columns = min(32, max(16, _power_above(k)))
     return Skinny(16 if paired else 32, _FLOATS_PER_ROW_TILE, columns, splits=1, stages=3, warps=4)
 

@@ -8,7 +8,11 @@ from tandem.engine.kernels.triton_math import LARGEST_FP8, LARGEST_INT8, as_code
 
 @triton.jit
 def store_head(at, scale_at, first, second, gap, mask, present, CODES: tl.constexpr, rounded: tl.constexpr):
-    """Store one head of some tokens, quantized if CODES; `scale_at`, of the type of `at`, points to float32 scales."""
+    """Store one head of several tokens in the KV cache: as 8-bit codes with scales if CODES, else in the dtype of `at`.
+
+    The arguments are those of `_store_codes`, but `scale_at` is passed as a pointer of the type of `at`, and is cast to
+    a float32 pointer here. Without CODES, `scale_at`, `present` and `rounded` are unused.
+    """
     if CODES:
         scale_at = scale_at.to(tl.pointer_type(tl.float32), bitcast=True)
         _store_codes(at, scale_at, first, second, gap, mask, present, rounded)

@@ -44,7 +44,11 @@ class EagleProposer(DraftModel):
     def __init__(
         self, runner: EagleRunner, target: TargetStates, memory: Mapping[str, int] = MappingProxyType({})
     ) -> None:
-        """Create a proposer with the head's runner and the target's states; `memory` is `BatchProposer.memory`."""
+        """Create a proposer that runs the EAGLE head with `runner`.
+
+        It reads the hidden states of the target model from `target`. `memory` is the memory in bytes of the `weights`
+        and of the `kv` pages, as in `BatchProposer.memory`.
+        """
         super().__init__(runner, memory)
         self._head = runner
         self._target = target

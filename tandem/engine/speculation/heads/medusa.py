@@ -38,9 +38,10 @@ class MedusaHeads:
     def __init__(
         self, heads: Sequence[MedusaHead], token_map: Tensor | None, norm: Tensor, eps: float, kernels: Kernels
     ) -> None:
-        """Combine heads whose weights are prepared for `kernels`.
+        """Create the set of all `heads`, whose weights must be prepared for `kernels`.
 
-        `token_map` [V'] int64 has the token id of each row of the projections; None = the number of the row.
+        `token_map` [V'] int64 has the token id of each row of the projections; if it is None, the row number is the
+        token id. `norm` and `eps` are the weights and the epsilon of the target model's final RMSNorm.
         """
         self._heads = heads
         self._token_map = token_map
