@@ -2,14 +2,15 @@
 
     python -m benchmarks.engine ranks --shape llama-3-8b --tensor-parallel-size 2 [--alone] [--save]
 
-Weights are random, shapes are real. First the sum over all ranks is timed by size, in one shot and with NCCL; then the
+Weights are random, shapes are real. The sum over all ranks is timed by size, in one shot and with NCCL, and then the
 steps. A share of the copy bandwidth is that of one GPU: the bytes that one rank reads, over the time of the step.
-`--alone` measures the steps on one GPU too.
+`--alone` measures the steps on one GPU too, before those of the group.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import multiprocessing
 import tempfile
 from multiprocessing.queues import SimpleQueue
@@ -57,9 +58,9 @@ def measure(options: argparse.Namespace) -> Measured:
         max_batch_requests=max(BATCHES),
         quantization=options.quantization,
     )
+    alone = _alone(config) if options.alone else Figures()
     result = _sums(ranks) | _group(config, ranks)
-    if options.alone:
-        result |= _over_alone(result, _alone(config))
+    result |= _over_alone(result, alone)
     scheme = scheme_suffix(options.quantization, "auto")
     result |= {"shape": options.shape + scheme, "ranks": ranks, "dtype": "bfloat16", **run_facts("cuda")}
     return f"ranks-{options.shape}{scheme}", result
@@ -76,7 +77,10 @@ def _group(config: EngineConfig, ranks: int) -> Figures:
 
 
 def _alone(config: EngineConfig) -> Figures:
-    return _steps(ModelRunner.load(config), "one GPU")
+    figures = _steps(ModelRunner.load(config), "one GPU")
+    gc.collect()
+    torch.cuda.empty_cache()
+    return figures
 
 
 def _steps(runner: ModelRunner, what: str) -> Figures:

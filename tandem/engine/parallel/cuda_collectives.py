@@ -12,10 +12,10 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from tandem.engine.config.sharding import Rank
-from tandem.engine.kernels.rowwise.triton_all_reduce import PROGRAMS, OneShot
+from tandem.engine.kernels.rowwise.triton_all_reduce import OneShot, buffer_bytes
 from tandem.engine.parallel.collectives import Collectives, padded_columns
 
-ONE_SHOT_BYTES = 1 << 20
+ONE_SHOT_BYTES = 1 << 19
 """Maximum size in bytes of a tensor that is summed in one shot; above it, NCCL is faster."""
 
 
@@ -52,13 +52,11 @@ class CudaCollectives(Collectives):
             timeout=timedelta(seconds=timeout_s),
             device_id=device,
         )
-        buffer, buffers = self._shared(2 * one_shot_bytes)
-        signals, signal_addresses = self._shared(4 * PROGRAMS * rank.count)
-        self._memory = buffer, signals
-        self._one_shot = OneShot(rank.number, buffers, signal_addresses, one_shot_bytes)
+        self._memory, addresses = self._shared(buffer_bytes(one_shot_bytes, rank.count))
+        self._one_shot = OneShot(rank.number, addresses, one_shot_bytes)
         self.one_shot_bytes = one_shot_bytes
         self._suspended = False
-        # The signals of all ranks are 0 before the first rank sends one.
+        # The memory of all ranks is 0 before the first rank writes to it.
         torch.cuda.synchronize()
         dist.barrier()
 
