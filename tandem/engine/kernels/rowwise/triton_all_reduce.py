@@ -129,23 +129,29 @@ def _all_reduce_kernel(
 @triton.jit
 def _low(word, DTYPE: tl.constexpr):
     """Return the first number of each word as float32: the only one, or the lower 16 bits."""
-    if tl.float32 == DTYPE:
-        return word.to(tl.float32, bitcast=True)
-    return (word & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+    if DTYPE.primitive_bitwidth == 32:
+        number = word.to(tl.float32, bitcast=True)
+    else:
+        number = (word & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+    return number
 
 
 @triton.jit
 def _high(word, DTYPE: tl.constexpr):
     """Return the second number of each word as float32, 0 if the numbers have 32 bits."""
-    if tl.float32 == DTYPE:
-        return tl.zeros(word.shape, tl.float32)
-    return (word >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+    if DTYPE.primitive_bitwidth == 32:
+        number = tl.zeros_like(word).to(tl.float32)
+    else:
+        number = (word >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+    return number
 
 
 @triton.jit
 def _word(low, high, DTYPE: tl.constexpr):
     """Return the words of the numbers `low` and `high`, rounded to the dtype."""
-    if tl.float32 == DTYPE:
-        return low.to(tl.int32, bitcast=True)
-    lower = low.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    return (high.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16) | lower
+    if DTYPE.primitive_bitwidth == 32:
+        word = low.to(tl.int32, bitcast=True)
+    else:
+        lower = low.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        word = (high.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16) | lower
+    return word
