@@ -168,6 +168,7 @@ class ClusterSettings(Settings):
         self._check_quantization()
         self._check_draft()
         self._check_hosts()
+        self._check_ranks()
         if self.planner.actions is PlannerMode.ON and self.planner.limits.workers is None and not self._disaggregated:
             refuse("--planner", f"has nothing to change in mode {self.router.mode}; give --planner-workers, too")
 
@@ -193,6 +194,20 @@ class ClusterSettings(Settings):
                 refuse(option, f"is for --mode {Mode.DISAGGREGATED}; give --quantization")
             if name is not None and self.planner.actions is PlannerMode.ON:
                 refuse(option, "excludes --planner on: workers change roles, and keep their weights")
+
+    def _check_ranks(self) -> None:
+        engine = self.engine
+        if engine.tensor_parallel_size == 1:
+            return
+        if self.router.mode is not Mode.COLOCATED:
+            refuse(
+                "--tensor-parallel-size",
+                "is for --mode colocated: workers of several ranks hand over no KV pages; give --mode colocated, or"
+                " more workers instead",
+            )
+        for option, used in (("--draft", engine.draft is not None), ("--lora", engine.loras or engine.runtime_loras)):
+            if used:
+                refuse(option, "excludes --tensor-parallel-size; leave one of them out")
 
     def _check_draft(self) -> None:
         method, draft = self.worker.speculate, self.engine.draft

@@ -15,6 +15,8 @@ QUANTIZATIONS = ("int8", "fp8", "int4")
 CPU_KV_CACHE_BYTES = GIB
 GPU_MEMORY_FRACTION = 0.9
 """Fraction of a GPU's memory that all workers on this GPU may use together."""
+RANKS_MAX = 64
+"""The maximum number of ranks of a worker."""
 CPU_BATCH_REQUESTS, GPU_BATCH_REQUESTS = 64, 256
 
 
@@ -87,6 +89,16 @@ class EngineSettings(Settings):
         topic=Topic.ENGINE,
         choices=KV_DTYPES,
     )
+    tensor_parallel_size: int = setting(
+        1,
+        help="GPUs of each worker, among which the model is divided; on CPUs, processes. More than 1 needs --mode"
+        " colocated.",
+        topic=Topic.ENGINE,
+        aliases=("-tp",),
+        least=1,
+        most=RANKS_MAX,
+    )
+    """A worker's processes are its ranks: the first serves, and the others run the same steps."""
     page_tokens: int | None = setting(
         None,
         help="Tokens per KV page; default: 16 on CPU, 128 on GPUs.",

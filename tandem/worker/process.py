@@ -33,6 +33,7 @@ from tandem.protocol.messages import Assignment, PeerRef, WorkerInfo
 from tandem.worker.assignment import decode_batch, prompt_step_tokens
 from tandem.worker.config import WorkerConfig
 from tandem.worker.controller_link import ControllerLink
+from tandem.worker.rank_group import RankGroup
 from tandem.worker.reporting.metrics import engine_facts, worker_facts
 from tandem.worker.servicer import WorkerServicer
 from tandem.worker.worker import Worker, first_line
@@ -45,6 +46,8 @@ Progress = Callable[[str, float], None]
 Result = TypeVar("Result")
 
 STOP_S = 30.0
+RANK_LOOK_S = 0.2
+"""Interval in seconds at which a worker checks that its other ranks run."""
 
 
 class WorkerProcess:
@@ -58,6 +61,9 @@ class WorkerProcess:
         self._events = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._events.run_forever, name="events", daemon=True)
         self._engine: ModelRunner | None = None
+        self._group: RankGroup | None = None
+        """The other ranks; None if this process holds the whole model."""
+        self._watching: asyncio.Task[None] | None = None
         self._worker: Worker | None = None
         self._server: grpc.aio.Server | None = None
         self._controller: ControllerLink | None = None
@@ -77,7 +83,7 @@ class WorkerProcess:
         report = progress or (lambda _stage, _fraction: None)
         self._thread.start()
         try:
-            self._engine = ModelRunner.load(self._config.engine, progress)
+            self._engine = self._load(progress)
             report("measuring the device", 0.0)
             if self._config.ceilings is None:
                 self._engine.measure_ceilings(self._config.engine.threads)
@@ -91,6 +97,14 @@ class WorkerProcess:
         report("serving", 1.0)
         log.info("%s (incarnation %d) serves on %s", self._me.worker_id, self._me.incarnation, info.address)
         return info
+
+    def _load(self, progress: Progress | None) -> ModelRunner:
+        ranks = self._config.engine.tensor_parallel_size
+        if ranks == 1:
+            return ModelRunner.load(self._config.engine, progress)
+        self._group = RankGroup(self._config.engine, ranks)
+        self._watching = self._call(self._watch(self._group))
+        return self._group.load(progress)
 
     def wait(self) -> None:
         """Wait until the process was stopped or drained.
@@ -228,6 +242,16 @@ class WorkerProcess:
             kv_ports=worker.transport.open_ports(),
         )
 
+    async def _watch(self, group: RankGroup) -> "asyncio.Task[None]":
+        """Return a task that ends the worker once another rank has ended."""
+
+        async def watch() -> None:
+            while (ended := group.ended_rank()) is None:  # noqa: ASYNC110
+                await asyncio.sleep(RANK_LOOK_S)
+            self._die(Unavailable(f"rank {ended} of {group.ranks} has ended"))
+
+        return asyncio.create_task(watch())
+
     async def _check_device(self) -> None:
         if self._worker is not None:
             self._worker.look_for_stuck()
@@ -249,7 +273,11 @@ class WorkerProcess:
             await self._server.stop(None)
         if self._metrics is not None:
             await self._metrics.close()
-        self._controller = self._worker = self._server = self._engine = None
+        if self._watching is not None:
+            self._watching.cancel()
+        if self._group is not None:
+            await asyncio.to_thread(self._group.close)
+        self._controller = self._worker = self._server = self._engine = self._group = None
         await self._events.shutdown_default_executor()
 
     def _why_not(self, error: BaseException) -> TandemError:

@@ -39,10 +39,10 @@ class RankGroup:
     def __init__(self, config: EngineConfig, ranks: int) -> None:
         """Start the followers and join them; they load their parts of the model while the first rank loads its own.
 
-        On GPUs, rank n computes on the n-th GPU that the process can see. Raises InvalidArgument if there are fewer
+        On GPUs, rank n computes on the n-th GPU after that of the config. Raises InvalidArgument if there are fewer
         GPUs than ranks, Unavailable if a follower does not join in time.
         """
-        self._config, self._ranks = config, ranks
+        self._config, self.ranks = config, ranks
         _check_devices(config.device, ranks)
         self._folder = tempfile.TemporaryDirectory(prefix="tandem-ranks-")
         meeting = Path(self._folder.name) / "meeting"
@@ -62,6 +62,7 @@ class RankGroup:
             following_end.close()
             self._processes.append(process)
         self._sender = StepSender(leading_ends)
+        self._open = True
         try:
             self._collectives = _join(self._config_of(0), Rank(0, ranks), meeting)
         except RuntimeError as error:
@@ -85,16 +86,22 @@ class RankGroup:
 
     def close(self) -> None:
         """End the followers. Idempotent."""
-        self._end_followers()
-        self._collectives.close()
+        if self._open:
+            self._open = False
+            self._sender.close()
+            # All ranks leave at the same time, because each waits for the others. If one has ended, they cannot.
+            if self.ended_rank() is None:
+                self._collectives.close()
+            self._end_followers()
 
     def _config_of(self, number: int) -> EngineConfig:
         """Return the config of one rank: its GPU, or on CPUs its share of the threads."""
         config = self._config
-        if not is_cpu(parse_device(config.device)):
-            return replace(config, device=f"cuda:{number}")
+        device = parse_device(config.device)
+        if not is_cpu(device):
+            return replace(config, device=f"cuda:{device.index + number}")
         threads = config.threads or len(os.sched_getaffinity(0))
-        return replace(config, threads=max(1, threads // self._ranks))
+        return replace(config, threads=max(1, threads // self.ranks))
 
     def _end_followers(self) -> None:
         self._sender.close()
@@ -107,12 +114,16 @@ class RankGroup:
             self._folder.cleanup()
 
 
-def _check_devices(device: str, ranks: int) -> None:
-    if not is_cpu(parse_device(device)) and torch.cuda.device_count() < ranks:
+def _check_devices(name: str, ranks: int) -> None:
+    device = parse_device(name)
+    if is_cpu(device):
+        return
+    count = torch.cuda.device_count() - device.index
+    if count < ranks:
         raise InvalidArgument(
             "tensor_parallel_size",
-            f"{ranks} ranks need as many GPUs, but this process can see {torch.cuda.device_count()}; use a smaller"
-            " number, or give the worker more GPUs.",
+            f"{ranks} ranks need as many GPUs, but this process can see {count} from {device} on; use a smaller number,"
+            " or give the worker more GPUs.",
         )
 
 

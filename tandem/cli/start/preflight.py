@@ -68,9 +68,13 @@ def check_device(config: ClusterSettings) -> None:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         raise InvalidArgument("--device", f"{config.engine.device} asked for, PyTorch sees no GPU; use --device cpu")
-    if int(config.engine.device.partition(":")[2] or 0) >= count:
+    ranks = config.engine.tensor_parallel_size
+    if ranks > count:
+        raise InvalidArgument("--tensor-parallel-size", f"{ranks} GPUs asked for, PyTorch sees {count}; give less")
+    first = int(config.engine.device.partition(":")[2] or 0)
+    if first + ranks > count:
         raise InvalidArgument(
-            "--device", f"{config.engine.device} asked for, PyTorch sees cuda:0 to cuda:{count - 1} alone"
+            "--device", f"cuda:{first + ranks - 1} asked for, PyTorch sees cuda:0 to cuda:{count - 1} alone"
         )
     from tandem.engine.device import why_no_gpu_kernels
 
@@ -159,6 +163,7 @@ def check_weights(config: ClusterSettings) -> None:
     import torch
 
     from tandem.engine.adapters.load import slot_bytes
+    from tandem.engine.config.sharding import rank_spec
     from tandem.engine.device import parse_dtype
     from tandem.engine.models.allocation import weight_bytes
     from tandem.engine.models.load_spec import bounded, load_spec, quantized_at_load
@@ -168,6 +173,8 @@ def check_weights(config: ClusterSettings) -> None:
     # quantized.
     stored = bounded(load_spec(config.served.model), config.engine.max_model_len)
     shapes = {role: quantized_at_load(stored, config.quantization_of(role)) for role in Role}
+    ranks = config.engine.tensor_parallel_size
+    rank_spec(stored, ranks)  # rejects a model that cannot be divided
     if not config.engine.on_cpu or config.ray_address:
         return
     engine, device = _engine(config), torch.device("cpu")
@@ -179,7 +186,8 @@ def check_weights(config: ClusterSettings) -> None:
     sizes = {role: weight_bytes(shapes[role], dtype, on_cpu=True) + others for role in counts}
     weights_gib, pages = max(sizes.values()) / GIB, config.engine.kv_pool_bytes or 0
     free = psutil.virtual_memory().available
-    if sum(counts[role] * (size + pages) for role, size in sizes.items()) > free:
+    # The weights of a worker of several ranks are divided; each rank has KV pages of its own.
+    if sum(counts[role] * (size + ranks * pages) for role, size in sizes.items()) > free:
         raise InvalidArgument(
             "--device",
             f"{config.worker_count} workers with {weights_gib:.2f} GiB of weights and {pages / GIB:.3g} GiB of KV "

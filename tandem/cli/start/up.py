@@ -91,22 +91,24 @@ def choose_hardware(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options' values with `auto` for device and mode replaced; on GPUs, also choose the number of workers.
 
     The device is `cuda` if this host has a usable GPU, otherwise `cpu`. On GPUs, every worker has its own GPU and runs
-    both prefill and decode, in adaptive mode with two or more; on a CPU, one worker prefills and one decodes.
+    both prefill and decode, in adaptive mode with two or more; on a CPU, one worker prefills and one decodes. Workers
+    of several ranks (`--tensor-parallel-size`) have as many GPUs each, and run in colocated mode.
     `--prefill`, `--decode` and `--workers` override these choices. With `--address`, workers run on the nodes of
     another Ray cluster, whose GPUs are unknown here, so the number of workers must be given.
     """
     from tandem.engine.device import usable_gpus
 
     device, mode, workers, joined = given["device"], given["mode"], given["workers"], bool(given["address"])
+    ranks = given["tensor_parallel_size"] or 1
     gpus = usable_gpus() if device in {AUTO, "cuda"} else 0
     if device == AUTO:
         device = "cuda" if gpus else "cpu"
     if mode == AUTO:
         separate = given["prefill"] is not None or given["decode"] is not None
-        shared = workers is not None or (device != "cpu" and not joined)
-        mode = "disaggregated" if separate or not shared else "adaptive"
+        shared = workers is not None or (device != "cpu" and not joined) or ranks > 1
+        mode = "disaggregated" if separate or not shared else "colocated" if ranks > 1 else "adaptive"
     if workers is None and device == "cuda" and not joined:
-        workers = max(1, gpus)
+        workers = max(1, gpus // ranks)
     return {**given, "device": device, "mode": mode, "workers": workers}
 
 

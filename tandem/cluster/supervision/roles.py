@@ -25,22 +25,27 @@ class Slot:
     worker_id: str
     role: Role
     device: str
-    """`cpu`, `cuda:N`, or `cuda`: the GPU that Ray assigns."""
+    """`cpu`, `cuda:N`, or `cuda`: the GPU that Ray assigns. The first GPU of a worker of several ranks."""
     memory_fraction: float = GPU_MEMORY_FRACTION
     """Fraction of its GPU's memory that the worker may use; unused on `cpu`."""
+    ranks: int = 1
+    """Number of GPUs of the worker, which follow one another on the host; on `cpu`, of its processes."""
 
 
 def plan(config: ClusterSettings, gpus: int) -> tuple[Slot, ...]:
     """Return one slot for each worker of the config.
 
-    On `cuda` the workers use the host's `gpus` GPUs round-robin; on a joined Ray, Ray assigns each worker a GPU of its
-    node.
+    On `cuda` the workers use the host's `gpus` GPUs round-robin; on a joined Ray, Ray assigns each worker the GPUs of
+    its node.
     """
+    ranks = config.engine.tensor_parallel_size
     roles = [(role, i) for role, count in _counts(config).items() for i in range(count)]
     wanted = config.engine.device
-    devices = [wanted if config.ray_address else _device(wanted, number, gpus) for number in range(len(roles))]
+    devices = [
+        wanted if config.ray_address else _device(wanted, number, gpus // ranks, ranks) for number in range(len(roles))
+    ]
     return tuple(
-        Slot(f"{role.value}-{i}", role, device, _memory_fraction(config, devices.count(device)))
+        Slot(f"{role.value}-{i}", role, device, _memory_fraction(config, devices.count(device)), ranks)
         for (role, i), device in zip(roles, devices, strict=True)
     )
 
@@ -50,12 +55,13 @@ def another(config: ClusterSettings, role: Role, slots: Sequence[Slot], gpus: in
 
     Raises FailedPrecondition if the worker needs a GPU of this host and no GPU has enough memory left.
     """
-    taken = {slot.worker_id for slot in slots}
+    ranks, taken = config.engine.tensor_parallel_size, {slot.worker_id for slot in slots}
     worker_id = next(name for i in range(len(taken) + 1) if (name := f"{role.value}-{i}") not in taken)
     if config.engine.on_cpu or config.ray_address:
-        return Slot(worker_id, role, config.engine.device)
+        return Slot(worker_id, role, config.engine.device, ranks=ranks)
     fraction = config.engine.gpu_memory_fraction
-    devices = [config.engine.device] if config.engine.device != "cuda" else [f"cuda:{number}" for number in range(gpus)]
+    asked = config.engine.device
+    devices = [_device(asked, number, gpus // ranks, ranks) for number in range(max(1, gpus // ranks))]
     used = {device: sum(slot.memory_fraction for slot in slots if slot.device == device) for device in devices}
     device = min(devices, key=lambda candidate: used[candidate])
     if used[device] + fraction > 1:
@@ -63,7 +69,7 @@ def another(config: ClusterSettings, role: Role, slots: Sequence[Slot], gpus: in
             f"no GPU of this host has {fraction:.0%} of its memory left for another worker; start the cluster with a "
             "smaller --memory-fraction, or on a Ray cluster of more hosts (--address)"
         )
-    return Slot(worker_id, role, device, fraction)
+    return Slot(worker_id, role, device, fraction, ranks)
 
 
 def _counts(config: ClusterSettings) -> dict[Role, int]:
@@ -78,15 +84,16 @@ def _memory_fraction(config: ClusterSettings, sharers: int) -> float:
     return GPU_MEMORY_FRACTION if config.engine.on_cpu or config.ray_address else GPU_MEMORY_FRACTION / sharers
 
 
-def _device(asked: str, number: int, gpus: int) -> str:
+def _device(asked: str, number: int, places: int, ranks: int) -> str:
+    """Return the first GPU of a worker, if the GPUs of the host have `places` for workers with `ranks` GPUs each."""
     if asked != "cuda":
         return asked
-    return f"cuda:{number % max(gpus, 1)}"
+    return f"cuda:{number % max(places, 1) * ranks}"
 
 
 def bundle(slot: Slot) -> dict[str, float]:
-    """Return the resources of a slot's placement group: one unit per role, and a GPU if Ray has to assign one."""
-    return _role_resources(slot.role, 1) | ({GPU: 1.0} if slot.device == "cuda" else {})
+    """Return the resources of a slot's placement group: one unit per role, and the GPUs that Ray has to assign."""
+    return _role_resources(slot.role, 1) | ({GPU: float(slot.ranks)} if slot.device == "cuda" else {})
 
 
 def offer(config: ClusterSettings) -> dict[str, float]:
@@ -95,7 +102,7 @@ def offer(config: ClusterSettings) -> dict[str, float]:
     for role, count in _counts(config).items():
         offered.update(_role_resources(role, count))
     if config.ray_address and not config.engine.on_cpu:
-        offered[GPU] = config.worker_count
+        offered[GPU] = config.worker_count * config.engine.tensor_parallel_size
     return dict(offered)
 
 
