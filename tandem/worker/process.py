@@ -7,6 +7,8 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -103,8 +105,9 @@ class WorkerProcess:
         if ranks == 1:
             return ModelRunner.load(self._config.engine, progress)
         self._group = RankGroup(self._config.engine, ranks)
+        engine = self._group.load(progress)
         self._watching = self._call(self._watch(self._group))
-        return self._group.load(progress)
+        return engine
 
     def wait(self) -> None:
         """Wait until the process was stopped or drained.
@@ -243,12 +246,16 @@ class WorkerProcess:
         )
 
     async def _watch(self, group: RankGroup) -> "asyncio.Task[None]":
-        """Return a task that ends the worker once another rank has ended."""
+        """Return a task that kills this process once another rank has ended: the ranks live and die together.
+
+        A step that waits for the other rank on a GPU could not be ended in any other way.
+        """
 
         async def watch() -> None:
             while (ended := group.ended_rank()) is None:  # noqa: ASYNC110
                 await asyncio.sleep(RANK_LOOK_S)
-            self._die(Unavailable(f"rank {ended} of {group.ranks} has ended"))
+            log.critical("rank %d of %s has ended; this worker ends with it", ended, self._me.worker_id)
+            os.kill(os.getpid(), signal.SIGKILL)
 
         return asyncio.create_task(watch())
 

@@ -22,7 +22,7 @@ from prefill_worker.scheduler import PrefillScheduler
 from tandem.engine.cache.prefix_cache import PrefixCache
 from tandem.engine.speculation.methods import make_proposer
 from tandem.engine.steps.sampling_metadata import History
-from tandem.protocol.errors import Internal, ResourceExhausted, StaleEpoch
+from tandem.protocol.errors import Internal, ResourceExhausted, StaleEpoch, Unavailable
 from tandem.protocol.messages import (
     Assignment,
     GrantedLease,
@@ -346,8 +346,9 @@ class Worker:
     def _die(self, error: BaseException) -> None:
         """Fail the requests that the lost engine was computing, and end all streams.
 
-        The requests of launched steps fail with Internal. The routers of all other requests notice the end of their
-        streams, and know which of the requests still need this worker.
+        The requests of launched steps fail with Internal, because they may be the cause; not if another rank has ended
+        (Unavailable). The routers of all other requests notice the end of their streams, and know which of the requests
+        still need this worker.
         """
         if self.died.done():
             return
@@ -355,8 +356,9 @@ class Worker:
         reason = Internal(
             f"worker {self.me.worker_id} failed in a step ({first_line(error)}) and restarts; send it again"
         )
-        for event in self._schedulers.engine_gone(reason):
-            self._streams.post(event)
+        if not isinstance(error, Unavailable):
+            for event in self._schedulers.engine_gone(reason):
+                self._streams.post(event)
         self._streams.close()
         self.died.set_result(error)
 

@@ -1,6 +1,8 @@
 """Collective operations on tensors between the ranks of a group."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tandem.engine.config.sharding import Rank
+from tandem.protocol.errors import Unavailable
 
 
 class Collectives(ABC):
@@ -49,14 +52,15 @@ class Collectives(ABC):
 class GlooCollectives(Collectives):
     """Collective operations between processes on CPUs, with the gloo backend of torch.distributed.
 
-    A process can be in only one group.
+    A process can be in only one group. Operations raise Unavailable if another rank has ended.
     """
 
     def __init__(self, rank: Rank, meeting: Path, timeout_s: float) -> None:
         """Join the group, whose ranks find each other through the file `meeting`.
 
         The file must not exist before the first rank joins. `timeout_s` is the maximum time in seconds until all ranks
-        have joined, and the maximum time of each operation; after it, the call raises RuntimeError.
+        have joined, and the maximum time of each operation; after it, the call raises RuntimeError, and an
+        operation Unavailable.
         """
         super().__init__(rank)
         dist.init_process_group(
@@ -70,23 +74,34 @@ class GlooCollectives(Collectives):
     def all_reduce(self, part: Tensor) -> None:
         """Sum the tensors in the order of the ranks, so that the result does not depend on which arrives first."""
         parts = [torch.empty_like(part) for _ in range(self.rank.count)]
-        dist.all_gather(parts, part)
+        with _while_all_run():
+            dist.all_gather(parts, part)
         part.copy_(torch.stack(parts).sum(0))
 
     def broadcast(self, values: Tensor) -> None:
         """Send the tensor of the first rank to all ranks."""
-        dist.broadcast(values, 0)
+        with _while_all_run():
+            dist.broadcast(values, 0)
 
     def gather_columns(self, part: Tensor, columns: int) -> Tensor:
         """Gather the columns; ranks with fewer columns than the first are padded, and the padding is removed."""
         padded = padded_columns(part, columns, self.rank)
         parts = [torch.empty_like(padded) for _ in range(self.rank.count)] if self.rank.leads else None
-        dist.gather(padded, parts, 0)
+        with _while_all_run():
+            dist.gather(padded, parts, 0)
         return part.new_empty(0, columns) if parts is None else torch.cat(parts, dim=1)[:, :columns]
 
     def close(self) -> None:
         """Close the connections; without this, the process would be aborted when another rank closes its own."""
         dist.destroy_process_group()
+
+
+@contextmanager
+def _while_all_run() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise Unavailable("a rank of this worker has ended, and the worker ends with it") from error
 
 
 def padded_columns(part: Tensor, columns: int, rank: Rank) -> Tensor:

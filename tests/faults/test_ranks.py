@@ -1,0 +1,55 @@
+"""SIGKILL of a rank of a worker: its ranks end together, and every request gets the tokens of a quiet cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from .moments import restarted
+from .streams import Client, Question, Stream, undisturbed
+
+IN_DECODE = 3
+QUESTIONS = [Question((5, 6, 7, 8 + n), 60) for n in range(3)]
+LATER = Question((5, 6, 7, 99), 20)
+"""A request that arrives after the death."""
+
+
+def followers(pid: int) -> list[psutil.Process]:
+    """The other ranks of the worker with this process."""
+    return [child for child in psutil.Process(pid).children() if "--multiprocessing-fork" in child.cmdline()]
+
+
+async def killed_amid(cluster: Any, follower: psutil.Process) -> list[Stream]:
+    async with Client(cluster.grpc_address) as client:
+        streams = [client.ask(question) for question in QUESTIONS]
+        await asyncio.gather(*(stream.reached(IN_DECODE) for stream in streams))
+        os.kill(follower.pid, signal.SIGKILL)
+        streams.append(client.ask(LATER))
+        await asyncio.gather(*(stream.task for stream in streams))
+        return streams
+
+
+@pytest.mark.timeout(600)
+def test_no_answer_is_lost_with_a_rank_and_all_ranks_restart(
+    running_cluster: Callable[..., Any], small_model: Path
+) -> None:
+    cluster = running_cluster(
+        model=small_model, dtype="float32", mode="colocated", tensor_parallel_size=2, kv_cache_bytes=1 << 27
+    )
+    before = cluster.worker("both")
+    (follower,) = followers(before.pid)
+    expected = asyncio.run(undisturbed(cluster.grpc_address, [*QUESTIONS, LATER]))
+
+    streams = asyncio.run(killed_amid(cluster, follower))
+    for stream, tokens in zip(streams, expected, strict=True):
+        stream.check(tokens)
+    after = restarted(cluster, before)
+    assert len(followers(after.pid)) == 1
+    cluster.assert_idle_and_sound()
