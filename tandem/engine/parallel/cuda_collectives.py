@@ -15,8 +15,12 @@ from tandem.engine.config.sharding import Rank
 from tandem.engine.kernels.rowwise.triton_all_reduce import OneShot, buffer_bytes
 from tandem.engine.parallel.collectives import Collectives, padded_columns
 
-ONE_SHOT_BYTES = 1 << 19
-"""Maximum size in bytes of a tensor that is summed in one shot; above it, NCCL is faster."""
+ONE_SHOT_BYTES = 1 << 21
+"""Maximum size in bytes of a tensor that is summed in one shot.
+
+On two H200, NCCL is faster for more: 35 us against 36 for 4 MiB, but 29 against 18 for 2 MiB
+(docs/decisions/tensor_parallelism.md).
+"""
 
 
 class CudaCollectives(Collectives):

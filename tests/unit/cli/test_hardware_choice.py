@@ -20,6 +20,8 @@ from tandem.cli.start.up import check_workers, choose_hardware
         ({"workers": 2}, "auto", 0, False, ("cpu", "adaptive", 2)),
         ({"workers": 2}, "auto", 4, False, ("cuda", "adaptive", 2)),
         ({"prefill": 1}, "auto", 4, False, ("cuda", "disaggregated", 4)),
+        ({"tensor_parallel_size": 2}, "auto", 4, False, ("cuda", "colocated", 2)),
+        ({"tensor_parallel_size": 3}, "cpu", 0, False, ("cpu", "colocated", None)),
         ({"mode": "colocated"}, "auto", 1, False, ("cuda", "colocated", 1)),
         ({"mode": "disaggregated", "prefill": 2}, "cuda", 4, False, ("cuda", "disaggregated", 4)),
     ],

@@ -7,7 +7,7 @@ import pytest
 
 from tandem.cluster.ray_processes.worker_actors import WorkerActors
 from tandem.cluster.supervision.modes import Topology
-from tandem.cluster.supervision.roles import Slot, bundle, offer, plan
+from tandem.cluster.supervision.roles import Slot, another, bundle, offer, plan
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.messages import Role
 from tandem.protocol.policy_name import PolicyName
@@ -78,6 +78,10 @@ def worker_config(config: ClusterSettings, slot: Slot) -> WorkerConfig:
         ({"step_policy": "greedy"}, "--step-policy"),
         ({"step_budget": 0}, "--step-budget"),
         ({"itl_target_s": 0.0}, "--itl-target-ms"),
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
+        ({"tensor_parallel_size": 2, "mode": "adaptive"}, "--tensor-parallel-size"),
+        ({"tensor_parallel_size": 2, "mode": "colocated", "runtime_loras": True}, "--lora"),
+        ({"tensor_parallel_size": 2, "mode": "colocated", "draft": Path("d"), "speculate": "draft"}, "--draft"),
     ],
 )
 def test_a_wrong_option_is_named(settings: dict[str, Any], option: str) -> None:
@@ -192,6 +196,24 @@ def test_engines_of_workers_that_draft_capture_their_steps() -> None:
     }
     engines = {method: worker_config(each, plan(each, gpus=1)[0]).engine for method, each in configs.items()}
     assert {method: engine.draft_graphs for method, engine in engines.items()} == methods
+
+
+@pytest.mark.parametrize(("gpus", "devices"), [(8, ["cuda:0", "cuda:4"]), (4, ["cuda:0", "cuda:0"])])
+def test_a_worker_of_several_ranks_has_gpus_that_follow_one_another(gpus: int, devices: list[str]) -> None:
+    config = ClusterSettings.of(model=Path("m"), mode="colocated", workers=2, device="cuda", tensor_parallel_size=4)
+    slots = plan(config, gpus=gpus)
+    assert [slot.device for slot in slots] == devices
+    assert worker_config(config, slots[1]).engine.tensor_parallel_size == 4
+    if gpus == 8:
+        assert another(config, Role.BOTH, slots[:1], gpus).device == "cuda:4"
+
+
+def test_on_other_hosts_ray_gives_each_worker_all_its_gpus() -> None:
+    config = ClusterSettings.of(
+        model=Path("m"), mode="colocated", workers=2, device="cuda", ray_address="auto", tensor_parallel_size=2
+    )
+    assert bundle(plan(config, gpus=0)[0]) == {"prefill": 1.0, "decode": 1.0, "GPU": 2.0}
+    assert offer(config)["GPU"] == 4
 
 
 def test_a_chosen_gpu_is_kept() -> None:
