@@ -109,7 +109,8 @@ class EngineSettings(Settings):
     )
     kv_cache_bytes: int | None = setting(
         None,
-        help="KV page pool of each worker; default: 1 on CPU; on GPUs what is left of --memory-fraction.",
+        help="KV page pool of each worker, or of each of its ranks; default: 1 on CPU; on GPUs what is left of"
+        " --memory-fraction.",
         topic=Topic.ENGINE,
         option="kv-cache-gib",
         kind=float | None,

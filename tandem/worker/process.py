@@ -50,6 +50,8 @@ Result = TypeVar("Result")
 STOP_S = 30.0
 RANK_LOOK_S = 0.2
 """Interval in seconds at which a worker checks that its other ranks run."""
+RANK_GRACE_S = 5.0
+"""Time in seconds in which the first rank may report why it cannot start, after another rank has ended."""
 
 
 class WorkerProcess:
@@ -88,7 +90,8 @@ class WorkerProcess:
             self._engine = self._load(progress)
             report("measuring the device", 0.0)
             if self._config.ceilings is None:
-                self._engine.measure_ceilings(self._config.engine.threads)
+                config = self._config.engine if self._group is None else self._group.config_of(0)
+                self._engine.measure_ceilings(config.threads)
             report("opening the transfer", 0.0)
             info = self._call(self._open(self._engine))
         except BaseException as error:
@@ -105,9 +108,8 @@ class WorkerProcess:
         if ranks == 1:
             return ModelRunner.load(self._config.engine, progress)
         self._group = RankGroup(self._config.engine, ranks)
-        engine = self._group.load(progress)
         self._watching = self._call(self._watch(self._group))
-        return engine
+        return self._group.load(progress)
 
     def wait(self) -> None:
         """Wait until the process was stopped or drained.
@@ -254,7 +256,10 @@ class WorkerProcess:
         async def watch() -> None:
             while (ended := group.ended_rank()) is None:  # noqa: ASYNC110
                 await asyncio.sleep(RANK_LOOK_S)
+            if not self._registered:
+                await asyncio.sleep(RANK_GRACE_S)
             log.critical("rank %d of %s has ended; this worker ends with it", ended, self._me.worker_id)
+            group.remove_folder()
             os.kill(os.getpid(), signal.SIGKILL)
 
         return asyncio.create_task(watch())

@@ -1,15 +1,20 @@
 """The ranks of a worker: the first is the worker's own process, and the others, the followers, are its children.
 
-All ranks live and die together. A follower ends when its connection to the first rank ends; the first rank learns from
-`ended_rank`, or from an error of the next step, that a follower has ended.
+All ranks live and die together. A follower kills itself when the first rank's process ends, because a step that waits
+for another rank on a GPU cannot be ended in any other way. The first rank learns from `ended_rank`, or from an error of
+the next step, that a follower has ended.
 """
 
 import contextlib
+import itertools
 import logging
 import multiprocessing
 import os
+import shutil
+import signal
 import socket
 import tempfile
+import threading
 from dataclasses import replace
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -28,8 +33,11 @@ from tandem.protocol.errors import InvalidArgument, TandemError, Unavailable
 
 log = logging.getLogger(__name__)
 
-JOIN_TIMEOUT_S = 120.0
-"""Maximum time in seconds until all ranks have started and joined, and that of one exchange between them."""
+START_TIMEOUT_S = 600.0
+"""Maximum time in seconds until all ranks have joined, and of one exchange between them.
+
+The first exchange waits for the rank that loads its part of the model last.
+"""
 END_TIMEOUT_S = 5.0
 
 
@@ -40,7 +48,7 @@ class RankGroup:
         """Start the followers and join them; they load their parts of the model while the first rank loads its own.
 
         On GPUs, rank n computes on the n-th GPU after that of the config. Raises InvalidArgument if there are fewer
-        GPUs than ranks, Unavailable if a follower does not join in time.
+        GPUs than ranks or if a GPU cannot access the memory of another, Unavailable if the ranks do not join.
         """
         self._config, self.ranks = config, ranks
         _check_devices(config.device, ranks)
@@ -54,7 +62,7 @@ class RankGroup:
             leading_ends.append(leading_end)
             process = context.Process(
                 target=_follow,
-                args=(self._config_of(number), Rank(number, ranks), meeting, following_end),
+                args=(self.config_of(number), Rank(number, ranks), meeting, following_end),
                 name=f"rank {number}",
                 daemon=True,
             )
@@ -64,21 +72,19 @@ class RankGroup:
         self._sender = StepSender(leading_ends)
         self._open = True
         try:
-            self._collectives = _join(self._config_of(0), Rank(0, ranks), meeting)
-        except RuntimeError as error:
+            self._collectives = _join(self.config_of(0), Rank(0, ranks), meeting)
+        except BaseException as error:
             ended = self.ended_rank()
             self._end_followers()
-            reason = "" if ended is None else f"; rank {ended} has ended, see its log"
-            raise Unavailable(
-                f"the ranks of this worker have not joined within {JOIN_TIMEOUT_S:g} s{reason}"
-            ) from error
+            reason = str(error).strip().splitlines()[0] if ended is None else f"rank {ended} has ended, see its log"
+            raise Unavailable(f"the {ranks} ranks of this worker have not joined: {reason}") from error
 
     def load(self, progress: Progress | None = None) -> ModelRunner:
         """Load the first rank's part of the model, and return the runner of the group's steps.
 
         Raises as `ModelRunner.load` does.
         """
-        return ModelRunner.load(self._config_of(0), progress, collectives=self._collectives, on_step=self._sender.send)
+        return ModelRunner.load(self.config_of(0), progress, collectives=self._collectives, on_step=self._sender.send)
 
     def ended_rank(self) -> int | None:
         """Return the number of a follower that has ended; None if all are alive."""
@@ -88,13 +94,22 @@ class RankGroup:
         """End the followers. Idempotent."""
         if self._open:
             self._open = False
+            # The followers leave the group now, and leaving waits for the first rank. If it fails, they are killed.
             self._sender.close()
-            # All ranks leave at the same time, because each waits for the others. If one has ended, they cannot.
-            if self.ended_rank() is None:
-                self._collectives.close()
+            leaving = threading.Thread(target=self._collectives.close, name="leave ranks", daemon=True)
+            sound = self.ended_rank() is None
+            if sound:
+                leaving.start()
             self._end_followers()
+            if sound:
+                leaving.join(END_TIMEOUT_S)
 
-    def _config_of(self, number: int) -> EngineConfig:
+    def remove_folder(self) -> None:
+        """Remove the group's temporary folder, before the process is killed."""
+        with contextlib.suppress(OSError):
+            self._folder.cleanup()
+
+    def config_of(self, number: int) -> EngineConfig:
         """Return the config of one rank: its GPU, or on CPUs its share of the threads."""
         config = self._config
         device = parse_device(config.device)
@@ -110,14 +125,14 @@ class RankGroup:
             if process.is_alive():
                 process.kill()
                 process.join()
-        with contextlib.suppress(OSError):
-            self._folder.cleanup()
+        self.remove_folder()
 
 
 def _check_devices(name: str, ranks: int) -> None:
     device = parse_device(name)
     if is_cpu(device):
         return
+    gpus = range(device.index, device.index + ranks)
     count = torch.cuda.device_count() - device.index
     if count < ranks:
         raise InvalidArgument(
@@ -125,6 +140,11 @@ def _check_devices(name: str, ranks: int) -> None:
             f"{ranks} ranks need as many GPUs, but this process can see {count} from {device} on; use a smaller number,"
             " or give the worker more GPUs.",
         )
+    for gpu, other in itertools.permutations(gpus, 2):
+        if not torch.cuda.can_device_access_peer(gpu, other):
+            raise InvalidArgument(
+                "tensor_parallel_size", f"cuda:{gpu} cannot access the memory of cuda:{other}; use GPUs that can, or 1."
+            )
 
 
 def _join(config: EngineConfig, rank: Rank, meeting: Path) -> Collectives:
@@ -132,14 +152,16 @@ def _join(config: EngineConfig, rank: Rank, meeting: Path) -> Collectives:
     if is_cpu(device):
         # The ranks are on one host, and gloo would listen on the host's address.
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        return GlooCollectives(rank, meeting, JOIN_TIMEOUT_S)
+        return GlooCollectives(rank, meeting, START_TIMEOUT_S)
     from tandem.engine.parallel.cuda_collectives import CudaCollectives
 
-    return CudaCollectives(rank, meeting, JOIN_TIMEOUT_S, device)
+    return CudaCollectives(rank, meeting, START_TIMEOUT_S, device)
 
 
 def _follow(config: EngineConfig, rank: Rank, meeting: Path, leader: socket.socket) -> None:
     """Run as a follower until the first rank closes the connection."""
+    logging.basicConfig(level=logging.INFO, format=f"rank {rank.number} %(levelname)s %(name)s: %(message)s")
+    threading.Thread(target=_end_with_parent, args=(meeting.parent,), name="parent", daemon=True).start()
     with leader:
         try:
             collectives = _join(config, rank, meeting)
@@ -148,3 +170,12 @@ def _follow(config: EngineConfig, rank: Rank, meeting: Path, leader: socket.sock
             log.exception("rank %d has ended", rank.number)
             raise SystemExit(1) from None
         collectives.close()
+
+
+def _end_with_parent(folder: Path) -> None:
+    """Kill this process when the process of the first rank has ended; remove the group's temporary folder before."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    shutil.rmtree(folder, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -191,7 +191,8 @@ class Worker:
         """
         self.admission.peer_back(info.peer)
         self.peers.restore_peer(info.peer)
-        self._warm_ups.add(info)
+        if self._config.engine.tensor_parallel_size == 1:
+            self._warm_ups.add(info)
 
     def peer_gone(self, peer: PeerRef) -> None:
         """Treat this incarnation of another worker, and its earlier ones, as dead."""
@@ -346,9 +347,9 @@ class Worker:
     def _die(self, error: BaseException) -> None:
         """Fail the requests that the lost engine was computing, and end all streams.
 
-        The requests of launched steps fail with Internal, because they may be the cause; not if another rank has ended
-        (Unavailable). The routers of all other requests notice the end of their streams, and know which of the requests
-        still need this worker.
+        The requests of launched steps fail with Internal, because they may be the cause, unless the cause is that
+        another rank has ended (Unavailable). The routers of all other requests notice the end of their streams, and
+        know which of the requests still need this worker.
         """
         if self.died.done():
             return

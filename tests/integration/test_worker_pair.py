@@ -221,7 +221,9 @@ async def test_a_flipped_bit_fails_the_transfer_and_the_next_attempt_is_right(pa
     async with asyncio.timeout(60):
         broken = await pair.send("broken", prompt, sampling)
         await broken.done.wait()
-        assert (broken.error, len(broken.tokens)) == ("TRANSFER_FAILED", 1)
+        # The first token comes from the other worker, and may arrive before the error or not at all.
+        assert broken.error == "TRANSFER_FAILED"
+        assert len(broken.tokens) <= 1
         again = await pair.send("again", prompt, sampling)
         await again.done.wait()
     assert [again.tokens[n] for n in range(8)] == alone(model, prompt, sampling)[0]

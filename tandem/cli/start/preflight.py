@@ -70,7 +70,9 @@ def check_device(config: ClusterSettings) -> None:
         raise InvalidArgument("--device", f"{config.engine.device} asked for, PyTorch sees no GPU; use --device cpu")
     ranks = config.engine.tensor_parallel_size
     if ranks > count:
-        raise InvalidArgument("--tensor-parallel-size", f"{ranks} GPUs asked for, PyTorch sees {count}; give less")
+        raise InvalidArgument(
+            "--tensor-parallel-size", f"{ranks} GPUs asked for, PyTorch sees {count}; use a smaller number"
+        )
     first = int(config.engine.device.partition(":")[2] or 0)
     if first + ranks > count:
         raise InvalidArgument(
@@ -107,6 +109,7 @@ def check_page(config: ClusterSettings) -> None:
     import torch
 
     from tandem.engine.cache.paged_cache import cache_bytes
+    from tandem.engine.config.sharding import rank_spec
     from tandem.engine.device import parse_kv_dtype, parse_page_tokens
     from tandem.engine.models.load_spec import bounded, load_spec
     from tandem.engine.speculation.load_draft import split_kv
@@ -117,6 +120,7 @@ def check_page(config: ClusterSettings) -> None:
     device = torch.device(config.engine.device)
     shape = bounded(load_spec(config.served.model), config.engine.max_model_len)
     page_tokens = parse_page_tokens(engine, device)
+    shape = rank_spec(shape, engine.tensor_parallel_size)
     needed = cache_bytes(shape, 1, page_tokens, parse_kv_dtype(engine, device, shape))
     pages = split_kv(engine, shape, page_tokens, device, config.engine.kv_pool_bytes).target or 0
     if pages < needed:

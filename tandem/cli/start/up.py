@@ -91,8 +91,8 @@ def choose_hardware(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options' values with `auto` for device and mode replaced; on GPUs, also choose the number of workers.
 
     The device is `cuda` if this host has a usable GPU, otherwise `cpu`. On GPUs, every worker has its own GPU and runs
-    both prefill and decode, in adaptive mode with two or more; on a CPU, one worker prefills and one decodes. Workers
-    of several ranks (`--tensor-parallel-size`) have as many GPUs each, and run in colocated mode.
+    both prefill and decode, in adaptive mode with two or more; on a CPU, one worker prefills and one decodes. With
+    `--tensor-parallel-size N`, every worker has N GPUs, and the mode is colocated.
     `--prefill`, `--decode` and `--workers` override these choices. With `--address`, workers run on the nodes of
     another Ray cluster, whose GPUs are unknown here, so the number of workers must be given.
     """

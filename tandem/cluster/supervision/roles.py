@@ -29,7 +29,7 @@ class Slot:
     memory_fraction: float = GPU_MEMORY_FRACTION
     """Fraction of its GPU's memory that the worker may use; unused on `cpu`."""
     ranks: int = 1
-    """Number of GPUs of the worker, which follow one another on the host; on `cpu`, of its processes."""
+    """Number of consecutive GPUs of the worker; on `cpu`, number of its processes."""
 
 
 def plan(config: ClusterSettings, gpus: int) -> tuple[Slot, ...]:

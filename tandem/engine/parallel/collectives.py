@@ -59,8 +59,8 @@ class GlooCollectives(Collectives):
         """Join the group, whose ranks find each other through the file `meeting`.
 
         The file must not exist before the first rank joins. `timeout_s` is the maximum time in seconds until all ranks
-        have joined, and the maximum time of each operation; after it, the call raises RuntimeError, and an
-        operation Unavailable.
+        have joined, and the maximum time of each operation; if it has passed, the constructor raises
+        RuntimeError, and an operation raises Unavailable.
         """
         super().__init__(rank)
         dist.init_process_group(

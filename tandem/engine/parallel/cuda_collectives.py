@@ -16,7 +16,7 @@ from tandem.engine.kernels.rowwise.triton_all_reduce import OneShot, buffer_byte
 from tandem.engine.parallel.collectives import Collectives, padded_columns
 
 ONE_SHOT_BYTES = 1 << 21
-"""Maximum size in bytes of a tensor that is summed in one shot.
+"""Maximum size in bytes of a tensor that two ranks sum in one shot.
 
 On two H200, NCCL is faster for more: 35 us against 36 for 4 MiB, but 29 against 18 for 2 MiB
 (docs/decisions/tensor_parallelism.md).
@@ -37,17 +37,22 @@ class CudaCollectives(Collectives):
         timeout_s: float,
         device: torch.device,
         *,
-        one_shot_bytes: int = ONE_SHOT_BYTES,
+        one_shot_bytes: int | None = None,
     ) -> None:
         """Join the group as `GlooCollectives` does; `device` is this rank's GPU.
 
-        Tensors of up to `one_shot_bytes` bytes are summed in one shot; the same number on all ranks.
+        Tensors of up to `one_shot_bytes` bytes are summed in one shot; the same number on all ranks. None = what was
+        measured for two ranks, over the number of other ranks, because a rank sends its part to each of them.
         """
         super().__init__(rank)
+        if one_shot_bytes is None:
+            one_shot_bytes = ONE_SHOT_BYTES // (rank.count - 1)
         torch.cuda.set_device(device)
         self._device = device
         # A program that uses NVLink multicast can put all GPUs of a host out of service when it is killed.
         os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+        # All ranks are on this host; otherwise NCCL would listen on the host's address.
+        os.environ["NCCL_SOCKET_IFNAME"] = "lo"
         dist.init_process_group(
             "nccl",
             init_method=f"file://{meeting}",

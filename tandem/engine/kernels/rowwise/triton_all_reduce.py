@@ -1,8 +1,9 @@
 """One-shot all-reduce: every rank sends its part to all ranks directly over NVLink, and adds the parts that arrive.
 
 Each 32-bit word is sent with the number of the call, as one 64-bit word. The receiver waits until the number of the
-call stands beside every word, so a sum takes the time of one write over NVLink, without any other signal; NCCL's
-low-latency protocol does the same. The parts are added in the order of the ranks, so that all ranks get the same bits.
+call stands beside every word, so a sum takes the time of one write over NVLink, without any other signal. NCCL's
+low-latency protocol does the same; both rely on GPUs to store 64 bits at once. The parts are added in the order of the
+ranks, so that all ranks get the same bits.
 """
 
 import torch
@@ -38,7 +39,8 @@ class OneShot:
         self._calls = torch.zeros(PROGRAMS, dtype=torch.int32, device=buffers.device)
         """The number of earlier calls, modulo 2^32; each program counts them for itself.
 
-        A word that arrived exactly 2^32 calls ago would be taken for a new one; decode steps overwrite it long before.
+        A word that arrived exactly 2^32 calls ago, more than a day, would be taken for a new one. The words of decode
+        steps are overwritten long before.
         """
         self._pdl = overlaps_launches()
 
