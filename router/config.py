@@ -6,7 +6,7 @@ from tandem.net.address import is_loopback
 from tandem.net.security.api_keys import KeySource, read_keys
 from tandem.net.security.credentials import check_guarded, reading_keys
 from tandem.settings.model import ModelSettings
-from tandem.settings.router import RouterSettings
+from tandem.settings.router import CPU_CHUNKS_PER_S, GPU_CHUNKS_PER_S, RouterSettings
 from tandem.settings.secrets import Secrets
 
 
@@ -26,11 +26,19 @@ class RouterConfig(RouterSettings):
     """The cluster's secrets; without a token, there is no authentication and no encryption."""
     name: str = "router"
     """The router's name in metrics, which stays the same after a restart."""
+    engines_on_cpu: bool = False
+    """True if the workers' engines compute on the CPU."""
 
     def __post_init__(self) -> None:
         """Validate the settings. Raises InvalidArgument with the name of an invalid setting."""
         self.check()
         check_guarded("host", self.host, guarded=self.guarded, insecure=self.insecure)
+
+    @property
+    def chunk_rate(self) -> float:
+        """The effective `chunks_per_s`: the setting, or the default of the engines' device."""
+        default = CPU_CHUNKS_PER_S if self.engines_on_cpu else GPU_CHUNKS_PER_S
+        return default if self.chunks_per_s is None else self.chunks_per_s
 
     @property
     def key_source(self) -> KeySource:

@@ -18,7 +18,6 @@ from torch import Tensor
 from benchmarks.command_line import Measured
 from benchmarks.gpu_timing import copy_bandwidth, graph_seconds
 from benchmarks.results import run_facts
-from tandem.engine.config import GPU_PAGE_TOKENS as PAGE_TOKENS
 from tandem.engine.config.attention import AttentionShape
 from tandem.engine.kernels.attention.triton_attention import DecodeAttention
 from tandem.engine.kernels.attention.triton_attention_plan import (
@@ -35,6 +34,7 @@ from tandem.engine.kernels.kv_cache import SCALE_BYTES, KvCache, QuantizedKv, is
 from tandem.engine.kernels.triton_launch import overlaps_launches
 from tandem.engine.models.shapes import shape_config, shape_names
 from tandem.protocol.ending import pages_for
+from tandem.settings.engine import GPU_PAGE_TOKENS as PAGE_TOKENS
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16

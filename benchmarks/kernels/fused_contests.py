@@ -16,7 +16,6 @@ from torch import Tensor
 from benchmarks.gpu_timing import graph_seconds, median_seconds, race
 from benchmarks.kernels.dense_layer import dense_layer
 from tandem.engine import sampler
-from tandem.engine.config import GPU_PAGE_TOKENS
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.cuda.sampler_cuda import DeviceSampler
 from tandem.engine.kernels.base import Kernels, StepLayout
@@ -31,6 +30,7 @@ from tandem.engine.kernels.triton_launch import overlaps_launches
 from tandem.engine.models.rope import rope_table
 from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.messages import SamplingParams
+from tandem.settings.engine import GPU_PAGE_TOKENS
 
 _LEAST_LAUNCHES = 16
 

@@ -19,8 +19,6 @@ from torch import Tensor
 from benchmarks.command_line import Measured
 from benchmarks.gpu_timing import copy_bandwidth, graph_seconds, matrix_rate, median_seconds
 from benchmarks.results import run_facts
-from tandem.engine.config import GPU_PAGE_TOKENS
-from tandem.engine.config import GPU_PAGE_TOKENS as PAGE_TOKENS
 from tandem.engine.config.attention import LatentShape
 from tandem.engine.kernels.base import StepLayout
 from tandem.engine.kernels.latent.absorbed import AbsorbedAttention
@@ -31,6 +29,7 @@ from tandem.engine.kernels.latent.triton_products import absorb
 from tandem.engine.kernels.layers import LatentLayer, Norm
 from tandem.engine.kernels.triton_launch import overlaps_launches
 from tandem.protocol.ending import pages_for
+from tandem.settings.engine import GPU_PAGE_TOKENS as PAGE_TOKENS
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
@@ -227,7 +226,7 @@ def _prompt_seconds(shape: LatentShape, cached: int, tokens: int) -> tuple[float
     blocks.set_result(compiled(choose_block_attention(device, dtype, [shape]), [shape], dtype, device))
     kernels = LatentKernels([shape], device, dtype, overlaps_launches(), blocks)
     context = cached + tokens
-    pages = -(-context // GPU_PAGE_TOKENS)
+    pages = -(-context // PAGE_TOKENS)
     position = torch.arange(context, device=device)
     layout = StepLayout(
         positions=position[cached:].int(),
@@ -239,7 +238,7 @@ def _prompt_seconds(shape: LatentShape, cached: int, tokens: int) -> tuple[float
         max_context=context,
         max_cached=cached,
     )
-    cache = torch.randn(pages, 1, 1, 1, GPU_PAGE_TOKENS, shape.cached, dtype=dtype, device=device)
+    cache = torch.randn(pages, 1, 1, 1, PAGE_TOKENS, shape.cached, dtype=dtype, device=device)
     q = torch.randn(tokens, shape.heads, shape.query, dtype=dtype, device=device)
     kv_up = torch.randn(shape.heads, shape.nope + shape.v_dim, shape.latent, dtype=dtype, device=device)
     kv_up /= shape.latent**0.5

@@ -17,7 +17,6 @@ from tandem.cost_model.roofline import CPU, ModelSizes, Roofline
 from tandem.engine.adapters.slots import AdapterSlots
 from tandem.engine.cache.page_checksums import page_checksums
 from tandem.engine.cache.page_pool import PagePool
-from tandem.engine.config import GPU_PAGE_TOKENS
 from tandem.engine.cuda.cuda_graphs import graph_sizes
 from tandem.engine.cuda.sampler_cuda import PARAMS, DeviceSampler
 from tandem.engine.steps.batch import ModelRunnerOutput, PendingStep, StepBatch, rows_of
@@ -27,6 +26,7 @@ from tandem.engine.steps.step_packer import StepPacker
 from tandem.protocol.cost_parameters import UNMEASURED
 from tandem.protocol.kv_pages import KvPages
 from tandem.protocol.messages import ModelFacts
+from tandem.settings.engine import GPU_PAGE_TOKENS
 
 
 class Stopwatch:

@@ -39,10 +39,11 @@ from decode_worker.batch_snapshot import DecodedStep
 from kv_transfer.in_memory import InMemoryTransport
 from kv_transfer.in_memory_fabric import InMemoryFabric
 from tandem.engine.cache.page_pool import PagePool
-from tandem.engine.config import GPU_PAGE_TOKENS, EngineConfig
+from tandem.engine.config import EngineConfig
 from tandem.protocol import conversion
 from tandem.protocol.messages import Destination, PeerRef, PrefillTask, RequestRef, Reservation, Role, SamplingParams
 from tandem.protocol.policy_name import PolicyName
+from tandem.settings.engine import GPU_PAGE_TOKENS
 from tandem.worker.config import WorkerConfig
 from tandem.worker.loop import StepMeter
 from tandem.worker.output_streams import OutputStream, OutputStreams

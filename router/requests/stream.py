@@ -35,7 +35,7 @@ class EventStream:
         self._progress = AttemptProgress(ends)
         self._text = TextThread(self._deliver)
         self._jobs: dict[str, RequestText] = {}
-        self._budget = ChunkBudget(config.chunks_per_s, config.chunk_delay_max_s)
+        self._budget = ChunkBudget(config.chunk_rate, config.chunk_delay_max_s)
         self._timer: asyncio.TimerHandle | None = None
         self._held: dict[str, RequestText] = {}
         """First tokens that are held, to be sent together with the second token, by internal id."""

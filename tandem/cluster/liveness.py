@@ -10,12 +10,6 @@ from collections.abc import Awaitable, Callable
 
 from tandem.net.heartbeat import Heartbeat
 
-HANG_DEADLINE_S = 30.0
-"""Default of `--hang-deadline`, in seconds.
-
-If two cores run a whole cluster, a process may wait seconds for a core, and a restart costs a worker its weights and
-its requests. The default is far longer than such waits and shorter than client timeouts.
-"""
 START_HANG_DEADLINE_S = 120.0
 """Minimum hang deadline while a process starts, in seconds.
 

@@ -5,7 +5,7 @@ import logging
 
 import torch
 
-from tandem.engine.config import CPU_PAGE_TOKENS, GPU_PAGE_TOKENS, EngineConfig
+from tandem.engine.config import EngineConfig
 from tandem.engine.config.kv import kv_groups
 from tandem.engine.config.model import LatentAttention, ModelSpec
 from tandem.engine.kernels.base import Kernels
@@ -14,6 +14,7 @@ from tandem.engine.kernels.lora.plain_updates import PlainUpdates
 from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.weights.checkpoint import stored_dtype
 from tandem.protocol.errors import InvalidArgument
+from tandem.settings.engine import CPU_PAGE_TOKENS, GPU_PAGE_TOKENS
 
 log = logging.getLogger(__name__)
 

@@ -18,3 +18,6 @@ class PolicyName(StrEnum):
     """Chunks that fill the rest of the step's token budget."""
     DECODE_PRIORITY = "decode-priority"
     """Chunks as long as the ITL targets allow; the same as `CHUNKED` while any decoding request has no ITL target."""
+
+
+DEFAULT_STEP_POLICY = PolicyName.DECODE_PRIORITY

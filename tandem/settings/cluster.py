@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 WORKERS_MAX = 64
 """The maximum number of workers of each role."""
 DEFAULT_NAME = "tandem"
+HANG_DEADLINE_S = 30.0
+"""Default of `hang_deadline_s`.
+
+If two cores run a whole cluster, a process may wait seconds for a core, and a restart costs a worker its weights and
+its requests. The default is far longer than such waits and shorter than client timeouts.
+"""
 
 
 def check_ray_address(name: str, address: str) -> None:
@@ -128,7 +134,7 @@ class ClusterSettings(Settings):
         least=0,
     )
     hang_deadline_s: float = setting(
-        30.0,
+        HANG_DEADLINE_S,
         help="Seconds without a sign of life after which a process is killed and restarted; 0 = never, for debuggers"
         " that stop it.",
         topic=Topic.FAILURES,

@@ -18,6 +18,8 @@ GPU_MEMORY_FRACTION = 0.9
 RANKS_MAX = 64
 """The maximum number of ranks of a worker."""
 CPU_BATCH_REQUESTS, GPU_BATCH_REQUESTS = 64, 256
+CPU_PAGE_TOKENS, GPU_PAGE_TOKENS = 16, 128
+"""The default numbers of tokens in a KV page on CPUs and on GPUs; prefill attention on GPUs is fast with 128."""
 
 
 def _check_device(name: str, device: str) -> None:
@@ -43,7 +45,8 @@ class EngineSettings(Settings):
     """In a cluster, `cuda` spreads workers over all GPUs of the host; `cuda:N` places all workers on that GPU."""
     memory_fraction: float | None = setting(
         None,
-        help="Fraction of its GPU's memory each worker may use; default: 0.9, shared equally by a GPU's workers.",
+        help=f"Fraction of its GPU's memory each worker may use; default: {GPU_MEMORY_FRACTION}, shared equally by a"
+        " GPU's workers.",
         topic=Topic.ENGINE,
         position=-1,
         aliases=("--gpu-memory-utilization",),
@@ -52,7 +55,8 @@ class EngineSettings(Settings):
     )
     max_batch_requests: int | None = setting(
         None,
-        help="Maximum requests of one decode step; default: 64 on CPU, 256 on GPUs.",
+        help=f"Maximum requests of one decode step; default: {CPU_BATCH_REQUESTS} on CPU, {GPU_BATCH_REQUESTS} on"
+        " GPUs.",
         topic=Topic.ENGINE,
         position=-1,
         aliases=("--max-num-seqs",),
@@ -101,7 +105,7 @@ class EngineSettings(Settings):
     """A worker's processes are its ranks: the first serves, and the others run the same steps."""
     page_tokens: int | None = setting(
         None,
-        help="Tokens per KV page; default: 16 on CPU, 128 on GPUs.",
+        help=f"Tokens per KV page; default: {CPU_PAGE_TOKENS} on CPU, {GPU_PAGE_TOKENS} on GPUs.",
         topic=Topic.ENGINE,
         aliases=("--block-size",),
         least=1,
@@ -109,8 +113,8 @@ class EngineSettings(Settings):
     )
     kv_cache_bytes: int | None = setting(
         None,
-        help="KV page pool of each worker, or of each of its ranks; default: 1 on CPU; on GPUs what is left of"
-        " --memory-fraction.",
+        help=f"KV page pool of each worker, or of each of its ranks; default: {CPU_KV_CACHE_BYTES // GIB} on CPU; on"
+        " GPUs what is left of --memory-fraction.",
         topic=Topic.ENGINE,
         option="kv-cache-gib",
         kind=float | None,

@@ -12,6 +12,9 @@ from tandem.settings.setting import AUTO, NameOf, Settings, Topic, field_name, s
 from tandem.settings.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass, classes_by_name, parse_classes
 from tandem.settings.tls import TlsFiles
 
+CPU_CHUNKS_PER_S, GPU_CHUNKS_PER_S = 320.0, 5000.0
+"""The default `chunks_per_s` beside engines on CPUs and on GPUs; fewer chunks leave more CPU time to the engines."""
+
 
 def check_endpoint(name: str, endpoint: str) -> None:
     """Raise InvalidArgument for a malformed OTLP endpoint; an empty endpoint disables the export."""
@@ -229,11 +232,12 @@ class RouterSettings(Settings):
     """The maximum time of a request in the queue, in seconds."""
     stall_timeout_s: float = 120.0
     """The maximum time without an event from the workers of a placed request, in seconds."""
-    chunks_per_s: float = 5000.0
+    chunks_per_s: float | None = None
     """Chunks per second, over all answers, above which the router puts several tokens into each chunk.
 
-    A chunk costs about 100 µs in the router and as much at the client, on a CPU that the engine may need. First and
-    last tokens are never delayed, nor are tokens whose ITL target the delay would violate.
+    None = `CPU_CHUNKS_PER_S` or `GPU_CHUNKS_PER_S`. A chunk costs about 100 µs in the router and as much at the client,
+    on a CPU that the engine may need. First and last tokens are never delayed, nor are tokens whose ITL target the
+    delay would violate.
     """
     chunk_delay_max_s: float = 0.025
     """The maximum time in seconds for which a token is held back to share a chunk with later tokens."""

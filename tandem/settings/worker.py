@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tandem.protocol.policy_name import PolicyName
+from tandem.protocol.policy_name import CHUNKED_BUDGET, DEFAULT_STEP_POLICY, PolicyName
 from tandem.protocol.speculation_method import SpeculationMethod
 from tandem.settings.ceilings import Ceilings, parse_ceilings
 from tandem.settings.setting import Settings, Topic, setting
@@ -13,7 +13,7 @@ class WorkerSettings(Settings):
     """The settings of a worker: its steps, its KV transfers, and its limits."""
 
     step_policy: PolicyName = setting(
-        PolicyName.DECODE_PRIORITY,
+        DEFAULT_STEP_POLICY,
         help="Prompt tokens in a mixed step: unchunked = as many as fit, chunked = what --step-budget leaves,"
         " decode-priority = the same, but only beside requests without a target. None exceeds the targets of the"
         " requests' classes.",
@@ -22,7 +22,7 @@ class WorkerSettings(Settings):
     )
     step_budget: int | None = setting(
         None,
-        help="Maximum tokens of a mixed step, decode rows included; default: 512.",
+        help=f"Maximum tokens of a mixed step, decode rows included; default: {CHUNKED_BUDGET}.",
         topic=Topic.STEPS,
         least=1,
     )

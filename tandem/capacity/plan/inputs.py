@@ -23,7 +23,6 @@ from tandem.capacity.simulation.hardware import (
     kv_page_bytes,
     roofline,
 )
-from tandem.capacity.simulation.strategy import BATCH_REQUESTS
 from tandem.cost_model.devices import DEVICES, DeviceKind
 from tandem.cost_model.step_cost import StepCost
 from tandem.engine.config import EngineConfig
@@ -34,6 +33,7 @@ from tandem.engine.model_sizes import matrix_bytes
 from tandem.engine.models.load_spec import quantized_at_load
 from tandem.protocol.cost_parameters import CostParameters
 from tandem.protocol.errors import InvalidArgument
+from tandem.settings.engine import GPU_BATCH_REQUESTS
 from tandem.settings.planner import Limits, Range
 
 WORKER = EngineConfig.of(Path("model"))
@@ -127,7 +127,7 @@ class PlanInputs:
     def facts(self) -> WorkerFacts:
         """The costs and capacity of one worker."""
         kv_tokens, longest = self.memory.kv_tokens, self.model.max_context
-        return WorkerFacts(self.costs, kv_tokens, BATCH_REQUESTS, WORKER.max_step_tokens, longest)
+        return WorkerFacts(self.costs, kv_tokens, GPU_BATCH_REQUESTS, WORKER.max_step_tokens, longest)
 
     @property
     def sizing(self) -> Sizing:

@@ -8,7 +8,7 @@ import numpy as np
 
 from tandem.capacity.simulation.prompt import VirtualPrompt, page_names
 from tandem.capacity.simulation.request import LoadRequest
-from tandem.engine.config import GPU_PAGE_TOKENS
+from tandem.settings.engine import GPU_PAGE_TOKENS
 from tandem.settings.slo import SloClass
 
 SIGMA = 0.8

@@ -13,7 +13,6 @@ from tandem.cost_model.roofline import GPU, guess
 from tandem.cost_model.step_cost import CostParameters, StepCost
 from tandem.cost_model.step_grid import gpu_grid
 from tandem.engine.cache.paged_cache import page_bytes
-from tandem.engine.config import GPU_PAGE_TOKENS
 from tandem.engine.config.kv import kv_groups, kv_windows
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.device import quantized_kv_dtype
@@ -25,6 +24,7 @@ from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.kv_pages import KvPages
 from tandem.protocol.messages import ModelFacts
 from tandem.settings.ceilings import Ceilings
+from tandem.settings.engine import GPU_PAGE_TOKENS
 
 ITEM_BYTES = 2
 """Bytes of an element of KV or weights that are not quantized."""

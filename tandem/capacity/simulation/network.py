@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.capacity.simulation.request import Outcome
+from tandem.settings.router import GPU_CHUNKS_PER_S, RouterSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +24,9 @@ class Network:
     """Fixed duration of a KV write in seconds, in addition to bytes ÷ bandwidth."""
     bytes_per_s: float = 3.6e11
     """Bandwidth between two workers, in bytes per second."""
-    chunks_per_s: float | None = 5000.0
+    chunks_per_s: float | None = GPU_CHUNKS_PER_S
     """Maximum chunks per second that the router sends (`RouterConfig.chunks_per_s`); None = one chunk per token."""
-    chunk_delay_max_s: float = 0.025
+    chunk_delay_max_s: float = RouterSettings().chunk_delay_max_s
     event_jitter_s: float = 3e-4
     """Mean of an additional, exponentially distributed delay of each token, in seconds.
 

@@ -11,13 +11,11 @@ from tandem.capacity.simulation.spec import WorkerSpec
 from tandem.engine.config import EngineConfig
 from tandem.protocol.messages import Role
 from tandem.protocol.mode import Mode
-from tandem.protocol.policy_name import PolicyName
+from tandem.protocol.policy_name import DEFAULT_STEP_POLICY, PolicyName
+from tandem.settings.engine import GPU_BATCH_REQUESTS
 from tandem.settings.model import ModelSettings
 from tandem.settings.slo import DEFAULT_CLASSES, SloClass
 from tandem.worker.config import WorkerConfig
-
-BATCH_REQUESTS = 256
-"""Default number of requests in a decode batch, as on GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +27,7 @@ class Strategy:
     prefill: int = 0
     decode: int = 0
     shared: int = 0
-    step_policy: PolicyName = PolicyName.DECODE_PRIORITY
+    step_policy: PolicyName = DEFAULT_STEP_POLICY
     step_budget: int | None = None
 
     @property
@@ -46,7 +44,7 @@ class Strategy:
                 WorkerConfig(
                     worker_id=f"{role.value}-{number}",
                     role=role,
-                    engine=EngineConfig.of(folder, max_batch_requests=BATCH_REQUESTS),
+                    engine=EngineConfig.of(folder, max_batch_requests=GPU_BATCH_REQUESTS),
                     step_policy=self.step_policy,
                     step_budget=self.step_budget,
                 ),

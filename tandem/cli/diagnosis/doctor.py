@@ -6,19 +6,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tandem.cli.plain_errors import FAILED, plain_errors
+from tandem.settings.router import RouterSettings
 
 if TYPE_CHECKING:
     from tandem.cli.diagnosis.checks import Check
 
+_DEFAULTS = RouterSettings()
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
 @plain_errors
 def doctor(
     *,
-    host: Annotated[str, typer.Option("--host", help="Address that the router would listen on.")] = "127.0.0.1",
-    grpc_port: Annotated[int, typer.Option("--grpc-port", help="Port to look at.")] = 50051,
-    http_port: Annotated[int, typer.Option("--http-port", help="Port to look at.")] = 8000,
+    host: Annotated[str, typer.Option("--host", help="Address that the router would listen on.")] = _DEFAULTS.host,
+    grpc_port: Annotated[int, typer.Option("--grpc-port", help="Port to look at.")] = _DEFAULTS.grpc_port,
+    http_port: Annotated[int, typer.Option("--http-port", help="Port to look at.")] = _DEFAULTS.http_port,
     api_key_file: Annotated[str, typer.Option("--api-key-file", help="File with API keys to check.")] = "",
     tls_certificate: Annotated[str, typer.Option("--tls-certificate", help="Certificate to check.")] = "",
     tls_key: Annotated[str, typer.Option("--tls-key", help="Its key.")] = "",

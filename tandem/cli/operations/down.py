@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tandem.cli.plain_errors import plain_errors
+from tandem.settings.cluster import DEFAULT_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +34,7 @@ def down(
     ] = "",
     cluster_name: Annotated[
         str, typer.Option("--cluster-name", help="The --cluster-name of those workers.")
-    ] = "tandem",
+    ] = DEFAULT_NAME,
 ) -> None:
     """Stop the cluster that `tandem up` started, or, with --address, end workers that have outlived theirs."""
     if address:
@@ -57,7 +58,6 @@ def _stop_those_here(timeout: float, name: str, *, everything: bool) -> None:
     from tandem.cli.connection.state import running
     from tandem.cluster.ray_processes.temp_folder import remove_abandoned
     from tandem.protocol.errors import InvalidArgument
-    from tandem.settings.cluster import DEFAULT_NAME
 
     if name != DEFAULT_NAME:
         raise InvalidArgument("--cluster-name", "is for workers on a Ray that was joined; add its --address")

@@ -7,6 +7,7 @@ import typer
 from tandem.cli.connection.options import ControllerOptions, Grace, checked_grace
 from tandem.cli.option_groups import option_groups
 from tandem.cli.plain_errors import plain_errors
+from tandem.cli.start.setting_options import OPTIONS
 
 
 @plain_errors
@@ -23,9 +24,7 @@ def mode(
     step_policy: Annotated[
         str, typer.Option(help="unchunked, chunked or decode-priority, as in `tandem up`; default: unchanged.")
     ] = "",
-    step_budget: Annotated[
-        int | None, typer.Option(help="Maximum tokens of a mixed step, decode rows included; default: 512.")
-    ] = None,
+    step_budget: Annotated[int | None, typer.Option(help=OPTIONS["step_budget"].help)] = None,
     itl_target_ms: Annotated[
         float | None,
         typer.Option(help="Maximum inter-token latency of any request, 0 = no limit; default: unchanged."),

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tandem.cli.start.setting_options import OPTIONS
+
 if TYPE_CHECKING:
     from tandem.capacity.plan.memory import DraftMemory
     from tandem.capacity.planner.demand import Demand, LatencyTargets
@@ -24,10 +26,7 @@ class ShapeOptions:
 
     shape: Annotated[str, typer.Option(help="A model's shape: llama-3-8b, qwen3-32b, …")] = "llama-3-8b"
     model: Annotated[Path | None, typer.Option(help="A model folder with config.json, used instead.")] = None
-
-    quantization: Annotated[
-        str | None, typer.Option(help="Weights rounded at load, as with `tandem up`: int8, fp8 or int4.")
-    ] = None
+    quantization: Annotated[str | None, typer.Option(help=OPTIONS["quantization"].help)] = None
     kv_cache_dtype: Annotated[str, typer.Option(help="Of the KV cache, as with `tandem up`: auto, int8 or fp8.")] = (
         "auto"
     )

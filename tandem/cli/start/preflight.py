@@ -7,14 +7,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from tandem.cli.diagnosis.checks import host_problem, port_problem
-from tandem.engine.config import GPU_PAGE_TOKENS, EngineConfig
+from tandem.engine.config import EngineConfig
 from tandem.net.address import address_of, is_loopback
 from tandem.net.security.credentials import check_guarded
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.messages import Role
 from tandem.protocol.mode import Mode
 from tandem.settings.cluster import ClusterSettings
-from tandem.settings.engine import GIB
+from tandem.settings.engine import GIB, GPU_PAGE_TOKENS
 
 LOOPBACK = "127.0.0.1"
 

@@ -21,10 +21,6 @@ if TYPE_CHECKING:
     from router.config import RouterConfig
     from router.server import RouterServer
 
-_CPU_CHUNKS_PER_S = 320.0
-"""Value of `chunks_per_s` if engines run on the CPU: fewer chunks leave the engines more CPU time."""
-
-
 log = logging.getLogger(__name__)
 
 
@@ -162,13 +158,11 @@ class RouterProcess:
         from router.config import RouterConfig
 
         cluster = self._cluster
-        settings = cluster.router.values()
-        if cluster.engine.on_cpu:
-            settings["chunks_per_s"] = _CPU_CHUNKS_PER_S
         config = RouterConfig(
-            **settings,
+            **cluster.router.values(),
             router_id=f"router-{incarnation}",
             served=cluster.served,
+            engines_on_cpu=cluster.engine.on_cpu,
             controller_address=self.controller_address,
             secrets=replace(cluster.secrets, token=self._token),
         )

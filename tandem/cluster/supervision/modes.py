@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.messages import Assignment, Role
 from tandem.protocol.mode import Mode
-from tandem.protocol.policy_name import PolicyName
+from tandem.protocol.policy_name import DEFAULT_STEP_POLICY, PolicyName
 from tandem.settings.cluster import ClusterSettings
 
 _PREFILLS_FIRST = {Role.PREFILL: 0, Role.BOTH: 1, Role.DECODE: 2}
@@ -19,12 +19,12 @@ class Topology:
     `prefill` is the number of current workers that prefill in a disaggregated cluster; the others decode. If all
     workers of one role are absent, the present workers have both roles, and `prefill` is 0 (the prefill workers are
     absent) or the number of present workers (the decode workers are absent). `step_budget` is in tokens per step, None
-    = 512; `itl_target_s` is in seconds, None = no limit.
+    = `CHUNKED_BUDGET`; `itl_target_s` is in seconds, None = no limit.
     """
 
     mode: Mode
     prefill: int = 0
-    step_policy: PolicyName = PolicyName.DECODE_PRIORITY
+    step_policy: PolicyName = DEFAULT_STEP_POLICY
     step_budget: int | None = None
     itl_target_s: float | None = None
     ranks: int = 1

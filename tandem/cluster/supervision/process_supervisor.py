@@ -17,10 +17,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 
-from tandem.cluster.liveness import HANG_DEADLINE_S, until_it_hangs
+from tandem.cluster.liveness import until_it_hangs
 from tandem.cluster.supervision.health import Backoff, Health, Phase
 from tandem.cluster.supervision.incarnations import Incarnations
 from tandem.protocol.errors import DeadlineExceeded, FailedPrecondition
+from tandem.settings.cluster import HANG_DEADLINE_S
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,6 @@ from typing import Any
 from tandem.settings.engine import EngineSettings
 from tandem.settings.model import ModelSettings
 
-CPU_PAGE_TOKENS, GPU_PAGE_TOKENS = 16, 128
-"""The default numbers of tokens in a KV page on CPUs and on GPUs; prefill attention on GPUs is fast with 128."""
-
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig(EngineSettings):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from tandem.protocol.errors import InvalidArgument
-from tandem.protocol.policy_name import PolicyName
+from tandem.protocol.policy_name import DEFAULT_STEP_POLICY, PolicyName
 
 
 class Role(StrEnum):
@@ -41,11 +41,11 @@ class Role(StrEnum):
 class Assignment:
     """The role and the step policy of a worker, valid until it gets the next assignment.
 
-    `step_budget` is in tokens per step, None = 512; `itl_target_s` is in seconds, None = no limit.
+    `step_budget` is in tokens per step, None = `CHUNKED_BUDGET`; `itl_target_s` is in seconds, None = no limit.
     """
 
     role: Role
-    step_policy: PolicyName = PolicyName.DECODE_PRIORITY
+    step_policy: PolicyName = DEFAULT_STEP_POLICY
     step_budget: int | None = None
     itl_target_s: float | None = None
 

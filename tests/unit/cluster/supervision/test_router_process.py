@@ -9,6 +9,7 @@ import pytest
 from tandem.cluster.ray_processes.ray_process import RayProcess
 from tandem.cluster.ray_processes.router_actor import RouterProcess
 from tandem.settings.cluster import ClusterSettings
+from tandem.settings.router import CPU_CHUNKS_PER_S, GPU_CHUNKS_PER_S
 from tandem.settings.secrets import Secrets
 
 GIVEN: dict[str, Any] = {
@@ -25,11 +26,20 @@ GIVEN: dict[str, Any] = {
 
 def test_settings_of_one_name_are_passed_on() -> None:
     cluster = ClusterSettings.of(model=Path("/models/m"), **GIVEN)
-    told = RouterProcess(cluster, "secret")._config(3)
-    settings = {**told.values(), "chunks_per_s": cluster.router.chunks_per_s}
-    assert settings.items() >= cluster.router.values().items()
-    assert told.served == cluster.served
-    assert told.secrets == Secrets("secret", GIVEN["metrics_key"])
+    config = RouterProcess(cluster, "secret")._config(3)
+    assert config.values().items() >= cluster.router.values().items()
+    assert config.served == cluster.served
+    assert config.secrets == Secrets("secret", GIVEN["metrics_key"])
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, CPU_CHUNKS_PER_S), ({"device": "cuda"}, GPU_CHUNKS_PER_S), ({"chunks_per_s": 7.0}, 7.0)],
+)
+def test_a_router_sends_fewer_chunks_beside_engines_on_cpus_unless_a_setting_says_otherwise(
+    given: dict[str, Any], expected: float
+) -> None:
+    assert RouterProcess(ClusterSettings.of(Path("m"), **given), "t")._config(0).chunk_rate == expected
 
 
 async def test_a_controller_that_replaces_a_dead_one_adopts_its_router_and_ends_other_routers(
