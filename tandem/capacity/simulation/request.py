@@ -107,16 +107,7 @@ class Outcome:
         """
         if self.error:
             return self.rejected or RequestOutcome(request_outcome.Outcome.FAILED, Phase.QUEUE)
-        gaps, target_s = np.diff(moments), slo.itl_target(idle_step_s)
-        later = gaps[1:]
-        pace = GapTracker(
-            target_s,
-            tokens=len(moments),
-            worst_s=float(later.max(initial=0.0)),
-            over=int((later > target_s).sum()),
-            first_over=bool((gaps[:1] > target_s).any()),
-            first_gap_s=float(gaps[:1].sum()),
-        )
+        pace = GapTracker.of(slo.itl_target(idle_step_s), moments)
         ttft_s, queued_s = float(moments[0]) - self.asked.due_s, self.placed_s - self.asked.due_s
         times = PhaseTimes(queued_s, ttft_s - queued_s, None, None)
         return request_outcome.judge(slo, pace, ttft_s, times)
