@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from router.config import RouterConfig
 from router.observability.prediction_quality import PredictionQuality
-from router.observability.request_outcome import JointOutcome, rejected
+from router.observability.request_outcome import JointOutcome
 from router.placement.fleet import Fleet
 from router.placement.policy import PlacementPolicy
 from router.placement.scheduler import RequestScheduler
@@ -122,8 +122,7 @@ class VirtualRouter:
         try:
             self.scheduler.enter(request.queued)
         except ResourceExhausted as error:
-            outcome.rejected = rejected(error)
-            outcome.error, outcome.ended_s = error.code, self._clock.now
+            outcome.refused, outcome.error, outcome.ended_s = error, error.code, self._clock.now
             self.on_end(outcome)
             return
         self._outcomes[request.internal_id] = outcome
