@@ -52,6 +52,14 @@ class GapTracker:
     """True if the gap after the first token, which contains the KV transfer, is above the target."""
     first_gap_s: float = 0.0
 
+    @classmethod
+    def of(cls, target_s: float, moments: Iterable[float]) -> GapTracker:
+        """Return the gaps of an answer whose tokens leave one by one at `moments`, in seconds, ascending."""
+        tracker = cls(target_s)
+        for moment in moments:
+            tracker.leave(1, float(moment))
+        return tracker
+
     def leave(self, tokens: int, now: float) -> float | None:
         """Record that `tokens` >= 1 tokens leave together, and return the gap before them in seconds.
 

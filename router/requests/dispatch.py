@@ -251,7 +251,7 @@ class Dispatcher:
 
     def on_step(self, _link: WorkerLink, step: StepOutput) -> None:
         """Process one step output of a worker."""
-        self._events.take(step, self._live.by_internal_id)
+        self._events.take(step, self._live)
         self._place_waiting()
 
     def on_lost(self, link: WorkerLink) -> None:

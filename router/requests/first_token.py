@@ -9,10 +9,22 @@ be one of these.
 
 import math
 
+from router.requests.request import RoutedRequest
 from tandem.settings.slo import SloClass
 
 _EARLY = 0.05
 """The share of the TTFT target that is reserved for delivering the token."""
+
+
+def first_token_hold_s(request: RoutedRequest, now: float) -> float:
+    """Return the maximum time for which to hold the request's first token, which arrives at `now`, see `hold_s`.
+
+    It is 0 without a decode worker, because then all tokens come from the prefill worker.
+    """
+    if request.decode is None:
+        return 0.0
+    queued = request.queued
+    return hold_s(queued.slo, now - queued.arrived_s, queued.mean_tokens)
 
 
 def hold_s(slo: SloClass, waited_s: float, tokens: float) -> float:

@@ -35,10 +35,11 @@ class LiveRequests(Mapping[str, RoutedRequest]):
         self._held_of: Counter[str] = Counter()
         """The number of held requests, by tenant."""
 
-    @property
-    def by_internal_id(self) -> Mapping[str, RoutedRequest]:
-        """The requests by internal id, as a plain dict, whose lookups are faster than those of this object."""
-        return self._by_internal_id
+    def current(self, internal_id: str, attempt: int) -> RoutedRequest | None:
+        """Return the request whose current attempt this is, placed on workers; None if it has ended."""
+        request = self._by_internal_id.get(internal_id)
+        placed = request is not None and request.attempt == attempt and request.prefill is not None
+        return request if placed else None
 
     def __getitem__(self, internal_id: str) -> RoutedRequest:
         return self._by_internal_id[internal_id]

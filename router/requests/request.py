@@ -268,14 +268,15 @@ class RoutedRequest:
         """The token ids to prefill: the prompt and the first `prior_output_tokens` tokens of the answer."""
         return self.admitted.prompt_token_ids + self.assembler.first(self.prior_output_tokens)
 
-    def only_continues_at(self, index: int) -> bool:
-        """Return True if tokens from `index` on are the next of the answer and their arrival changes no other state.
+    def only_continues_at(self, attempt: int, index: int) -> bool:
+        """Return True if the attempt's tokens from `index` on are the answer's next, and change no other state.
 
         This holds once the attempt's first token has arrived and the decode worker has admitted the request, until an
         end or a preemption of the answer is known.
         """
         return (
-            index > self.queued.prior_output_tokens
+            attempt == self.attempt
+            and index > self.queued.prior_output_tokens
             and self.lease is None
             and self.preempted_at is None
             and self.assembler.only_continues_at(index)

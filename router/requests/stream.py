@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping
 from itertools import chain
 
 from router.config import RouterConfig
 from router.requests.attempt_progress import AttemptProgress, failed
 from router.requests.chunk_budget import ChunkBudget, must_not_wait
 from router.requests.ends import RequestEnds
-from router.requests.first_token import hold_s
+from router.requests.first_token import first_token_hold_s
+from router.requests.live_requests import LiveRequests
 from router.requests.request import RoutedRequest
 from router.requests.text_thread import RequestText, TextThread
 from tandem.protocol.errors import Internal, TandemError, Unavailable
@@ -48,7 +48,7 @@ class EventStream:
             self._timer.cancel()
         await self._text.stop()
 
-    def take(self, step: StepOutput, live: Mapping[str, RoutedRequest]) -> None:
+    def take(self, step: StepOutput, live: LiveRequests) -> None:
         """Process one step output of a worker.
 
         Events of ended requests and of earlier attempts are dropped. An exception while an event is processed fails
@@ -57,8 +57,8 @@ class EventStream:
         now = time.monotonic()
         urgent: list[RequestText] = []
         for event in step.events:
-            request = live.get(event.ref.request_id)
-            if request is None or event.ref.attempt != request.attempt or request.prefill is None:
+            request = live.current(event.ref.request_id, event.ref.attempt)
+            if request is None:
                 self.stale += 1
                 continue
             try:
@@ -68,14 +68,14 @@ class EventStream:
         # Most tokens arrive as plain rows, because one event object per token would cost more than everything else.
         # The fast path: if a job of the request already waits to be sent, a row of next tokens is added to that job.
         for request_id, attempt, first_index, token_ids in chain.from_iterable(batch.rows() for batch in step.tokens):
-            request = live.get(request_id)
-            if request is None or attempt != request.attempt or request.prefill is None:
-                self.stale += 1
-                continue
             job = self._jobs.get(request_id)
-            if job is not None and request.only_continues_at(first_index):
-                job.token_ids += request.assembler.extend(token_ids)
-                request.last_event_s = now
+            if job is not None and job.request.only_continues_at(attempt, first_index):
+                job.token_ids += job.request.assembler.extend(token_ids)
+                job.request.last_event_s = now
+                continue
+            request = live.current(request_id, attempt)
+            if request is None:
+                self.stale += 1
                 continue
             try:
                 self._take_tokens(request, first_index, token_ids, urgent, now)
@@ -191,16 +191,12 @@ class EventStream:
         return must_not_wait(tolerated_gap_s, prediction.itl_s, decode.state.step_s, self._budget.delay_max_s)
 
     def _hold(self, job: RequestText, now: float) -> bool:
-        """Hold the first token until the second arrives, for at most `hold_s` seconds; return True if it is held."""
-        request = job.request
-        if request.decode is None:
-            return False
-        queued = request.queued
-        seconds = hold_s(queued.slo, now - queued.arrived_s, queued.mean_tokens)
+        """Hold the first token until the second arrives or the maximum time has passed; return True if it is held."""
+        internal_id, seconds = job.request.internal_id, first_token_hold_s(job.request, now)
         if seconds:
-            self._held[request.internal_id] = job
+            self._held[internal_id] = job
         if 0 < seconds < math.inf:
-            asyncio.get_running_loop().call_later(seconds, self._release_held, request.internal_id)
+            asyncio.get_running_loop().call_later(seconds, self._release_held, internal_id)
         return seconds > 0
 
     def _release_held(self, internal_id: str) -> None:

@@ -11,6 +11,7 @@ from router.observability import request_outcome
 from router.observability.request_outcome import GapTracker, PhaseTimes, RequestOutcome
 from router.placement.policy import Placement
 from tandem.capacity.simulation.prompt import VirtualPrompt
+from tandem.protocol.errors import ResourceExhausted
 from tandem.protocol.lifecycle.spans import Phase
 from tandem.settings.slo import SloClass
 
@@ -79,8 +80,8 @@ class Outcome:
     """For each attempt, the tokens that it decoded after its first token."""
     held_s: float = 0.0
     """Maximum time in seconds for which the router holds the first token back to send it with the second."""
-    rejected: RequestOutcome | None = None
-    """The outcome of a request that was rejected on arrival; None if it was not."""
+    refused: ResourceExhausted | None = None
+    """The error with which the request was rejected on arrival; None if it was not."""
 
     def token_s(self, later_s: float) -> Sequence[float]:
         """Return the time in seconds at which the client receives each token.
@@ -106,17 +107,10 @@ class Outcome:
         multiples of `idle_step_s`.
         """
         if self.error:
-            return self.rejected or RequestOutcome(request_outcome.Outcome.FAILED, Phase.QUEUE)
-        gaps, target_s = np.diff(moments), slo.itl_target(idle_step_s)
-        later = gaps[1:]
-        pace = GapTracker(
-            target_s,
-            tokens=len(moments),
-            worst_s=float(later.max(initial=0.0)),
-            over=int((later > target_s).sum()),
-            first_over=bool((gaps[:1] > target_s).any()),
-            first_gap_s=float(gaps[:1].sum()),
-        )
+            if self.refused is not None:
+                return request_outcome.rejected(self.refused)
+            return RequestOutcome(request_outcome.Outcome.FAILED, Phase.QUEUE)
+        pace = GapTracker.of(slo.itl_target(idle_step_s), moments)
         ttft_s, queued_s = float(moments[0]) - self.asked.due_s, self.placed_s - self.asked.due_s
         times = PhaseTimes(queued_s, ttft_s - queued_s, None, None)
         return request_outcome.judge(slo, pace, ttft_s, times)

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 from router.config import RouterConfig
 from router.observability.prediction_quality import PredictionQuality
-from router.observability.request_outcome import JointOutcome, rejected
+from router.observability.request_outcome import JointOutcome
 from router.placement.fleet import Fleet
 from router.placement.policy import PlacementPolicy
 from router.placement.scheduler import RequestScheduler
 from router.requests.attempt_progress import AttemptProgress, failed
 from router.requests.ends import RequestEnds
-from router.requests.first_token import hold_s
+from router.requests.first_token import first_token_hold_s
 from router.requests.live_requests import LiveRequests
 from router.requests.metrics import RouterMetrics
 from router.requests.placer import RequestPlacer
@@ -122,8 +122,7 @@ class VirtualRouter:
         try:
             self.scheduler.enter(request.queued)
         except ResourceExhausted as error:
-            outcome.rejected = rejected(error)
-            outcome.error, outcome.ended_s = error.code, self._clock.now
+            outcome.refused, outcome.error, outcome.ended_s = error, error.code, self._clock.now
             self.on_end(outcome)
             return
         self._outcomes[request.internal_id] = outcome
@@ -147,8 +146,8 @@ class VirtualRouter:
     def _on_delivery(self, worker: VirtualWorker, output: StepOutput, moment_s: float) -> None:
         self._links[worker.peer].learn(output)
         for event in output.events:
-            request = self._live.by_internal_id.get(event.ref.request_id)
-            if request is not None and request.attempt == event.ref.attempt and request.prefill is not None:
+            request = self._live.current(event.ref.request_id, event.ref.attempt)
+            if request is not None:
                 self._on_event(request, event, worker, output.step, moment_s)
         self._place_waiting()
 
@@ -182,19 +181,12 @@ class VirtualRouter:
         if event.token_ids and event.first_index == request.prior_output_tokens:
             outcome.firsts_s.append(moment_s)
             if not event.first_index:
-                outcome.held_s = self._hold_s(request)
+                outcome.held_s = first_token_hold_s(request, self._clock.now)
             return
         del outcome.pieces[len(outcome.firsts_s) - 1 :]
         tokens = worker.token_log(event.ref)
         piece = Piece(worker.log, step + (not event.preempted) - decoded, decoded)
         outcome.pieces.append(piece if tokens is None else Piece(tokens, 0, decoded))
-
-    def _hold_s(self, request: RoutedRequest) -> float:
-        """Return the maximum time in seconds for which the first token is held back to be sent with the second."""
-        if request.decode is None:
-            return 0.0
-        queued = request.queued
-        return hold_s(queued.slo, self._clock.now - queued.arrived_s, queued.mean_tokens)
 
     def _end(self, request: RoutedRequest) -> None:
         outcome = self._outcomes.pop(request.internal_id)

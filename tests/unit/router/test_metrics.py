@@ -3,6 +3,7 @@
 import math
 import time
 from dataclasses import replace
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -49,12 +50,7 @@ SECOND = 10**9
 
 
 def pace_of(*gaps: float, target_s: float = 0.025) -> GapTracker:
-    pace, now = GapTracker(target_s), 5.0
-    pace.leave(1, now)
-    for gap in gaps:
-        now += gap
-        pace.leave(1, now)
-    return pace
+    return GapTracker.of(target_s, accumulate(gaps, initial=5.0))
 
 
 def timeline_of(**seconds: float) -> Timeline:

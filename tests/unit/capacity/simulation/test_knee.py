@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from router.observability.request_outcome import Outcome as Kind
-from router.observability.request_outcome import rejected
 from router.refusal import Refusal, Refused
 from tandem.capacity.simulation.arrivals import Mix
 from tandem.capacity.simulation.hardware import hardware
@@ -59,7 +58,7 @@ def answer(
         placed_s=placed_s,
         firsts_s=[first_s],
         pieces=[Piece(log, 0, len(gaps))],
-        rejected=None if refused is None else rejected(Refused(refused, "no")),
+        refused=None if refused is None else Refused(refused, "no"),
     )
 
 
