@@ -251,8 +251,8 @@ class Worker:
             emit=lambda routed: self._post_threadsafe(self._streams.post, routed),
             wake=self._wake,
             transport_poll_s=self._transport_poll_s,
-            same_host=self._is_near,
-            process_alive=self._lives,
+            same_host=self._same_host,
+            process_alive=self._process_alive,
             checks=self._checks,
         )
 
@@ -325,10 +325,10 @@ class Worker:
     def _transport_poll_s(self) -> float:
         return self.transport.transport_poll_s()
 
-    def _is_near(self, peer: PeerRef) -> bool:
+    def _same_host(self, peer: PeerRef) -> bool:
         return self.peers.same_host(peer)
 
-    def _lives(self, peer: PeerRef) -> bool | None:
+    def _process_alive(self, peer: PeerRef) -> bool | None:
         return self.peers.process_alive(peer)
 
     def _load(self) -> WorkerLoad:
