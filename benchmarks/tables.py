@@ -95,7 +95,7 @@ def main() -> int:
 
 def make_page(folder: Path) -> str:
     """Return the page about the runs in `folder`. Raises LookupError if a section has no run there."""
-    sections = (_engine, _quantized, _experts, _latent, _served, _handover, _goodput, _peer, _router, _cpu)
+    sections = (_engine, _quantized, _experts, _latent, _served, _handoff, _goodput, _peer, _router, _cpu)
     return _HEAD + "".join(section(folder) for section in sections)
 
 
@@ -282,7 +282,7 @@ def _served(folder: Path) -> str:
     return _section(f"Served: llama-3-8b, {run['hardware']['name']}", text, lines, _OVER_HTTP, [(name, run)])
 
 
-def _handover(folder: Path) -> str:
+def _handoff(folder: Path) -> str:
     name, run = newest_result(folder, "kv-transfer-2-gpus", "handover_ms_8192")
     text = (
         f"A prompt of {run['prompt_tokens']:,} tokens, prefilled on one GPU and decoded on another; the prefill worker "
@@ -382,7 +382,7 @@ def _router(folder: Path) -> str:
 def _cpu(folder: Path) -> str:
     engine = newest_result(folder, "engine-SmolLM2", "decode_ratio_b1")
     serving = newest_result(folder, "serving-SmolLM2", "cluster_efficiency_b8")
-    handover = newest_result(folder, "kv-transfer-SmolLM2", "handover_ms_1536")
+    handoff = newest_result(folder, "kv-transfer-SmolLM2", "handover_ms_1536")
     step = ("decode_ratio_b1", "decode_ratio_b8", "prefill_ratio_512")
     rows = (
         (
@@ -390,11 +390,11 @@ def _cpu(folder: Path) -> str:
             _list((engine[1][figure] for figure in step), ".1f"),
         ),
         ("tokens/s through a cluster of two workers ÷ of its engine", f"{serving[1]['cluster_efficiency_b8']:.2f}"),
-        ("hand-over of 1,536 tokens over shared memory", f"{handover[1]['handover_ms_1536']:.0f} ms"),
+        ("hand-over of 1,536 tokens over shared memory", f"{handoff[1]['handover_ms_1536']:.0f} ms"),
     )
     text = "The same cluster on two cores; both sides of a ratio ran in turns on one machine."
     title = f"CPU: {engine[1]['model']}, {engine[1]['hardware']['name']}"
-    results = [engine, serving, handover]
+    results = [engine, serving, handoff]
     return _section(title, text, _table(("figure", ""), rows), "; ".join(_command(run) for _, run in results), results)
 
 

@@ -166,7 +166,7 @@ class ModelSpeculation(Speculation):
                 ready.append(candidate)
                 rows += missing
         now = every if len(ready) == len(eligible) else self._count(bounds, work, ready)
-        drafts = {request: self._room(request, now.drafts) for request in ready} if now.drafts else {}
+        drafts = {request: self._draft_capacity(request, now.drafts) for request in ready} if now.drafts else {}
         waiting = [request for request in eligible if self._model.missing(request) > MISSING_MAX]
         return _Plan(
             {request: count for request, count in drafts.items() if count},
@@ -217,7 +217,7 @@ class ModelSpeculation(Speculation):
         self._update_proposer(request)
         if self._model.missing(request) > MISSING_MAX:
             return _Plan(pieces=self._pieces(bounds, work, [request], plain_s, None))
-        drafts = self._room(request, 1)
+        drafts = self._draft_capacity(request, 1)
         return _Plan({request: drafts}) if drafts else _NO_PLAN
 
     def _pieces(
@@ -269,7 +269,7 @@ class ModelSpeculation(Speculation):
             return self._model.missing(request)
         return self._model.missing_at_first(self._batch.next_position(request) + 1)
 
-    def _room(self, request: DecodeRequest, drafts: int) -> int:
+    def _draft_capacity(self, request: DecodeRequest, drafts: int) -> int:
         return self._model.capacity(request, min(drafts, self._batch.rows_left(request) - 1))
 
     def _rest(self, request: DecodeRequest) -> int:

@@ -136,9 +136,9 @@ class Handoff:
             # This error may lose pages of this worker. It must not lose the pages of the lease, which wait only for the
             # writes.
             await self._writes.quiescent()
-            await self._give_back_unless_delivered()
+            await self._return_undelivered_lease()
             raise
-        await self._give_back_unless_delivered()
+        await self._return_undelivered_lease()
 
     async def _complete_writes(self) -> None:
         self._scheduler.withdraw(self._request)
@@ -148,7 +148,7 @@ class Handoff:
         await self._writes.quiescent()
         self._scheduler.free(self._request)
 
-    async def _give_back_unless_delivered(self) -> None:
+    async def _return_undelivered_lease(self) -> None:
         destination = self._request.task.destination
         if destination is not None and not self._delivered:
             await self._return_lease(destination)

@@ -53,7 +53,7 @@ class PromptPages:
         """
         kv = self._kv
         if not request.local:
-            self._give_up(request, request.computed)
+            self._release_unattended(request, request.computed)
         end = request.launched + tokens
         seen = kv.seen(request.computed, request.computed // kv.page_tokens, kv.numbers(end))
         missing = [entry for entry in seen if request.pages[entry] == FREED]
@@ -70,7 +70,7 @@ class PromptPages:
         """
         if not request.local:
             self._cache.publish(request.task.ref, request.prefix, request.pages)
-            self._give_up(request, request.prompt_tokens)
+            self._release_unattended(request, request.prompt_tokens)
             self._unreserve(request)
 
     def release(self, request: PrefillRequest) -> None:
@@ -126,7 +126,7 @@ class PromptPages:
             request.pages[entry] = FREED
         return more
 
-    def _give_up(self, request: PrefillRequest, position: int) -> None:
+    def _release_unattended(self, request: PrefillRequest, position: int) -> None:
         """Release the pages to which tokens from `position` on do not attend.
 
         Pages that are cached remain readable for other requests.

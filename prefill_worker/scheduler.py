@@ -70,14 +70,14 @@ class PrefillScheduler:
         cache: PrefixCache,
         model: ModelFacts,
         local: LocalDecode,
-        hand_over: Callable[[PrefillRequest, PrefillScheduler], Abortable],
+        begin_handoff: Callable[[PrefillRequest, PrefillScheduler], Abortable],
         wake: Callable[[], None],
         events: EventThread,
     ) -> None:
         """Create the scheduler.
 
-        `hand_over` starts a request's hand-over, which ends the request. `wake` wakes the step loop when there may be
-        work.
+        `begin_handoff` starts a request's hand-over, which ends the request. `wake` wakes the step loop when there may
+        be work.
         """
         self._config = config
         self._me = me
@@ -90,7 +90,7 @@ class PrefillScheduler:
             LostPages(me.worker_id, config.kv_quarantine_share), self._pages_total
         )
         self._model = model
-        self._hand_over = hand_over
+        self._begin_handoff = begin_handoff
         self._wake = wake
         self._lock = threading.Lock()
         self.registry = RequestRegistry(me, config.max_prefill_requests)
@@ -125,7 +125,7 @@ class PrefillScheduler:
             self.queue.add(request)
         if replaced is not None and replaced.handoff is not None:
             replaced.handoff.abort()
-        request.handoff = self._hand_over(request, self)
+        request.handoff = self._begin_handoff(request, self)
         self._wake()
 
     def abort(self, router_id: str, refs: Iterable[RequestRef]) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.cluster import add_model_options, choose_model
 from benchmarks.command_line import need_gpu
-from benchmarks.kv_transfer.handovers import SETTINGS, Figures, Settings, through_the_cluster
+from benchmarks.kv_transfer.handoffs import SETTINGS, Figures, Settings, through_the_cluster
 from benchmarks.kv_transfer.pools import PoolPlan, copy_ceiling, measure_pools
 from benchmarks.results import run_facts, save_result, scheme_suffix
 from kv_transfer.nixl_backend.ucx_shared_memory import ucx_settings

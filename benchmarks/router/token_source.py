@@ -105,7 +105,7 @@ class TokenSource(worker_pb2_grpc.WorkerServicer):
             EventTime.now(event) for event in (LifecycleEvent.PREFILL_FINISHED, LifecycleEvent.DECODE_ADMITTED)
         )
         self._running[task.ref.request_id] = task, 1
-        self._tell((RequestEvent(task.ref, 0, (token_of(time.monotonic()),), event_times=event_times),))
+        self._publish((RequestEvent(task.ref, 0, (token_of(time.monotonic()),), event_times=event_times),))
         return worker_pb2.PrefillResponse()
 
     async def Abort(self, request: Any, _context: Any) -> worker_pb2.AbortWorkResponse:
@@ -136,9 +136,9 @@ class TokenSource(worker_pb2_grpc.WorkerServicer):
                     self._running[request_id] = task, index + 1
                     more.append((request_id, task.ref.attempt, index, token))
             if more or last:
-                self._tell(tuple(last), (StepTokens(*zip(*more, strict=True)),) if more else ())
+                self._publish(tuple(last), (StepTokens(*zip(*more, strict=True)),) if more else ())
 
-    def _tell(self, events: tuple[RequestEvent, ...], tokens: tuple[StepTokens, ...] = ()) -> None:
+    def _publish(self, events: tuple[RequestEvent, ...], tokens: tuple[StepTokens, ...] = ()) -> None:
         self._step += 1
         load = WorkerLoad(0, 0, len(self._running), 0, _PAGES)
         self._out.put_nowait(StepOutput(self._step, events, load, (), tokens))

@@ -21,6 +21,6 @@ def file_of(dashboard: Dashboard) -> Path:
 
 
 if __name__ == "__main__":
-    for each in DASHBOARDS:
-        file_of(each).write_text(text_of(each), encoding="utf-8")
-        print("wrote", file_of(each).name)
+    for dashboard in DASHBOARDS:
+        file_of(dashboard).write_text(text_of(dashboard), encoding="utf-8")
+        print("wrote", file_of(dashboard).name)

@@ -45,12 +45,12 @@ def run_mixed(target: Target, seconds: float, seed: int, clients: int = 2) -> di
 
     The due times cover `seconds`; each part then also waits for its last answers.
     """
-    found: dict[str, list[RequestRecord]] = {}
+    records: dict[str, list[RequestRecord]] = {}
     for number, part in enumerate(PARTS):
         workload = _half_shared(part.source.at(part.rate, part.share * seconds, seed + number))
         settings = LoadSettings(clients=clients, slo_class=part.slo_class)
-        found.setdefault(part.slo_class, []).extend(run_load(target, workload, (), settings).records)
-    return found
+        records.setdefault(part.slo_class, []).extend(run_load(target, workload, (), settings).records)
+    return records
 
 
 def since_sent(records: Sequence[RequestRecord]) -> list[RequestRecord]:

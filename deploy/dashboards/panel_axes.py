@@ -103,8 +103,8 @@ def _heatmap(axes: Axes, curves: Sequence[Curve], start: float) -> None:
 def _on(moments: Sequence[float], curve: Curve) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """Return the curve's values at the given Unix times; NaN where the curve has no finite value."""
     have = dict(curve.series.points)
-    found = [have.get(at, math.nan) for at in moments]
-    return np.array([value if math.isfinite(value) else math.nan for value in found])
+    values = [have.get(at, math.nan) for at in moments]
+    return np.array([value if math.isfinite(value) else math.nan for value in values])
 
 
 def _formatter(unit: str) -> Formatter:

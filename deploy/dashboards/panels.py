@@ -51,14 +51,14 @@ class Shown:
     @property
     def empty(self) -> list[str]:
         """The queries of the panel that returned no finite value."""
-        found = zip(self.panel["targets"], self.answers, strict=True)
-        return [target["expr"] for target, curves in found if not any(curve.series.finite for curve in curves)]
+        answered = zip(self.panel["targets"], self.answers, strict=True)
+        return [target["expr"] for target, curves in answered if not any(curve.series.finite for curve in curves)]
 
 
 def read_dashboard(name: str) -> dict[str, Any]:
     """Read the dashboard named `name` from its file."""
-    found: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
-    return found
+    dashboard: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+    return dashboard
 
 
 def names() -> list[str]:
@@ -73,7 +73,7 @@ def show(
 
     The panels are those outside of folded rows or, if `folded_row` is given, those of the folded row with that title.
     """
-    chosen = {each["name"]: each.get("allValue", "") for each in dashboard["templating"]["list"]}
+    chosen = {variable["name"]: variable.get("allValue", "") for variable in dashboard["templating"]["list"]}
     rows = {panel["title"]: panel["panels"] for panel in dashboard["panels"] if panel["type"] == "row"}
     for panel in dashboard["panels"] if folded_row is None else rows[folded_row]:
         if panel["type"] != "row":
@@ -88,13 +88,13 @@ def _ask(
     for name, value in chosen.items():
         expression = expression.replace(f"${name}", value)
     if target["instant"]:
-        found: Sequence[Series] = prometheus.at(expression, time_range.end)
+        results: Sequence[Series] = prometheus.at(expression, time_range.end)
     else:
-        found = prometheus.between(expression, time_range.start, time_range.end, time_range.step_s)
-    return tuple(Curve(_named(target["legendFormat"], each.labels), each) for each in found)
+        results = prometheus.between(expression, time_range.start, time_range.end, time_range.step_s)
+    return tuple(Curve(_named(target["legendFormat"], series.labels), series) for series in results)
 
 
 def _named(legend: str, labels: Mapping[str, str]) -> str:
     if not legend:
         return ", ".join(value for name, value in labels.items() if name != _NAME)
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: labels.get(found[1], ""), legend)
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: labels.get(match[1], ""), legend)

@@ -74,27 +74,27 @@ class Prometheus:
         Raises FailedPrecondition if Prometheus rejects it.
         """
         moment = {} if when is None else {"time": str(when)}
-        found = self.get("query", query=expression, **moment)["result"]
-        return [Series(each["metric"], [_point(each["value"])]) for each in found]
+        result = self.get("query", query=expression, **moment)["result"]
+        return [Series(curve["metric"], [_point(curve["value"])]) for curve in result]
 
     def between(self, expression: str, start: float, end: float, step_s: float) -> list[Series]:
         """Return the values of a PromQL expression from `start` to `end` (Unix seconds), one every `step_s` seconds."""
-        found = self.get("query_range", query=expression, start=str(start), end=str(end), step=str(step_s))["result"]
-        return [Series(each["metric"], [_point(point) for point in each["values"]]) for each in found]
+        result = self.get("query_range", query=expression, start=str(start), end=str(end), step=str(step_s))["result"]
+        return [Series(curve["metric"], [_point(point) for point in curve["values"]]) for curve in result]
 
     def number(self, expression: str, when: float | None = None) -> float:
         """Return the value of a PromQL expression that has at most one series; 0 if it has none.
 
         Raises FailedPrecondition for several series.
         """
-        found = self.at(expression, when)
-        if len(found) > 1:
-            raise FailedPrecondition(f"{len(found)} series instead of one: {expression}")
-        return found[0].points[0][1] if found else 0.0
+        series = self.at(expression, when)
+        if len(series) > 1:
+            raise FailedPrecondition(f"{len(series)} series instead of one: {expression}")
+        return series[0].points[0][1] if series else 0.0
 
     def firing(self) -> set[str]:
         """Return the names of the alerts that are firing."""
-        return {each["labels"]["alertname"] for each in self.get("alerts")["alerts"] if each["state"] == "firing"}
+        return {alert["labels"]["alertname"] for alert in self.get("alerts")["alerts"] if alert["state"] == "firing"}
 
     def get(self, what: str, **parameters: str) -> Any:
         """Call the endpoint `what` of Prometheus' HTTP API, and return the field `data` of the reply.

@@ -295,8 +295,8 @@ class NixlTransport(Transport):
         """Wait at most `CLOSE_TIMEOUT_S` for unfinished transfers, and then close the agent."""
         self._process_commands(0)
         self._left = True
-        give_up_at = time.monotonic() + CLOSE_TIMEOUT_S
-        while self._writes.unfinished and time.monotonic() < give_up_at:
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        while self._writes.unfinished and time.monotonic() < deadline:
             time.sleep(self._writes.next_look_s)
             self._links.watch()
             self._writes.poll()

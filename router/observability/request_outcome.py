@@ -128,7 +128,7 @@ class JointOutcome:
 
     def __init__(self, answers: int = 1) -> None:
         self._answers = answers
-        self._found: list[RequestOutcome | None] = []
+        self._outcomes: list[RequestOutcome | None] = []
 
     def add(self, verdict: RequestOutcome | None) -> RequestOutcome | None:
         """Add one answer's outcome; `verdict` is None if the client cancelled the answer before it missed a target.
@@ -136,7 +136,7 @@ class JointOutcome:
         When the last answer is added, returns the worst outcome among the answers. Returns None before that, and also
         if no answer failed or missed a target but the client cancelled one: then the request does not count.
         """
-        outcomes = self._found
+        outcomes = self._outcomes
         outcomes.append(verdict)
         if len(outcomes) < self._answers:
             return None

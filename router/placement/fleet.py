@@ -109,7 +109,7 @@ class Fleet:
     @property
     def prefill_capacity(self) -> int:
         """Number of tokens whose KV fits into the largest live prefill worker; 0 if there is none."""
-        return max((each.kv_tokens_total for each in self.live if each.prefills), default=0)
+        return max((worker.kv_tokens_total for worker in self.live if worker.prefills), default=0)
 
     def worker(self, slot: int) -> WorkerState | None:
         """Return the worker with slot number `slot` in the prefix index; None if it is not live."""

@@ -118,7 +118,7 @@ class Tokens:
 
     token_ids: Sequence[int]
     token_strs: Sequence[str]
-    """The text of each token if the call sets `spell`, otherwise empty."""
+    """The text of each token if the call sets `token_strs`, otherwise empty."""
     max_context: int
     """The maximum number of tokens of prompt and answer together."""
 

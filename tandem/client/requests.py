@@ -155,11 +155,11 @@ def prompt_count(request: Request) -> int:
     return 1
 
 
-def tokenize_request(request: Request, *, spell: bool) -> inference_pb2.TokenizeRequest:
-    """Build the request that tokenizes the prompt of `request`; `spell` also requests the text of each token."""
+def tokenize_request(request: Request, *, token_strs: bool) -> inference_pb2.TokenizeRequest:
+    """Build the request that tokenizes the prompt of `request`; `token_strs` also requests the text of each token."""
     if isinstance(request, inference_pb2.ChatRequest):
-        return inference_pb2.TokenizeRequest(chat=request, return_token_strs=spell)
-    return inference_pb2.TokenizeRequest(generate=request, return_token_strs=spell)
+        return inference_pb2.TokenizeRequest(chat=request, return_token_strs=token_strs)
+    return inference_pb2.TokenizeRequest(generate=request, return_token_strs=token_strs)
 
 
 def detokenize_request(token_ids: Sequence[int], model: str) -> inference_pb2.DetokenizeRequest:

@@ -130,22 +130,22 @@ class Client:
         call = method(request, metadata=self._connection.metadata, timeout=timeout_s)
         return Stream(self._connection, call, AnswerCollector(prompt_count(request), max(1, request.options.n)))
 
-    def tokenize(self, text: str, *, spell: bool = False, **options: Unpack[GenerateOptions]) -> Tokens:
+    def tokenize(self, text: str, *, token_strs: bool = False, **options: Unpack[GenerateOptions]) -> Tokens:
         """Return the token ids that `generate` would use for a text with the same options.
 
-        `spell` also requests the text of each token.
+        `token_strs` also requests the text of each token.
         """
-        request = tokenize_request(generate_request(text, **options), spell=spell)
+        request = tokenize_request(generate_request(text, **options), token_strs=token_strs)
         return tokens_of(self._unary(self._stub.Tokenize, request))
 
     def tokenize_chat(
-        self, conversation: Conversation, *, spell: bool = False, **options: Unpack[ChatOptions]
+        self, conversation: Conversation, *, token_strs: bool = False, **options: Unpack[ChatOptions]
     ) -> Tokens:
         """Return the token ids that `chat` would use for a conversation with the same options.
 
-        `spell` also requests the text of each token.
+        `token_strs` also requests the text of each token.
         """
-        request = tokenize_request(chat_request(conversation, **options), spell=spell)
+        request = tokenize_request(chat_request(conversation, **options), token_strs=token_strs)
         return tokens_of(self._unary(self._stub.Tokenize, request))
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "") -> str:

@@ -17,12 +17,12 @@ from tandem.cluster.ray_processes.controllers import Controllers, NoControllers,
 from tandem.cluster.ray_processes.orphaned_workers import RayOrphanedWorkers
 from tandem.cluster.ray_processes.ray_process import node_address
 from tandem.cluster.ray_processes.router_actor import RouterProcess
-from tandem.cluster.supervision.handover import Handover
 from tandem.cluster.supervision.health import ClusterHealth
 from tandem.cluster.supervision.incarnations import Incarnations, generation_of
 from tandem.cluster.supervision.process_supervisor import END_S, ProcessSupervisor
 from tandem.cluster.supervision.registry import Registry
 from tandem.cluster.supervision.standby import Standby
+from tandem.cluster.supervision.takeover import Takeover
 from tandem.cluster.worker_supervisor import ControllerConfig, WorkerSupervisor
 from tandem.logging.logs import begin_log
 from tandem.net.address import address_of, is_loopback
@@ -102,7 +102,7 @@ class Controller:
         self._supervisor.started.set()
         self._election.started()
 
-    async def release_workers(self) -> Handover:
+    async def release_workers(self) -> Takeover:
         """Release the workers to another controller; see `LeaderElection.release_workers`."""
         return await self._election.release_workers()
 

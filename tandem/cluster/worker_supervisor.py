@@ -12,14 +12,13 @@ from tandem.cluster.leadership.forwarding import mirror
 from tandem.cluster.metrics import ClusterMetrics
 from tandem.cluster.operations.adapters import Adapters
 from tandem.cluster.operations.assignments import Assignments
-from tandem.cluster.operations.handover_state import HandoverState, inherit, restore, slot_of
+from tandem.cluster.operations.initial_workers import InitialWorkers, inherit, restore, slot_of
 from tandem.cluster.operations.operator import Operator
 from tandem.cluster.operations.worker_slots import Fleet
 from tandem.cluster.planning import Planning
 from tandem.cluster.ray_processes.orphaned_workers import OrphanedWorker, OrphanedWorkers, fitting
 from tandem.cluster.ray_processes.ray_process import node_is_up
 from tandem.cluster.ray_processes.worker_actors import WorkerActors
-from tandem.cluster.supervision.handover import ControllerState, Handover
 from tandem.cluster.supervision.health import ClusterHealth, Phase
 from tandem.cluster.supervision.incarnations import Incarnations, generation_of
 from tandem.cluster.supervision.modes import Topology
@@ -27,6 +26,7 @@ from tandem.cluster.supervision.process_supervisor import Process, ProcessSuperv
 from tandem.cluster.supervision.registry import Registry
 from tandem.cluster.supervision.roles import Slot, another
 from tandem.cluster.supervision.size import SizeChange
+from tandem.cluster.supervision.takeover import ControllerState, Takeover
 from tandem.cluster.supervision.worker_calls import WorkerCalls
 from tandem.protocol.errors import TandemError
 from tandem.protocol.messages import AdapterFacts, PeerRef, Role
@@ -115,7 +115,7 @@ class WorkerSupervisor:
             )
             self._planner.export_to(metrics.registry)
 
-    async def take_over(self, handover: Handover) -> None:
+    async def take_over(self, takeover: Takeover) -> None:
         """Take over the workers; return when live workers are registered here and missing ones are starting."""
         left = await self._left.living()
         above = max((generation_of(worker.peer.incarnation) for worker in left), default=0)
@@ -124,10 +124,10 @@ class WorkerSupervisor:
         orphans = await fitting(left, self._served)
         living = {name: description.assignment.role for name, (_, description) in orphans.items()}
         before, self._before = self._before, None
-        if before is not None and before.slots and handover == Handover():
-            handover, state = before.handover, restore(before, living)
+        if before is not None and before.slots and takeover == Takeover():
+            takeover, state = before.takeover, restore(before, living)
         else:
-            state = inherit(self._config.cluster, self._config.slots, living, handover)
+            state = inherit(self._config.cluster, self._config.slots, living, takeover)
         await self._left.clear({slot.worker_id for slot in state.slots})
         self._assignments.inherit(state.topology, state.roles, state.drained)
         self.taken_over = frozenset(orphans)
@@ -135,7 +135,7 @@ class WorkerSupervisor:
             self._fill(slot, orphans.get(slot.worker_id), drained=slot.worker_id in state.drained)
         await self._until_they_follow()
         self._registry.keep({PeerRef(one.name, one.incarnation) for _, one in self.fleet.health()})
-        self.operator.resume(handover)
+        self.operator.resume(takeover)
         self._registry.look_again()
         self.adapters.inherit()
         self._tasks = [
@@ -151,9 +151,9 @@ class WorkerSupervisor:
         """The target state of the workers now."""
         slots = self.operator.staying(slot for slot, _ in self.fleet.health())
         topology = self._assignments.topology_with([slot.worker_id for slot in slots])
-        return ControllerState(slots, topology, self.operator.handover())
+        return ControllerState(slots, topology, self.operator.takeover())
 
-    async def release_workers(self) -> Handover:
+    async def release_workers(self) -> Takeover:
         """Stop supervising the workers, which keep serving, and return the state that the next controller needs.
 
         On return this controller makes no further calls to the workers. Running drains are completed first, pending
@@ -205,7 +205,7 @@ class WorkerSupervisor:
         ):
             await asyncio.sleep(LOOK_S)
 
-    async def _adjust(self, orphans: Found, state: HandoverState) -> None:
+    async def _adjust(self, orphans: Found, state: InitialWorkers) -> None:
         """Wait until the cluster serves, then adjust the number and settings of taken-over workers to the config."""
         await self.started.wait()
         cluster = self._config.cluster

@@ -152,12 +152,12 @@ def diagnose(it: Figures) -> Diagnosis:
     """
     if it.transport_is_slow:
         writing = f"hand-overs write {it.transferring:.2f} s in each second"
-        return _found(Bottleneck.TRANSFER, f"{writing}, and it computes {it.busy:.0%} of the time")
+        return _advise(Bottleneck.TRANSFER, f"{writing}, and it computes {it.busy:.0%} of the time")
     if it.pages_missing and it.transfers_hold_pages and not it.preempted:
         held = f"{it.arriving:.0%} of its KV pages wait for incoming hand-overs, {_waiting(it)}"
-        return _found(Bottleneck.TRANSFER, f"{held}; they write {it.others_transferring:.2f} s in each second")
+        return _advise(Bottleneck.TRANSFER, f"{held}; they write {it.others_transferring:.2f} s in each second")
     if it.pages_missing:
-        return _found(Bottleneck.KV_CAPACITY, f"{it.kv_used:.0%} of its KV pages are taken, {_waiting(it)}{_lost(it)}")
+        return _advise(Bottleneck.KV_CAPACITY, f"{it.kv_used:.0%} of its KV pages are taken, {_waiting(it)}{_lost(it)}")
     if not it.steps and it.prompts_waiting > 0:
         return Diagnosis(Bottleneck.NONE, f"no step has ended, though {_waiting(it)}", _LOOK_LONGER)
     return _of_engine(it)
@@ -169,17 +169,17 @@ def _of_engine(it: Figures) -> Diagnosis:
     full = it.batch_limit > 0 and it.decoding >= BATCH_FULL * it.batch_limit
     if full and it.requests_waiting > 0 and bottleneck is not Bottleneck.COMPUTE:
         rows = f"its batch is full, {it.decoding:.0f} of {it.batch_limit:.0f} requests"
-        return _found(Bottleneck.QUEUE, f"{rows}, {_waiting(it)}, and KV pages are left ({it.kv_used:.0%} taken)")
+        return _advise(Bottleneck.QUEUE, f"{rows}, {_waiting(it)}, and KV pages are left ({it.kv_used:.0%} taken)")
     if bottleneck is not Bottleneck.NONE:
-        return _found(bottleneck, f"it computes {it.busy:.0%} of the time, {_parts(it)}")
+        return _advise(bottleneck, f"it computes {it.busy:.0%} of the time, {_parts(it)}")
     because = f"it computes {it.busy:.0%} of the time"
     if it.prompts_waiting > 0:
         return Diagnosis(Bottleneck.QUEUE, f"{because}, though {_waiting(it)}", _NOT_TAKEN)
     elsewhere = ", and the requests at routers wait for other workers" if it.requests_waiting > 0 else ""
-    return _found(Bottleneck.NONE, because + elsewhere)
+    return _advise(Bottleneck.NONE, because + elsewhere)
 
 
-def _found(bottleneck: Bottleneck, because: str) -> Diagnosis:
+def _advise(bottleneck: Bottleneck, because: str) -> Diagnosis:
     return Diagnosis(bottleneck, because, _CHANGES[bottleneck])
 
 

@@ -52,7 +52,7 @@ def named_paths(option: str, texts: Sequence[str]) -> tuple[NamedPath, ...]:
         if name in paths:
             refuse(option, f"has the name {name!r} twice")
         paths[name] = path
-    return tuple(NamedPath(*each) for each in paths.items())
+    return tuple(NamedPath(*item) for item in paths.items())
 
 
 def names(option: str, texts: Sequence[str]) -> tuple[str, ...]:

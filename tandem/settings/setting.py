@@ -93,7 +93,7 @@ class Setting:
         """Raise InvalidArgument for a value outside the limits; infinity and NaN are never valid."""
         if math.isfinite(value) and value > self.above and self.least <= value <= self.most:
             return
-        shown, above, least, most = (f"{each / self.unit:g}" for each in (value, self.above, self.least, self.most))
+        shown, above, least, most = (f"{number / self.unit:g}" for number in (value, self.above, self.least, self.most))
         if self.above > -math.inf:
             refuse(name, f"{shown} is not above {above}" + (f" and at most {most}" if self.most < math.inf else ""))
         if self.most < math.inf:
@@ -175,11 +175,11 @@ def fields_by_name(tree: Any) -> dict[str, tuple[str, Field[Any]]]:
     named: dict[str, tuple[str, Field[Any]]] = {}
     level = [("", tree)]
     while level:
-        found = [(f"{path}{field.name}", field) for path, branch in level for field in fields(branch)]
-        counts = Counter(field.name for _, field in found)
+        located = [(f"{path}{field.name}", field) for path, branch in level for field in fields(branch)]
+        counts = Counter(field.name for _, field in located)
         # Levels are visited from the root down, so a name that is already known wins over the same name further down.
-        named = {field.name: (path, field) for path, field in found if counts[field.name] == 1} | named
-        level = [(f"{path}.", branch) for path, field in found if (branch := branch_of(field)) is not None]
+        named = {field.name: (path, field) for path, field in located if counts[field.name] == 1} | named
+        level = [(f"{path}.", branch) for path, field in located if (branch := branch_of(field)) is not None]
     return named
 
 

@@ -78,16 +78,16 @@ DEFAULT_CLASSES = (
 def classes_by_name(classes: Iterable[SloClass]) -> dict[str, SloClass]:
     """Return the classes by name. Raises InvalidArgument if two classes have the same name."""
     named: dict[str, SloClass] = {}
-    for each in classes:
-        if each.name in named:
-            refuse("slo_classes", f"has two classes named {each.name!r}; name each once")
-        named[each.name] = each
+    for slo_class in classes:
+        if slo_class.name in named:
+            refuse("slo_classes", f"has two classes named {slo_class.name!r}; name each once")
+        named[slo_class.name] = slo_class
     return named
 
 
 def with_defaults(own: Iterable[SloClass]) -> tuple[SloClass, ...]:
     """Return the default classes and `own`; a class of `own` replaces the default class of the same name."""
-    return tuple(({each.name: each for each in DEFAULT_CLASSES} | classes_by_name(own)).values())
+    return tuple(({slo_class.name: slo_class for slo_class in DEFAULT_CLASSES} | classes_by_name(own)).values())
 
 
 def parse_class(text: str) -> SloClass:
@@ -100,7 +100,7 @@ def parse_class(text: str) -> SloClass:
     if values and values[-1] in list(Overload):
         overload = Overload(values.pop())
     try:
-        ttft_ms, itl_ms, percent, worst_ms = _filled(tuple(float(each) for each in values))
+        ttft_ms, itl_ms, percent, worst_ms = _filled(tuple(float(value) for value in values))
     except ValueError:
         form = "NAME:TTFT_MS:ITL_MS[:PERCENT[:WORST_GAP_MS]][:reject|degrade]"
         refuse("--slo-class", f"{text!r} is not {form}")

@@ -140,7 +140,7 @@ class AnswerGrammar:
         self._consumed = 0
         self._mask = compiled.first
         """The mask of the token that follows the first `_consumed` answer tokens; None if it is not computed yet."""
-        self._behind: list[NDArray[np.int32]] = []
+        self._draft_masks: list[NDArray[np.int32]] = []
 
     def allowed(self, answer: Sequence[int], drafts: int = 0) -> NDArray[np.int32]:
         """Return the mask of the tokens that may follow `answer`, as int32 words of shape [vocab / 32].
@@ -151,7 +151,7 @@ class AnswerGrammar:
         mask is computed, or if `answer` does not follow the grammar.
         """
         if drafts:
-            return self._behind[drafts - 1]
+            return self._draft_masks[drafts - 1]
         if self._mask is None or len(answer) > self._consumed:
             self._mask = self._compute(answer)
             if not answer and self._shared is not None:
@@ -173,15 +173,15 @@ class AnswerGrammar:
         tokens.
         """
         self.allowed(answer)
-        ahead, self._behind = self._matcher.deep_copy(), []
+        ahead, self._draft_masks = self._matcher.deep_copy(), []
         for token_id in drafts if self._shared is not None else ():
             if not ahead.try_consume_tokens([token_id]):
                 break
             try:
-                self._behind.append(_allowed(ahead))
+                self._draft_masks.append(_allowed(ahead))
             except InvalidArgument:
                 break
-        return len(self._behind)
+        return len(self._draft_masks)
 
     def _compute(self, answer: Sequence[int]) -> NDArray[np.int32]:
         """Return the mask of the token after `answer`.

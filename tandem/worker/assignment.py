@@ -127,7 +127,7 @@ class WorkerAssignment:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._emptied(self._schedulers)
-        return len({ref for scheduler in self._schedulers for ref in self._give_up(scheduler, DRAINS)})
+        return len({ref for scheduler in self._schedulers for ref in self._abort_all(scheduler, DRAINS)})
 
     def stop(self) -> None:
         """Stop waiting for phases that close."""
@@ -139,7 +139,7 @@ class WorkerAssignment:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._emptied([scheduler])
-        if left := self._give_up(scheduler, OTHER_ROLE):
+        if left := self._abort_all(scheduler, OTHER_ROLE):
             log.info("%s gives up %d requests of its %s phase", self._me.worker_id, len(left), scheduler.role)
             await self._drain_phase(scheduler)
         del self._closing[scheduler.role]
@@ -165,7 +165,7 @@ class WorkerAssignment:
             )
             await self._emptied([scheduler])
 
-    def _give_up(self, scheduler: PhaseControl, why: str) -> list[tuple[str, RequestRef]]:
+    def _abort_all(self, scheduler: PhaseControl, why: str) -> list[tuple[str, RequestRef]]:
         left = scheduler.refs()
         by_router: dict[str, list[RequestRef]] = defaultdict(list)
         reason = RoleClosed(f"worker {self._me.worker_id} {why}; others go on with the request")
@@ -192,8 +192,8 @@ def decode_batch(role: Role, engine: EngineConfig) -> int:
     If both phases are open, at least half of a step's tokens are left to prompts.
     """
     tokens = engine.max_step_tokens
-    room = max(1, tokens // 2) if role is Role.BOTH else tokens
-    return min(engine.batch_requests, room)
+    request_tokens = max(1, tokens // 2) if role is Role.BOTH else tokens
+    return min(engine.batch_requests, request_tokens)
 
 
 def prompt_step_tokens(assignment: Assignment, engine: EngineConfig) -> int:

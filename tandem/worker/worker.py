@@ -37,7 +37,7 @@ from tandem.protocol.messages import (
 from tandem.worker.adapters import WorkerAdapters
 from tandem.worker.assignment import WorkerAssignment, decode_batch
 from tandem.worker.config import WorkerConfig
-from tandem.worker.handovers import Handoffs
+from tandem.worker.handoffs import Handoffs
 from tandem.worker.loaded_engine import LoadedEngine, engine_facts
 from tandem.worker.loop import StepLoop, StepMeter
 from tandem.worker.output_streams import OutputStream, OutputStreams
@@ -88,7 +88,7 @@ class Worker:
         self.admission = self._make_admission()
         self.transport = open_transport(self.admission.notice)
         self.peers = self._make_peers(engine, layout)
-        self._handovers = self._make_handovers(engine)
+        self._handoffs = self._make_handoffs(engine)
         self._schedulers = self._make_schedulers(engine)
         self._meter = StepMeter(engine.cost_guess, on_step=self.metrics.step)
         self._loop = self._make_loop(engine)
@@ -234,7 +234,7 @@ class Worker:
         self._schedulers.abandon()
         await asyncio.to_thread(self.transport.close)
         self._checks.close()
-        await self._handovers.wait_until_ended()
+        await self._handoffs.wait_until_ended()
         self._streams.close()
         await self.peers.close()
         self._grammar_threads.shutdown(wait=False, cancel_futures=True)
@@ -252,8 +252,8 @@ class Worker:
             emit=lambda routed: self._post_threadsafe(self._streams.post, routed),
             wake=self._wake,
             transport_poll_s=self._transport_poll_s,
-            same_host=self._is_near,
-            process_alive=self._lives,
+            same_host=self._same_host,
+            process_alive=self._process_alive,
             checks=self._checks,
         )
 
@@ -265,7 +265,7 @@ class Worker:
         handshake = make_handshake(self.transport.describe(), facts, layout)
         return Peers(handshake, self.transport, self._config.secrets.token, self._config.rpc_timeout_s)
 
-    def _make_handovers(self, engine: LoadedEngine) -> Handoffs:
+    def _make_handoffs(self, engine: LoadedEngine) -> Handoffs:
         return Handoffs(
             self.me,
             engine.kv_pages,
@@ -286,7 +286,7 @@ class Worker:
             cache=cache,
             model=model,
             local=admission,
-            hand_over=self._handovers.begin,
+            begin_handoff=self._handoffs.begin,
             wake=self._wake,
             events=self._events,
         )
@@ -326,10 +326,10 @@ class Worker:
     def _transport_poll_s(self) -> float:
         return self.transport.transport_poll_s()
 
-    def _is_near(self, peer: PeerRef) -> bool:
+    def _same_host(self, peer: PeerRef) -> bool:
         return self.peers.same_host(peer)
 
-    def _lives(self, peer: PeerRef) -> bool | None:
+    def _process_alive(self, peer: PeerRef) -> bool | None:
         return self.peers.process_alive(peer)
 
     def _load(self) -> WorkerLoad:

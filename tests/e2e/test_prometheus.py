@@ -236,7 +236,7 @@ def test_alerts_fire_for_a_router_that_falls_silent_and_resolve_after_its_end(wa
         assert not expected & prometheus.firing()
         _await(lambda: full <= prometheus.firing())
         _await(lambda: not cluster.inspect_worker("decode-0").pages_advertised)
-        router.hand_over()
+        router.start_handoff()
         _await(lambda: expected <= (seen.update(prometheus.firing()) or seen))
     assert not seen & {
         "TandemNoPrefillWorker",

@@ -48,7 +48,7 @@ class SilentRouter:
             allocate_pages = worker_pb2.AllocatePagesRequest(lease=lease, pages=pages, **self._told)
             assert self._decode.AllocatePages(allocate_pages, timeout=60).page_ids
 
-    def hand_over(self) -> None:
+    def start_handoff(self) -> None:
         """Prefills the last prompt, a small one, whose lease the prefill worker releases itself."""
         lease, prompt = self._leases.pop()
         number = len(self._leases)

@@ -124,12 +124,12 @@ def test_the_cluster_holds_with_windows(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def pages_that_chunks_in_flight_read_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    deadline_s = PromptPages._give_up
+    deadline_s = PromptPages._release_unattended
 
     def too_early(self: PromptPages, request: PrefillRequest, position: int) -> None:
         deadline_s(self, request, max(position, request.launched))
 
-    monkeypatch.setattr(PromptPages, "_give_up", too_early)
+    monkeypatch.setattr(PromptPages, "_release_unattended", too_early)
 
 
 def pages_that_decode_steps_in_flight_read_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:

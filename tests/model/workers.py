@@ -134,9 +134,9 @@ class WorkerProcess:
         self._expect_short_answers()
         self._abort = self.worker.admission.abort
         self.worker.admission.abort = self._watch_abort  # type: ignore[method-assign]
-        handovers = self.worker._handovers
-        self._emit = handovers.emit
-        handovers.emit = self._watch_transfers
+        handoffs = self.worker._handoffs
+        self._emit = handoffs.emit
+        handoffs.emit = self._watch_transfers
         self._draft()
         self.servicer = WorkerServicer(self.worker, self.worker.drain)
         self.worker.start()

@@ -52,17 +52,17 @@ class VirtualPrompt(Sequence[int]):
 
 def page_names(segments: Sequence[Segment], page_tokens: int) -> tuple[bytes, ...]:
     """Return the names of a prompt's full pages; prompts that begin with the same tokens have the same first names."""
-    names, parent, room, page = [], b"", page_tokens, bytearray()
+    names, parent, missing, page = [], b"", page_tokens, bytearray()
     for key, begin, tokens in segments:
         first, count = begin, tokens
-        while count >= room:
-            page += np.array((key, first, room), dtype="<i8").tobytes()
+        while count >= missing:
+            page += np.array((key, first, missing), dtype="<i8").tobytes()
             parent = blake2b(parent + page, digest_size=DIGEST_BYTES).digest()
             names.append(parent)
-            first, count, room, page = first + room, count - room, page_tokens, bytearray()
+            first, count, missing, page = first + missing, count - missing, page_tokens, bytearray()
         if count:
             page += np.array((key, first, count), dtype="<i8").tobytes()
-            room -= count
+            missing -= count
     return tuple(names)
 
 

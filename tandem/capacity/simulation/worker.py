@@ -42,7 +42,7 @@ from tandem.protocol.messages import (
     WorkerLoad,
 )
 from tandem.worker.assignment import WorkerAssignment
-from tandem.worker.handovers import Handoffs
+from tandem.worker.handoffs import Handoffs
 from tandem.worker.phases import PhaseSchedulers
 from tandem.worker.reporting.report import load_of
 from tandem.worker.scheduler import StepScheduler
@@ -99,14 +99,14 @@ class VirtualWorker:
         self._token_logs: dict[RequestRef, StepLog] = {}
         layout = layout_of(spec.device.pages, spec.device.page_bytes)
         self.transport = InMemoryTransport(fabric.fabric, layout, self.peer, self.notice)
-        self.handovers = self._make_handovers(VirtualPeers(self.transport, peers, fabric.network))
+        self.handoffs = self._make_handoffs(VirtualPeers(self.transport, peers, fabric.network))
         self._prefill = _SyncedPrefillScheduler(
             config=spec.config,
             me=self.peer,
             cache=self.cache,
             model=spec.model,
             local=self.admission,
-            hand_over=self.handovers.begin,
+            begin_handoff=self.handoffs.begin,
             wake=self._wake,
             events=clock,
         )
@@ -258,7 +258,7 @@ class VirtualWorker:
             same_host=lambda _peer: True,
         )
 
-    def _make_handovers(self, peers: VirtualPeers) -> Handoffs:
+    def _make_handoffs(self, peers: VirtualPeers) -> Handoffs:
         return Handoffs(
             me=self.peer,
             kv=self.spec.kv,

@@ -238,7 +238,7 @@ class _Sending:
     """
 
     def __init__(self, client: Client, everything: list[Ready[Any]], start: float, deadline_s: float) -> None:
-        self._client, self._everything, self._start, self._give_up_s = client, everything, start, deadline_s
+        self._client, self._everything, self._start, self._deadline_s = client, everything, start, deadline_s
         self._sent = 0
         self.records: list[RequestRecord] = []
 
@@ -256,4 +256,4 @@ class _Sending:
                 calls.create_task(self._ask(ready))
 
     async def _ask(self, ready: Ready[Any]) -> None:
-        self.records.append(await self._client.ask(ready, self._start, self._give_up_s))
+        self.records.append(await self._client.ask(ready, self._start, self._deadline_s))

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from tandem.cluster.background import begin, going_on
 from tandem.cluster.ray_processes.controllers import Controllers, OtherController
-from tandem.cluster.supervision.handover import Handover
+from tandem.cluster.supervision.takeover import Takeover
 from tandem.protocol.errors import Unavailable
 
 log = logging.getLogger(__name__)
@@ -31,10 +31,10 @@ AGAIN_S = 1.0
 class SupervisedWorkers(Protocol):
     """The operations on the workers that the leader election needs."""
 
-    async def take_over(self, handover: Handover) -> None:
+    async def take_over(self, takeover: Takeover) -> None:
         """Supervise all live workers and start missing ones."""
 
-    async def release_workers(self) -> Handover:
+    async def release_workers(self) -> Takeover:
         """Release all workers to another controller; workers that serve keep serving."""
 
     async def mirror_membership(self, address: str) -> None:
@@ -83,7 +83,7 @@ class LeaderElection:
         await self.decided()
         self._check_not_stopped()
 
-    async def release_workers(self) -> Handover:
+    async def release_workers(self) -> Takeover:
         """Release the workers to a younger controller, once this controller's own start is complete.
 
         Raises Unavailable if this controller stops or does not lead.
@@ -120,8 +120,8 @@ class LeaderElection:
             self._leader_task.cancel()
             await asyncio.gather(self._leader_task, return_exceptions=True)
 
-    async def _handover(self) -> Handover:
-        """Make the older controller that leads release its workers, and return its handover; empty if none leads."""
+    async def _takeover(self) -> Takeover:
+        """Make the older controller that leads release its workers, and return their state; empty if none leads."""
         older = [
             controller
             for controller in await self._controllers.others(self._number)
@@ -132,7 +132,7 @@ class LeaderElection:
                 return await controller.release_workers()
             except Unavailable as error:
                 log.info("%s", error.message)
-        return Handover()
+        return Takeover()
 
     async def _younger_or_take_over(self, over: set[int]) -> OtherController | None:
         """Return the youngest of the younger controllers; if there is none, take over the workers and return None.
@@ -144,7 +144,7 @@ class LeaderElection:
             younger = await self._youngest(over)
             if younger is not None:
                 return younger
-            await self._workers.take_over(await self._handover())
+            await self._workers.take_over(await self._takeover())
             self.successor = self.kept_at = ""
             self._keeps = True
         self._changed.set()

@@ -19,7 +19,7 @@ from tandem.cluster.ray_processes.controllers import (
 from tandem.cluster.ray_processes.joined_ray import JoinedRay
 from tandem.cluster.ray_processes.orphaned_workers import OrphanedWorkers, RayOrphanedWorkers
 from tandem.cluster.ray_processes.ray_process import actor_class, on_this_node, plainly
-from tandem.cluster.supervision.handover import Handover
+from tandem.cluster.supervision.takeover import Takeover
 from tandem.protocol.errors import FailedPrecondition, NotFound, Unavailable
 from tandem.settings.cluster import check_cluster_name, check_ray_address, namespace_of
 
@@ -64,10 +64,10 @@ class Clearing:
             raise NotFound("no workers were left there; --cluster-name says whose are meant")
         return CleanupResult(_sorted([worker.peer.worker_id for worker in workers]), _sorted(groups))
 
-    async def release_workers(self) -> Handover:
-        """Wait until all orphaned workers are stopped, and return an empty handover to the younger controller."""
+    async def release_workers(self) -> Takeover:
+        """Wait until all orphaned workers are stopped, and return an empty state to the younger controller."""
         await self._over.wait()
-        return Handover()
+        return Takeover()
 
     async def wait_until_decided(self) -> str:
         """Raise Unavailable, so that an older controller waits until this one is gone instead of following it."""

@@ -10,13 +10,13 @@ from typing import Protocol
 from tandem.cluster.background import Changes
 from tandem.cluster.operations.assignments import Assignments
 from tandem.cluster.operations.worker_slots import Fleet
-from tandem.cluster.supervision.handover import Handover
 from tandem.cluster.supervision.health import Phase
 from tandem.cluster.supervision.modes import ModeChange
 from tandem.cluster.supervision.process_supervisor import WAITS_FOR_NODE, ProcessSupervisor
 from tandem.cluster.supervision.registry import Registry
 from tandem.cluster.supervision.roles import Slot
 from tandem.cluster.supervision.size import SizeChange, Steps
+from tandem.cluster.supervision.takeover import Takeover
 from tandem.protocol.errors import FailedPrecondition, NotFound, TandemError
 from tandem.protocol.messages import Absence, Role, WorkerInfo
 
@@ -149,29 +149,29 @@ class Operator:
     def _is_coming(self, supervisor: ProcessSupervisor) -> bool:
         return supervisor in self._awaited or supervisor.phase in {Phase.STARTING, Phase.WAITING}
 
-    async def finish(self) -> Handover:
+    async def finish(self) -> Takeover:
         """Complete running drains, cancel pending waits, and return the state that the next controller needs."""
         while self._draining:  # noqa: ASYNC110
             await asyncio.sleep(LOOK_S)
-        handover = self.handover()
+        takeover = self.takeover()
         await asyncio.gather(*self._changes.cancel(), return_exceptions=True)
         self._awaited.clear()
         self._rescheduling.clear()
-        return handover
+        return takeover
 
-    def handover(self) -> Handover:
+    def takeover(self) -> Takeover:
         """Return the state that another controller would need to take over the workers now."""
         drained = [name for name, supervisor in self._supervisors.items() if supervisor.phase is Phase.DRAINED]
         going = {*self._leaving, *(supervisor.name for supervisor in self._awaited)}
-        return Handover(tuple(name for name in drained if name not in going), tuple(self._rescheduling.items()))
+        return Takeover(tuple(name for name in drained if name not in going), tuple(self._rescheduling.items()))
 
     def staying(self, slots: Iterable[Slot]) -> tuple[Slot, ...]:
         """Return the slots whose workers are not being removed for good."""
         return tuple(slot for slot in slots if slot.worker_id not in self._leaving)
 
-    def resume(self, handover: Handover) -> None:
+    def resume(self, takeover: Takeover) -> None:
         """Continue the rescheduling that another controller began."""
-        for name, node in handover.rescheduling:
+        for name, node in takeover.rescheduling:
             if (supervisor := self._supervisors.get(name)) is not None and not supervisor.wanted:
                 self._awaited.add(supervisor)
                 self._changes.begin(self._come_back_elsewhere(supervisor, node))

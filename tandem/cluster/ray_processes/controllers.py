@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
-from tandem.cluster.supervision.handover import Handover
+from tandem.cluster.supervision.takeover import Takeover
 from tandem.protocol.errors import Unavailable
 from tandem.worker.actor import CONTROLLER
 
@@ -23,7 +23,7 @@ class OtherController(ABC):
         """The controller's number; a higher number means a younger controller."""
 
     @abstractmethod
-    async def release_workers(self) -> Handover:
+    async def release_workers(self) -> Takeover:
         """Make the other controller release its workers, once its own start is complete."""
 
     @abstractmethod
@@ -69,9 +69,9 @@ class _RayController(OtherController):
         super().__init__(number)
         self._actor = actor
 
-    async def release_workers(self) -> Handover:
-        handover: Handover = await _answer(self._actor.release_workers.remote())
-        return handover
+    async def release_workers(self) -> Takeover:
+        takeover: Takeover = await _answer(self._actor.release_workers.remote())
+        return takeover
 
     async def wait_until_decided(self) -> str:
         return str(await _answer(self._actor.wait_until_decided.remote()))

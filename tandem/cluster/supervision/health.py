@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tandem.cluster.supervision.handover import ControllerState
+from tandem.cluster.supervision.takeover import ControllerState
 
 
 class Phase(StrEnum):

@@ -63,20 +63,20 @@ class FreePages:
             self._remove(before, start)
             start = before
         if end in self._ends:
-            behind = self._ends[end]
-            self._remove(end, behind)
-            end = behind
+            next_end = self._ends[end]
+            self._remove(end, next_end)
+            end = next_end
         self._add(start, end)
 
     def _cut(self, index: int, pages: int) -> None:
         """Remove the first `pages` pages of the extent with this index in `_by_size`."""
         size, start = self._by_size[index]
-        behind = self._ends.pop(start)
+        next_end = self._ends.pop(start)
         if size == pages:
-            del self._starts[behind], self._by_size[index]
+            del self._starts[next_end], self._by_size[index]
             return
         left = size - pages, start + pages
-        self._ends[start + pages], self._starts[behind] = behind, start + pages
+        self._ends[start + pages], self._starts[next_end] = next_end, start + pages
         # The shortened extent mostly keeps its rank by size, so it replaces its old entry without a new search.
         if not index or self._by_size[index - 1] < left:
             self._by_size[index] = left

@@ -69,7 +69,7 @@ class DeviceSampler:
         # The number of small blocks is used for large ones too, so that later kernels do not depend on the number of
         # rows.
         self._padded_blocks = triton.next_power_of_2(triton.cdiv(vocab_size, SMALL_BLOCK))
-        self._room = CANDIDATES + triton.cdiv(vocab_size, ALIGNED) * ALIGNED
+        self._row_stride = CANDIDATES + triton.cdiv(vocab_size, ALIGNED) * ALIGNED
 
         def scratch(*sizes: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(max_rows, *sizes, dtype=dtype, device=device)
@@ -78,9 +78,9 @@ class DeviceSampler:
         # and the next kernel uses the token that it reads from it as an address.
         self._best = scratch(triton.cdiv(vocab_size, SMALL_BLOCK), dtype=torch.int64)
         self._best.fill_(triton_sampling.LOW_HALF.value)
-        self._weights = scratch(self._room, dtype=torch.float32)
+        self._weights = scratch(self._row_stride, dtype=torch.float32)
         self._ids = scratch(CANDIDATES, dtype=torch.int32)
-        self._found = scratch(2, dtype=torch.int32)
+        self._candidate_counts = scratch(2, dtype=torch.int32)
         self._masses = scratch(SPLITS, dtype=torch.int64)
         self._histograms = scratch(SPLITS, BINS, dtype=torch.int32)
 
@@ -183,7 +183,7 @@ class DeviceSampler:
             self._histograms,
             self._vocab,
             blocks,
-            self._room,
+            self._row_stride,
             self._split_tokens,
             BLOCKS=self._padded_blocks,
             TILE=TILE,
@@ -203,10 +203,10 @@ class DeviceSampler:
             params,
             self._weights,
             self._ids,
-            self._found,
+            self._candidate_counts,
             self._histograms,
             self._vocab,
-            self._room,
+            self._row_stride,
             self._split_tokens,
             TILE=TILE,
             PDL=self._pdl,
@@ -221,13 +221,13 @@ class DeviceSampler:
             self._best,
             self._weights,
             self._ids,
-            self._found,
+            self._candidate_counts,
             self._masses,
             seen,
             out,
             self._vocab,
             blocks,
-            self._room,
+            self._row_stride,
             self._split_tokens,
             BLOCKS=self._padded_blocks,
             TILE=CHOICE_TILE,

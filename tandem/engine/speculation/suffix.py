@@ -18,7 +18,7 @@ ANSWERS_MAX = 65_536
 The oldest outputs are dropped whole.
 """
 
-_Place = tuple[list[int], int]
+_Occurrence = tuple[list[int], int]
 """The tokens of an output, and the position in them that follows an n-gram."""
 
 
@@ -39,35 +39,35 @@ class _Answers:
 
         The tokens of an output are preceded by the NGRAM_MAX tokens before the output.
         """
-        self._places: dict[str, dict[Ngram, _Place]] = {}
+        self._occurrences: dict[str, dict[Ngram, _Occurrence]] = {}
         self.tokens = 0
         """The total number of tokens of all outputs, at most ANSWERS_MAX."""
 
-    def places(self, cache_salt: str) -> dict[Ngram, _Place]:
-        """Return, for each n-gram in the tenant's outputs, the place after its newest occurrence."""
-        return self._places.get(cache_salt, {})
+    def occurrences(self, cache_salt: str) -> dict[Ngram, _Occurrence]:
+        """Return, for each n-gram in the tenant's outputs, its newest occurrence."""
+        return self._occurrences.get(cache_salt, {})
 
     def add(self, cache_salt: str, tokens: list[int]) -> None:
         """Add an output, and drop the oldest outputs while there are more than ANSWERS_MAX tokens."""
-        places = self._places.setdefault(cache_salt, {})
+        occurrences = self._occurrences.setdefault(cache_salt, {})
         for position in range(NGRAM_MAX, len(tokens)):
-            place = tokens, position
+            occurrence = tokens, position
             for ngram in _ngrams(tokens, position):
-                places[ngram] = place
+                occurrences[ngram] = occurrence
         self._answers.append((cache_salt, tokens))
         self.tokens += len(tokens) - NGRAM_MAX
         while self.tokens > ANSWERS_MAX:
             self._drop(*self._answers.popleft())
 
     def _drop(self, cache_salt: str, tokens: list[int]) -> None:
-        places = self._places[cache_salt]
+        occurrences = self._occurrences[cache_salt]
         for position in range(NGRAM_MAX, len(tokens)):
             for ngram in _ngrams(tokens, position):
-                place = places.get(ngram)
-                if place is not None and place[0] is tokens:
-                    del places[ngram]
-        if not places:
-            del self._places[cache_salt]
+                occurrence = occurrences.get(ngram)
+                if occurrence is not None and occurrence[0] is tokens:
+                    del occurrences[ngram]
+        if not occurrences:
+            del self._occurrences[cache_salt]
         self.tokens -= len(tokens) - NGRAM_MAX
 
 
@@ -105,12 +105,12 @@ class SuffixProposer:
     def propose(self, key: Hashable, most: int) -> Draft:
         """Return at most `most` draft tokens, as `Proposer.propose` describes."""
         request = self._requests[key]
-        history, places = request.history, self._answers.places(request.cache_salt)
+        history, occurrences = request.history, self._answers.occurrences(request.cache_salt)
         for shorter, ngram in enumerate(history.last()):
             if position := history.positions.get(ngram):
                 return history.draft(position, most)
-            if place := places.get(ngram):
-                tokens, position = place
+            if occurrence := occurrences.get(ngram):
+                tokens, position = occurrence
                 source = DraftSource(ProposerName.SUFFIX, NGRAM_MAX - shorter)
                 return Draft(tokens[position : position + most], source)
         return NO_DRAFT

@@ -96,12 +96,12 @@ class StepSizes:
         return [self.tokens, self.tokens, self.rows + 1, self.rows, self.groups * self.group_table, self.tokens]
 
     @property
-    def int64_room(self) -> list[int]:
+    def int64_capacity(self) -> list[int]:
         """The space of each int64 section, including padding up to the next section, in elements."""
         return [-(-length // 2) * 2 for length in self.int64_sections]
 
     @property
-    def int32_room(self) -> list[int]:
+    def int32_capacity(self) -> list[int]:
         """The space of each int32 section, including padding up to the next section, in elements."""
         return [-(-length // 4) * 4 for length in self.int32_sections]
 
@@ -146,7 +146,7 @@ def bounds_of(sizes: StepSizes) -> _Bounds:
 
     The result is cached, because it is needed in each step, and most steps have the same sizes.
     """
-    int64_sections, int32_sections = sizes.int64_room, sizes.int32_room
+    int64_sections, int32_sections = sizes.int64_capacity, sizes.int32_capacity
     token_ids, slots, drawn = _slices(int64_sections, sizes.int64_sections)
     positions, sources, row_starts, contexts, table, adapters = _slices(int32_sections, sizes.int32_sections)
     begin = sum(int64_sections)
@@ -158,9 +158,9 @@ def bounds_of(sizes: StepSizes) -> _Bounds:
     )
 
 
-def _slices(rooms: list[int], lengths: list[int]) -> list[slice]:
-    ends = accumulate(rooms)
-    return [slice(end - room, end - room + length) for end, room, length in zip(ends, rooms, lengths, strict=True)]
+def _slices(capacities: list[int], lengths: list[int]) -> list[slice]:
+    ends = accumulate(capacities)
+    return [slice(end - size, end - size + length) for end, size, length in zip(ends, capacities, lengths, strict=True)]
 
 
 OK = -1

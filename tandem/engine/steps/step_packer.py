@@ -173,11 +173,11 @@ def view_step(
     max_cached: int | None = None,
 ) -> PackedStep:
     """Return a packed step as `unpack` does, valid for every batch within these bounds."""
-    int32_start = sum(sizes.int64_room)
-    token_ids, slots, drawn = _cut(words[:int32_start], sizes.int64_room, sizes.int64_sections)
+    int32_start = sum(sizes.int64_capacity)
+    token_ids, slots, drawn = _cut(words[:int32_start], sizes.int64_capacity, sizes.int64_sections)
     int32_words = words[int32_start:].view(torch.int32)
     positions, sources, row_starts, contexts, table, adapters = _cut(
-        int32_words, sizes.int32_room, sizes.int32_sections
+        int32_words, sizes.int32_capacity, sizes.int32_sections
     )
     slots, table = slots.view(sizes.groups, -1), table.view(sizes.groups, -1)
     layouts = tuple(
@@ -199,5 +199,5 @@ def view_step(
     return PackedStep(token_ids, sources, layouts, None if sizes.drawn == sizes.tokens else drawn, words, sizes)
 
 
-def _cut(tensor: Tensor, rooms: list[int], lengths: list[int]) -> list[Tensor]:
-    return [part[:length] for part, length in zip(tensor.split_with_sizes(rooms), lengths, strict=True)]
+def _cut(tensor: Tensor, capacities: list[int], lengths: list[int]) -> list[Tensor]:
+    return [part[:length] for part, length in zip(tensor.split_with_sizes(capacities), lengths, strict=True)]

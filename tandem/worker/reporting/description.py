@@ -57,7 +57,7 @@ def differences(ours: Settings, theirs: Settings) -> tuple[str, ...]:
 
 
 def _settings(config: WorkerConfig, wanted: Callable[[str], bool]) -> Settings:
-    return tuple((name, _told(name, value)) for name, value in _values(config) if wanted(name))
+    return tuple((name, _reported(name, value)) for name, value in _values(config) if wanted(name))
 
 
 def _values(branch: Branch) -> Iterator[tuple[str, object]]:
@@ -69,5 +69,5 @@ def _values(branch: Branch) -> Iterator[tuple[str, object]]:
     yield from ((name, value) for name, value in values.items() if not isinstance(value, Branch))
 
 
-def _told(name: str, value: object) -> str:
+def _reported(name: str, value: object) -> str:
     return hashlib.sha256(str(value).encode()).hexdigest() if name in _SECRETS else str(value)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.kv_transfer.handover_parts import Answer, gaps_meeting_transfers_ms
+from benchmarks.kv_transfer.handoff_parts import Answer, gaps_meeting_transfers_ms
 from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent, Timeline
 
 _MS = 1e-3

@@ -191,7 +191,7 @@ async def test_several_prompts_have_their_own_answers(talker: Talker, tokenizer:
 
 
 async def test_token_ids_there_and_back(talker: Talker, tokenizer: Tokenizer) -> None:
-    found = await talker.call("tokenize", " fox", spell=True)
+    found = await talker.call("tokenize", " fox", token_strs=True)
     assert (found.token_ids, found.token_strs) == (tokenizer.encode(" fox"), ["Ġfox"][: len(found.token_ids)])
     assert await talker.call("detokenize", found.token_ids, model="fake") == " fox"
     chat = await talker.call("tokenize_chat", "Hi", add_generation_prompt=False)

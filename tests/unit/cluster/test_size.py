@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 import tandem.cluster.operations.operator
 import tandem.cluster.supervision.process_supervisor
-from tandem.cluster.supervision.handover import Handover
 from tandem.cluster.supervision.health import Phase
 from tandem.cluster.supervision.modes import ModeChange, Topology
 from tandem.cluster.supervision.process_supervisor import WAITS_FOR_NODE
 from tandem.cluster.supervision.roles import another, plan
 from tandem.cluster.supervision.size import SizeChange, Steps
+from tandem.cluster.supervision.takeover import Takeover
 from tandem.protocol.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
 from tandem.protocol.messages import Role, WorkerInfo
 from tandem.protocol.mode import Mode
@@ -210,12 +210,12 @@ async def test_who_lets_go_ends_what_is_under_way_and_tells_who_stays_away(monke
     crew.room.clear()
     restarting = asyncio.ensure_future(crew.operator.drain_worker("decode-2", 1.0, restart=True, force=True))
     await until(lambda: crew.supervisors["decode-2"].phase is Phase.STARTING)
-    handover = await crew.operator.finish()
-    assert handover == Handover(("decode-0",), (("decode-1", "a"),))
+    takeover = await crew.operator.finish()
+    assert takeover == Takeover(("decode-0",), (("decode-1", "a"),))
     with pytest.raises(Unavailable, match="another controller has taken over"):
         await restarting
     assert crew.operator.coming == 1, "the one that starts"
-    crew.operator.resume(handover)
+    crew.operator.resume(takeover)
     crew.room.set()
     crew.nodes_up = False
     await until(lambda: "decode-1" in workers.roles)
@@ -234,7 +234,7 @@ async def test_a_drain_that_runs_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
     await asyncio.sleep(0.02)
     assert not letting_go.done()
     crew.drains.set()
-    assert await letting_go == Handover(), "who leaves for good does not stay away"
+    assert await letting_go == Takeover(), "who leaves for good does not stay away"
     await asyncio.gather(leaving, return_exceptions=True)
     await crew.stop()
 
@@ -254,9 +254,9 @@ async def test_who_drains_since_its_node_leaves_is_handed_over_as_one_that_moves
     letting_go = asyncio.ensure_future(crew.operator.finish())
     await asyncio.sleep(0)
     crew.drains.set()
-    assert await letting_go == Handover(rescheduling=(("decode-1", "a"),))
+    assert await letting_go == Takeover(rescheduling=(("decode-1", "a"),))
     await draining
-    assert await crew.operator.finish() == Handover(("decode-1",)), "it was given up, and nobody knows of its node"
+    assert await crew.operator.finish() == Takeover(("decode-1",)), "it was given up, and nobody knows of its node"
     await crew.stop()
 
 
@@ -273,5 +273,5 @@ async def test_a_drain_that_never_ends_keeps_nobody_from_taking_over(monkeypatch
         await crew.operator.drain_worker("decode-1", 0.0, restart=False, force=False)
     assert crew.supervisors["decode-1"].phase is Phase.DRAINING
     async with asyncio.timeout(60):
-        assert await crew.operator.finish() == Handover()
+        assert await crew.operator.finish() == Takeover()
     await crew.stop()

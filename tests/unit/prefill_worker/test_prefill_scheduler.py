@@ -79,12 +79,12 @@ class House:
             cache=PrefixCache(self.pool, KvPages(PAGE_TOKENS)),
             model=FACTS,
             local=self.local,
-            hand_over=self._hand_over,  # type: ignore[arg-type]
+            begin_handoff=self._begin_handoff,  # type: ignore[arg-type]
             wake=lambda: None,
             events=asyncio.get_running_loop(),
         )
 
-    def _hand_over(self, request: PrefillRequest, scheduler: PrefillScheduler) -> Handed:
+    def _begin_handoff(self, request: PrefillRequest, scheduler: PrefillScheduler) -> Handed:
         self.requests[request.task.ref.request_id] = request
         return Handed()
 

@@ -103,9 +103,9 @@ class DecodeAttention:
             self._sms = torch.cuda.get_device_properties(device).multi_processor_count
         # The scratch memory must suffice for any page table, whose width is not known before a step.
         most = max(self._plan(rows, ENDLESS).partials(rows) for rows in range(1, max_rows + 1))
-        room = most * shape.heads * tokens
-        self._partials = torch.empty(room, shape.head_dim, dtype=torch.float32, device=device)
-        self._partial_lse = torch.empty(room, dtype=torch.float32, device=device)
+        partials = most * shape.heads * tokens
+        self._partials = torch.empty(partials, shape.head_dim, dtype=torch.float32, device=device)
+        self._partial_lse = torch.empty(partials, dtype=torch.float32, device=device)
         self._counters = torch.zeros(max_rows * shape.kv_heads, dtype=torch.int32, device=device)
         self._device = device
         self._begun = threading.local()

@@ -61,6 +61,6 @@ def _clear(
         page = tl.load(table_ptr + row * table_stride + context // PAGE).to(tl.int64)
         values = cache_ptr + page * page_stride + tl.program_id(1) * layer_stride + kind_stride
         place = tl.arange(0, BLOCK)
-        behind = (place >= stored * DIM) & (place < PAGE * DIM)
+        unused = (place >= stored * DIM) & (place < PAGE * DIM)
         zeros = tl.zeros((BLOCK,), cache_ptr.dtype.element_ty)
-        tl.store(values + tl.program_id(2) * head_stride + place, zeros, mask=behind)
+        tl.store(values + tl.program_id(2) * head_stride + place, zeros, mask=unused)

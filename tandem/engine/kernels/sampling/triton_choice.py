@@ -35,7 +35,7 @@ def choose(
     out_ptr,
     vocab,
     blocks,
-    room,
+    row_stride,
     split_tokens,
     BLOCKS: tl.constexpr,
     TILE: tl.constexpr,
@@ -54,7 +54,7 @@ def choose(
     total = tl.sum(masses, axis=0)
     # A row without a finite logit has no token: its weights are NaN, and the mass of NaN differs between devices.
     if (tl.load(params_ptr + TEMPERATURE) > 0) & (total > 0) & (token >= 0):
-        weights_ptr += row * room
+        weights_ptr += row * row_stride
         if is_filtered(params_ptr):
             token = _draw_filtered(
                 params_ptr, weights_ptr, ids_ptr + row * CANDIDATES, found_ptr + row * 2, vocab, total, TILE, SHIFT

@@ -193,7 +193,7 @@ def weigh(
     histograms_ptr,
     vocab,
     blocks,
-    room,
+    row_stride,
     split_tokens,
     BLOCKS: tl.constexpr,
     TILE: tl.constexpr,
@@ -203,7 +203,7 @@ def weigh(
 ):
     """Compute a part of a row: its weights, their mass and, if the row is filtered, their histogram.
 
-    weights [rows, room] float32: the first CANDIDATES columns are left for `collect`, and a row's weights follow;
+    weights [rows, row_stride] float32: the first CANDIDATES columns are left for `collect`, and a row's weights follow;
     masses [rows, SPLITS] int64; histograms [rows, SPLITS, BINS] int32.
     """
     launch_dependents(PDL)
@@ -229,7 +229,7 @@ def weigh(
             # NaN has the weight 0. The minimum is needed because two kernels may round a penalised best logit
             # differently.
             weights = tl.where(weights >= 0, tl.minimum(weights, 1.0), 0.0)
-            tl.store(weights_ptr + row * room + CANDIDATES + column, weights, mask=inside)
+            tl.store(weights_ptr + row * row_stride + CANDIDATES + column, weights, mask=inside)
             mass += units(weights, SHIFT)
             if filtered:
                 histogram += tl.histogram(bin_of(weights), BINS, mask=inside)
@@ -248,7 +248,7 @@ def collect(
     found_ptr,
     histograms_ptr,
     vocab,
-    room,
+    row_stride,
     split_tokens,
     TILE: tl.constexpr,
     PDL: tl.constexpr,
@@ -278,10 +278,10 @@ def collect(
         while start < end:
             column = start + tl.arange(0, TILE)
             inside = column < vocab
-            weights = tl.load(weights_ptr + row * room + CANDIDATES + column, mask=inside, other=0.0)
+            weights = tl.load(weights_ptr + row * row_stride + CANDIDATES + column, mask=inside, other=0.0)
             taken = (inside & (bin_of(weights) >= cut)).to(tl.int32)
             places = place + tl.cumsum(taken, axis=0) - 1
-            tl.store(weights_ptr + row * room + places, weights, mask=taken > 0)
+            tl.store(weights_ptr + row * row_stride + places, weights, mask=taken > 0)
             tl.store(ids_ptr + row * CANDIDATES + places, column, mask=taken > 0)
             place += tl.sum(taken, axis=0)
             start += TILE

@@ -106,10 +106,10 @@ def metered(worker: VirtualWorker, roofline: Roofline) -> Registry:
             metrics.refused()
             raise
 
-    metrics.writing = worker.handovers.writing
+    metrics.writing = worker.handoffs.writing
     worker._loop._finish = finish_metered  # type: ignore[method-assign]
     worker.reserve = reserve_metered  # type: ignore[method-assign]
-    worker.handovers.emit = metrics.hearing(worker.handovers.emit)
+    worker.handoffs.emit = metrics.hearing(worker.handoffs.emit)
 
     def facts() -> Facts:
         load, pages = worker.load(), worker.pool.counts()

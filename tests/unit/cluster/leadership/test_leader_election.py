@@ -10,7 +10,7 @@ import pytest
 from tandem.cluster.leadership import election
 from tandem.cluster.leadership.election import LeaderElection
 from tandem.cluster.ray_processes.controllers import Controllers, OtherController
-from tandem.cluster.supervision.handover import Handover
+from tandem.cluster.supervision.takeover import Takeover
 from tandem.protocol.errors import Unavailable
 from tests.soak import seeds
 from tests.unit.cluster.crew import until
@@ -22,24 +22,24 @@ class SupervisedWorkers:
     def __init__(self, number: int) -> None:
         self.number = number
         self.did: list[str] = []
-        self.handover = Handover((f"drained-{number}",))
-        self.got: list[Handover] = []
+        self.takeover = Takeover((f"drained-{number}",))
+        self.got: list[Takeover] = []
         self.failures = 0
         self.may_take_over = asyncio.Event()
         self.may_take_over.set()
         self.follows = ""
 
-    async def take_over(self, handover: Handover) -> None:
+    async def take_over(self, takeover: Takeover) -> None:
         await self.may_take_over.wait()
         if self.failures:
             self.failures -= 1
             raise OSError("Ray is slow")
-        self.got.append(handover)
+        self.got.append(takeover)
         self.did.append("take over")
 
-    async def release_workers(self) -> Handover:
+    async def release_workers(self) -> Takeover:
         self.did.append("let go")
-        return self.handover
+        return self.takeover
 
     async def mirror_membership(self, address: str) -> None:
         self.follows = address
@@ -56,7 +56,7 @@ class Seen(OtherController):
         super().__init__(one.number)
         self._one = one
 
-    async def release_workers(self) -> Handover:
+    async def release_workers(self) -> Takeover:
         return await self._answer(self._one.election.release_workers())
 
     async def wait_until_decided(self) -> str:
@@ -127,7 +127,7 @@ async def test_the_first_one_keeps_them() -> None:
     group: list[One] = []
     one = await One(group, 1).start()
     assert supervisors(group) == [1]
-    assert one.workers.got == [Handover()]
+    assert one.workers.got == [Takeover()]
     assert await one.election.decided() == ""
     assert await one.election.alone()
 
@@ -144,7 +144,7 @@ async def test_a_younger_one_takes_over_when_the_olders_start_is_over() -> None:
     first.election.started()
     await taking
     assert supervisors(group) == [2]
-    assert second.workers.got == [Handover(("drained-1",))]
+    assert second.workers.got == [Takeover(("drained-1",))]
     await until(lambda: first.workers.follows == "listener-2")
     assert await first.election.decided() == "listener-2"
     assert first.election.successor == "listener-2"
@@ -160,7 +160,7 @@ async def test_who_finds_a_younger_one_when_it_begins_follows_it() -> None:
     assert (old.election.successor, old.workers.follows) == ("listener-5", "listener-5")
     young.die()
     await until(lambda: old.election.keeps)
-    assert old.workers.got == [Handover()]
+    assert old.workers.got == [Takeover()]
 
 
 async def test_who_follows_from_the_beginning_is_no_obstacle_between_two_others() -> None:
@@ -171,7 +171,7 @@ async def test_who_follows_from_the_beginning_is_no_obstacle_between_two_others(
     await until(lambda: between.election._leader_task)
     await young.start()
     assert oldest.workers.did == ["take over", "let go"]
-    assert young.workers.got == [Handover(("drained-1",))]
+    assert young.workers.got == [Takeover(("drained-1",))]
     await starting
     assert between.workers.follows == "listener-5"
     assert supervisors(group) == [5]
@@ -225,7 +225,7 @@ async def test_who_follows_from_the_beginning_takes_over_from_its_elders() -> No
     young.die()
     await starting
     assert supervisors(group) == [3]
-    assert between.workers.got == [Handover(("drained-1",))]
+    assert between.workers.got == [Takeover(("drained-1",))]
 
 
 @seeds(40)
@@ -244,9 +244,9 @@ async def test_one_of_many_keeps_them_whoever_begins_or_dies_when(seed: int, mon
             return found
 
     class Jealous(SupervisedWorkers):
-        async def take_over(self, handover: Handover) -> None:
+        async def take_over(self, takeover: Takeover) -> None:
             assert not [one for one in group if has_them(one)], "two keep them"
-            await super().take_over(handover)
+            await super().take_over(takeover)
             await some_turns(chance.randrange(12))
 
     def has_them(one: One) -> bool:
@@ -279,7 +279,7 @@ async def test_who_let_go_takes_over_again_when_nobody_younger_lives() -> None:
     assert (first.workers.follows, first.election.successor) == ("", "")
     third = await One(group, 3).start()
     assert supervisors(group) == [3]
-    assert third.workers.got == [Handover(("drained-1",))]
+    assert third.workers.got == [Takeover(("drained-1",))]
 
 
 async def test_who_let_go_follows_the_youngest_when_one_between_them_ends() -> None:
@@ -306,7 +306,7 @@ async def test_one_that_dies_while_it_is_asked_is_no_obstacle() -> None:
     first.die()
     await taking
     assert supervisors(group) == [2]
-    assert second.workers.got == [Handover()]
+    assert second.workers.got == [Takeover()]
 
 
 async def test_one_that_dies_while_it_takes_over_gives_them_back() -> None:
@@ -328,7 +328,7 @@ async def test_one_that_fails_to_let_go_is_no_obstacle_and_heeds_the_younger() -
     group: list[One] = []
     first = await One(group, 1).start()
 
-    async def fail() -> Handover:
+    async def fail() -> Takeover:
         raise Unavailable("it does not work")
 
     first.workers.release_workers = fail  # type: ignore[method-assign]

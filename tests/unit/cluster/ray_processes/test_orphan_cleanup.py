@@ -11,8 +11,8 @@ from tandem.cluster.leadership import orphan_cleanup as clearing
 from tandem.cluster.leadership.orphan_cleanup import Clearing
 from tandem.cluster.ray_processes.controllers import Controllers, OtherController
 from tandem.cluster.ray_processes.orphaned_workers import OrphanedWorker, OrphanedWorkers
-from tandem.cluster.supervision.handover import Handover
 from tandem.cluster.supervision.process_supervisor import Process
+from tandem.cluster.supervision.takeover import Takeover
 from tandem.protocol.errors import FailedPrecondition, NotFound, Unavailable
 from tandem.protocol.messages import PeerRef
 from tandem.worker.reporting.description import WorkerDescription
@@ -25,7 +25,7 @@ class Other(OtherController):
         super().__init__(1)
         self._listener = listener
 
-    async def release_workers(self) -> Handover:
+    async def release_workers(self) -> Takeover:
         raise AssertionError("nothing is taken from it")
 
     async def wait_until_decided(self) -> str:
@@ -123,7 +123,7 @@ async def test_whom_a_start_serves_with_is_left_alone(
     with pytest.raises(FailedPrecondition, match=said):
         await clear.clear()
     assert left.workers == left.groups == ["decode-0"]
-    assert await clear.release_workers() == Handover(), "whoever begins does not wait for what was refused"
+    assert await clear.release_workers() == Takeover(), "whoever begins does not wait for what was refused"
 
 
 async def test_a_start_that_begins_meanwhile_waits_until_all_is_over() -> None:
@@ -137,6 +137,6 @@ async def test_a_start_that_begins_meanwhile_waits_until_all_is_over() -> None:
         await asyncio.sleep(0)
     assert not asked.done()
     left.may_end.set()
-    assert await asked == Handover()
+    assert await asked == Takeover()
     assert not left.groups
     await clearing_up

@@ -15,12 +15,12 @@ from tandem.cluster import worker_supervisor as supervisor
 from tandem.cluster.metrics import ClusterMetrics
 from tandem.cluster.operations import operator
 from tandem.cluster.ray_processes.orphaned_workers import OrphanedWorker, OrphanedWorkers
-from tandem.cluster.supervision.handover import Handover
 from tandem.cluster.supervision.health import ClusterHealth, Health, Phase
 from tandem.cluster.supervision.process_supervisor import Process
 from tandem.cluster.supervision.registry import Registry
 from tandem.cluster.supervision.roles import Slot, plan
 from tandem.cluster.supervision.size import SizeChange
+from tandem.cluster.supervision.takeover import Takeover
 from tandem.cluster.worker_supervisor import ControllerConfig, WorkerSupervisor
 from tandem.protocol.messages import Assignment, ModelFacts, PeerRef, Role, WorkerInfo
 from tandem.settings.cluster import ClusterSettings
@@ -187,7 +187,7 @@ class World(OrphanedWorkers):
 async def test_who_lives_is_kept_and_who_is_missing_is_started() -> None:
     world = World()
     world.add("prefill-0", Role.PREFILL)
-    await world.supervisor.take_over(Handover())
+    await world.supervisor.take_over(Takeover())
     assert world.serving["prefill-0"] == 7
     assert world.supervisor.taken_over == {"prefill-0"}
     assert world.followed == [("prefill-0", "10.0.0.1:5", 9.0)]
@@ -201,15 +201,15 @@ async def test_who_lives_is_kept_and_who_is_missing_is_started() -> None:
 
 async def test_who_is_let_go_lives_on_with_the_next() -> None:
     world = World()
-    await world.supervisor.take_over(Handover())
+    await world.supervisor.take_over(Takeover())
     await until(lambda: len(world.serving) == 2)
     await until(lambda: all(keeper.phase is Phase.SERVING for keeper in world.supervisor.fleet.supervisors.values()))
     before, first = world.serving, world.supervisor
-    assert await first.release_workers() == Handover()
+    assert await first.release_workers() == Takeover()
     assert (first.fleet.health(), first.taken_over) == ((), frozenset())
     assert len(world.running) == 2
     second = world.move_in()
-    await second.take_over(Handover())
+    await second.take_over(Takeover())
     assert world.serving == before
     # A death is the next one's to see.
     world.of("decode-0").ended.set()
@@ -223,7 +223,7 @@ async def test_peers_accept_who_is_started_after_a_takeover_on_a_host_whose_cloc
 ) -> None:
     """A live worker knows of a prefill worker that died without a controller, which no other process remembers."""
     world = World()
-    await world.supervisor.take_over(Handover())
+    await world.supervisor.take_over(Takeover())
     await until(lambda: len(world.serving) == 2)
     await until(lambda: all(keeper.phase is Phase.SERVING for keeper in world.supervisor.fleet.supervisors.values()))
     dead = world.of("prefill-0").peer
@@ -233,7 +233,7 @@ async def test_peers_accept_who_is_started_after_a_takeover_on_a_host_whose_cloc
     known_to_decode.add(dead)
 
     monkeypatch.setattr("time.time_ns", lambda: 1)
-    await world.move_in().take_over(Handover())
+    await world.move_in().take_over(Takeover())
     await until(lambda: len(world.serving) == 2)
     heir = PeerRef("prefill-0", world.serving["prefill-0"])
     assert heir not in known_to_decode
@@ -242,7 +242,7 @@ async def test_peers_accept_who_is_started_after_a_takeover_on_a_host_whose_cloc
     await world.supervisor.release_workers()
     world.running.remove(world.of("prefill-0"))
     known_to_decode.add(heir)
-    await world.move_in().take_over(Handover())
+    await world.move_in().take_over(Takeover())
     await until(lambda: len(world.serving) == 2)
     assert PeerRef("prefill-0", world.serving["prefill-0"]) not in known_to_decode
     await world.supervisor.stop(end_workers=True)
@@ -257,7 +257,7 @@ async def test_who_cannot_be_taken_over_is_ended_and_replaced(caplog: pytest.Log
     old = world.add("decode-2", Role.DECODE, 5)
     world.add("decode-2", Role.DECODE, 6)
     caplog.set_level(logging.WARNING)
-    await world.supervisor.take_over(Handover())
+    await world.supervisor.take_over(Takeover())
     assert world.supervisor.taken_over == {"decode-2"}
     assert sorted(world.killed, key=str) == sorted(
         [
@@ -278,12 +278,12 @@ async def test_who_is_away_stays_away_until_it_is_wanted() -> None:
     world = World(CONFIG.with_fields(decode=2))
     world.add("prefill-0", Role.PREFILL)
     world.add("decode-0", Role.DECODE)
-    await world.supervisor.take_over(Handover(drained=("decode-1",)))
+    await world.supervisor.take_over(Takeover(drained=("decode-1",)))
     keeper = world.supervisor.fleet.supervisors["decode-1"]
     await until(lambda: keeper.phase is Phase.DRAINED)
     assert (await world.supervisor.release_workers()).drained == ("decode-1",)
     supervisor = world.move_in(CONFIG.with_fields(decode=2))
-    await supervisor.take_over(Handover(drained=("decode-1",)))
+    await supervisor.take_over(Takeover(drained=("decode-1",)))
     await until(lambda: supervisor.fleet.supervisors["decode-1"].phase is Phase.DRAINED)
     await supervisor.operator.drain_worker("decode-1", 0.0, restart=True, force=False)
     assert len(world.serving) == 3
@@ -296,7 +296,7 @@ async def test_once_the_cluster_serves_sizes_and_settings_are_as_asked(caplog: p
     for name in ("decode-0", "decode-1"):
         other = world.add(name, Role.DECODE)
         other.config = other.config.with_fields(max_batch_requests=3)
-    await world.supervisor.take_over(Handover())
+    await world.supervisor.take_over(Takeover())
     await asyncio.sleep(0.02)
     assert len(world.serving) == 3, "nothing changes before the cluster serves"
     caplog.set_level(logging.WARNING)
@@ -318,7 +318,7 @@ async def test_what_fails_once_the_cluster_serves_is_told_and_the_rest_goes_on(
     for name in ("decode-0", "decode-1"):
         other = world.add(name, Role.DECODE)
         other.config = other.config.with_fields(max_batch_requests=3)
-    await world.supervisor.take_over(Handover())
+    await world.supervisor.take_over(Takeover())
 
     async def fail(_change: SizeChange) -> None:
         raise KeyError("a defect")
@@ -346,7 +346,7 @@ async def test_workers_are_told_their_assignments_although_that_failed_once(
         await run()
 
     monkeypatch.setattr(assignments, "run", fail_once)
-    await world.supervisor.take_over(Handover())
+    await world.supervisor.take_over(Takeover())
     await until(lambda: len(began) == 2)
     assert "sending workers their assignments failed; restarting it" in caplog.text
     await world.supervisor.stop(end_workers=True)
@@ -363,7 +363,7 @@ async def test_who_moves_comes_back_although_nobody_lives(monkeypatch: pytest.Mo
     monkeypatch.setattr(supervisor, "node_is_up", node_is_up)
     monkeypatch.setattr(operator, "NODE_LOOK_S", 0.001)
     world = World()
-    await world.supervisor.take_over(Handover(rescheduling=(("prefill-0", "10.0.0.9"), ("decode-0", "10.0.0.9"))))
+    await world.supervisor.take_over(Takeover(rescheduling=(("prefill-0", "10.0.0.9"), ("decode-0", "10.0.0.9"))))
     await asyncio.sleep(0.02)
     assert not world.running
     left.set()
@@ -376,7 +376,7 @@ async def test_who_is_being_taken_over_lives_on_when_that_is_given_up() -> None:
     running = [world.add("prefill-0", Role.PREFILL), world.add("decode-0", Role.DECODE)]
     for each in running:
         each.follows.clear()
-    taking = asyncio.ensure_future(world.supervisor.take_over(Handover()))
+    taking = asyncio.ensure_future(world.supervisor.take_over(Takeover()))
     await until(lambda: len(world.followed) == 2)
     await asyncio.sleep(0.01)
     taking.cancel()
@@ -388,18 +388,18 @@ async def test_who_is_being_taken_over_lives_on_when_that_is_given_up() -> None:
 async def test_a_controller_that_replaces_a_dead_one_keeps_what_operators_changed() -> None:
     """The config has one worker of each role; there were two that decode, and one of them was drained."""
     world = World()
-    await world.supervisor.take_over(Handover())
+    await world.supervisor.take_over(Takeover())
     await until(lambda: all(keeper.phase is Phase.SERVING for keeper in world.supervisor.fleet.supervisors.values()))
     await world.supervisor.operator.resize(SizeChange(prefill=1, decode=2, wait_s=60.0))
     await world.supervisor.operator.drain_worker("decode-1", 0.0, restart=False, force=False)
     await until(lambda: world.supervisor.fleet.supervisors["decode-1"].phase is Phase.DRAINED)
     serving, state = world.serving, world.supervisor.state
-    assert state.handover == Handover(("decode-1",))
+    assert state.takeover == Takeover(("decode-1",))
     await world.supervisor.stop(end_workers=False)
     health = Health("router", Phase.SERVING, 7, 1, 0, "")
 
     heir = world.move_in(before=ClusterHealth(health, "a:1", "a:2", (), state=state))
-    await heir.take_over(Handover())
+    await heir.take_over(Takeover())
     assert world.serving == serving
     assert heir.state.topology == state.topology
     assert {slot.worker_id for slot in heir.state.slots} == {"prefill-0", "decode-0", "decode-1"}

@@ -166,4 +166,4 @@ def test_equals_a_search_of_what_is_kept(
         same = [answer for theirs, answer in kept if theirs == salt]
         assert asked(proposer, [9, *tokens], most, salt) == searched([9, *tokens], same, most)
         assert proposer._answers.tokens == sum(len(each) - NGRAM_MAX for _, each in kept)
-        assert proposer._answers._places.keys() == {theirs for theirs, _ in kept}
+        assert proposer._answers._occurrences.keys() == {theirs for theirs, _ in kept}

@@ -27,7 +27,7 @@ from tandem.protocol.generated.tandem.v1 import types_pb2, worker_pb2, worker_pb
 from tandem.protocol.messages import AdapterFacts, FinishReason, PeerRef, RequestRef
 from tests.adapters import TinyAdapter
 from tests.factories import greedy_answer, tiny_engine_config, write_tiny_model
-from tests.unit.worker.adapters.test_adapter_handovers import PROMPT, SAMPLING, made, send
+from tests.unit.worker.adapters.test_adapter_handoffs import PROMPT, SAMPLING, made, send
 from tests.worker_pair import End, Heard, WorkerPair, until
 
 pytestmark = pytest.mark.usefixtures("adapters_read_here")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.operations.handover_state import HandoverState, inherit
-from tandem.cluster.supervision.handover import Handover
+from tandem.cluster.operations.initial_workers import InitialWorkers, inherit
 from tandem.cluster.supervision.roles import plan
+from tandem.cluster.supervision.takeover import Takeover
 from tandem.protocol.messages import Role
 from tandem.settings.cluster import ClusterSettings
 from tandem.settings.planner import Limits, PlannerMode, PlannerSettings, Range
@@ -17,12 +17,12 @@ from tandem.settings.planner import Limits, PlannerMode, PlannerSettings, Range
 P, D, BOTH = Role.PREFILL, Role.DECODE, Role.BOTH
 
 
-def of(living: dict[str, Role], handover: Handover | None = None, **settings: Any) -> HandoverState:
+def of(living: dict[str, Role], takeover: Takeover | None = None, **settings: Any) -> InitialWorkers:
     config = ClusterSettings.of(model=Path("m"), ray_address="auto", **settings)
-    return inherit(config, plan(config, 0), living, handover)
+    return inherit(config, plan(config, 0), living, takeover)
 
 
-def names(state: HandoverState) -> list[str]:
+def names(state: InitialWorkers) -> list[str]:
     return [slot.worker_id for slot in state.slots]
 
 
@@ -56,14 +56,14 @@ def test_what_they_do_now_counts_and_a_part_is_left_for_each() -> None:
     state = of({"prefill-0": D, "decode-0": P})
     assert state.roles == {"prefill-0": D, "decode-0": P}
     assert of({"prefill-0": P, "decode-0": D, "decode-1": D}, prefill=5).topology.prefill == 5
-    assert of({"prefill-0": P}, Handover(("decode-0",)), prefill=1).topology.prefill == 1
+    assert of({"prefill-0": P}, Takeover(("decode-0",)), prefill=1).topology.prefill == 1
 
 
 def test_who_is_away_stays_away_and_counts() -> None:
-    state = of({"prefill-0": P}, Handover(("decode-0",), (("decode-1", "10.0.0.1"),)), decode=2)
+    state = of({"prefill-0": P}, Takeover(("decode-0",), (("decode-1", "10.0.0.1"),)), decode=2)
     assert names(state) == ["prefill-0", "decode-0", "decode-1"]
     assert state.drained == ("decode-0", "decode-1")
-    assert of({"prefill-0": P, "decode-0": D}, Handover(("decode-0",))).drained == ()
+    assert of({"prefill-0": P, "decode-0": D}, Takeover(("decode-0",))).drained == ()
 
 
 def test_the_planner_keeps_its_number_and_split() -> None:

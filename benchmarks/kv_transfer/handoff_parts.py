@@ -8,7 +8,7 @@ from tandem.protocol.lifecycle.events import LifecycleEvent, Timeline
 
 _TO_MS = 1e3
 _NANOS = 1e9
-_HANDOVER = {
+_HANDOFF = {
     "computed_to_posted": LifecycleEvent.LAST_PAGES_POSTED,
     "posted_to_summed": LifecycleEvent.NOTICE_MADE,
     "summed_to_notice_posted": LifecycleEvent.NOTICE_POSTED,
@@ -45,17 +45,17 @@ class Answer:
         return [(b - a) * _TO_MS for a, b in zip(self.moments, self.moments[1:], strict=False)]
 
 
-def handovers_ms(answers: Sequence[Answer]) -> list[float]:
+def handoffs_ms(answers: Sequence[Answer]) -> list[float]:
     """Return the times from the end of the last prefill chunk to the request's first decode step, in milliseconds."""
     return [answer.ms(LifecycleEvent.PREFILL_FINISHED, LifecycleEvent.DECODE_STARTED) for answer in answers]
 
 
-def handover_parts_ms(answers: Sequence[Answer]) -> dict[str, float]:
+def handoff_parts_ms(answers: Sequence[Answer]) -> dict[str, float]:
     """Return the mean of each part in milliseconds; the parts sum up to the mean hand-over."""
-    begins = [LifecycleEvent.PREFILL_FINISHED, *_HANDOVER.values()]
+    begins = [LifecycleEvent.PREFILL_FINISHED, *_HANDOFF.values()]
     return {
         name: round(statistics.mean(answer.ms(begin, end) for answer in answers), 4)
-        for begin, (name, end) in zip(begins, _HANDOVER.items(), strict=False)
+        for begin, (name, end) in zip(begins, _HANDOFF.items(), strict=False)
     }
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.kv_transfer.handover_parts import Answer, gaps_meeting_transfers_ms, handover_parts_ms, handovers_ms
+from benchmarks.kv_transfer.handoff_parts import Answer, gaps_meeting_transfers_ms, handoff_parts_ms, handoffs_ms
 from tandem.client import AsyncClient
 from tandem.protocol.lifecycle.events import LifecycleEvent
 
@@ -77,18 +77,18 @@ class Asking:
         return Answer(tuple(moments), (await stream.answer()).timeline)
 
 
-async def handovers(client: Asking, settings: Settings) -> Figures:
+async def handoffs(client: Asking, settings: Settings) -> Figures:
     """Measure one prompt at a time: the parts between its last chunk and its first decode step."""
     await client.ask(settings.prompt, _ANSWER)
     answers = [await client.ask(settings.prompt, _ANSWER) for _ in range(settings.rounds)]
-    handover = handovers_ms(answers)
+    handoff = handoffs_ms(answers)
     exposed = [a.ms(LifecycleEvent.PREFILL_FINISHED, LifecycleEvent.DECODE_ADMITTED) for a in answers]
     ttft = [a.ms(LifecycleEvent.RECEIVED, LifecycleEvent.FIRST_TOKEN) for a in answers]
     prefill = [a.ms(LifecycleEvent.PREFILL_STARTED, LifecycleEvent.PREFILL_FINISHED) for a in answers]
-    shares = [e / (t + h) for e, t, h in zip(exposed, ttft, handover, strict=True)]
+    shares = [e / (t + h) for e, t, h in zip(exposed, ttft, handoff, strict=True)]
     prompt = settings.prompt_name
     figures: Figures = {
-        f"handover_ms_{prompt}": _median(handover),
+        f"handover_ms_{prompt}": _median(handoff),
         f"exposed_ms_{prompt}": _median(exposed),
         f"exposed_share_{prompt}": _median(shares),
         f"exposed_of_prefill_{prompt}": _median([e / p for e, p in zip(exposed, prefill, strict=True)]),
@@ -98,9 +98,9 @@ async def handovers(client: Asking, settings: Settings) -> Figures:
         f"last_pages_sent_ms_{prompt}": _median(
             [a.ms(LifecycleEvent.PREFILL_FINISHED, LifecycleEvent.TRANSFER_FINISHED) for a in answers]
         ),
-        f"handover_mean_ms_{prompt}": round(statistics.mean(handover), 4),
-        f"handover_parts_ms_{prompt}": handover_parts_ms(answers),
-        "handovers_ms": [round(duration_ms, 3) for duration_ms in handover],
+        f"handover_mean_ms_{prompt}": round(statistics.mean(handoff), 4),
+        f"handover_parts_ms_{prompt}": handoff_parts_ms(answers),
+        "handovers_ms": [round(duration_ms, 3) for duration_ms in handoff],
     }
     print(json.dumps(figures), flush=True)
     return figures
@@ -158,7 +158,7 @@ async def interference(client: Asking, settings: Settings) -> Figures:
         "decode_step_meeting_transfers_over_quiet": (
             round(statistics.median(slowed) / statistics.median(alone), 4) if slowed else None
         ),
-        f"handover_beside_decode_ms_{settings.prompt_name}": _median(handovers_ms(prompts)),
+        f"handover_beside_decode_ms_{settings.prompt_name}": _median(handoffs_ms(prompts)),
         "prompts_transferred_meanwhile": len(windows),
     }
 
@@ -177,7 +177,7 @@ async def through_the_cluster(address: str, settings: Settings) -> Figures:
     """Run all measurements over one connection."""
     async with AsyncClient(address, timeout_s=_TIMEOUT_S) as connection:
         client = Asking(connection)
-        figures = await handovers(client, settings) | await prefills(client, settings)
+        figures = await handoffs(client, settings) | await prefills(client, settings)
         return figures | await interference(client, settings)
 
 

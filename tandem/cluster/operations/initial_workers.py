@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tandem.cluster.supervision.handover import ControllerState, Handover
 from tandem.cluster.supervision.modes import Topology
 from tandem.cluster.supervision.roles import Slot
+from tandem.cluster.supervision.takeover import ControllerState, Takeover
 from tandem.protocol.messages import Role
 from tandem.protocol.mode import Mode
 from tandem.settings.cluster import ClusterSettings
@@ -14,7 +14,7 @@ from tandem.settings.planner import PlannerMode
 
 
 @dataclass(frozen=True, slots=True)
-class HandoverState:
+class InitialWorkers:
     """The workers that a controller has at first."""
 
     slots: tuple[Slot, ...]
@@ -28,34 +28,34 @@ class HandoverState:
 
 
 def inherit(
-    config: ClusterSettings, planned: Sequence[Slot], living: Mapping[str, Role], handover: Handover | None = None
-) -> HandoverState:
+    config: ClusterSettings, planned: Sequence[Slot], living: Mapping[str, Role], takeover: Takeover | None = None
+) -> InitialWorkers:
     """Return the initial workers from `planned`, the config's slots, and `living`, the live workers with their roles.
 
     The config determines the number of workers. If the planner may change it and there are live workers, the number is
     instead that of the live workers, within the planner's limits. Drained workers count as well and are not replaced,
     because an operator wanted fewer workers to serve.
     """
-    handover = handover or Handover()
-    drained = _absent(handover, living)
+    takeover = takeover or Takeover()
+    drained = _absent(takeover, living)
     there = [*living, *drained]
     asked = _asked(config, len(living))
     new = _missing(planned, there, asked - len(there))
     slots = (*(slot_of(config, planned, name) for name in there), *new)
     roles = {slot.worker_id: living.get(slot.worker_id, slot.role) for slot in slots}
     surplus = bool(living) and len(slots) > asked
-    return HandoverState(slots, _topology(config, roles, living), roles, drained, surplus)
+    return InitialWorkers(slots, _topology(config, roles, living), roles, drained, surplus)
 
 
-def restore(before: ControllerState, living: Mapping[str, Role]) -> HandoverState:
+def restore(before: ControllerState, living: Mapping[str, Role]) -> InitialWorkers:
     """Return the initial workers of a controller that replaces a dead one, from the dead controller's state."""
-    drained = _absent(before.handover, living)
+    drained = _absent(before.takeover, living)
     roles = {slot.worker_id: living.get(slot.worker_id, slot.role) for slot in before.slots}
-    return HandoverState(before.slots, before.topology, roles, drained)
+    return InitialWorkers(before.slots, before.topology, roles, drained)
 
 
-def _absent(handover: Handover, living: Collection[str]) -> tuple[str, ...]:
-    return tuple(name for name in (*handover.drained, *dict(handover.rescheduling)) if name not in living)
+def _absent(takeover: Takeover, living: Collection[str]) -> tuple[str, ...]:
+    return tuple(name for name in (*takeover.drained, *dict(takeover.rescheduling)) if name not in living)
 
 
 def _asked(config: ClusterSettings, living: int) -> int:

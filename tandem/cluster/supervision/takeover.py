@@ -7,7 +7,7 @@ from tandem.cluster.supervision.roles import Slot
 
 
 @dataclass(frozen=True, slots=True)
-class Handover:
+class Takeover:
     """The state that a controller passes on when it releases its workers."""
 
     drained: tuple[str, ...] = ()
@@ -26,4 +26,4 @@ class ControllerState:
     slots: tuple[Slot, ...]
     """The slots of all workers that are to stay; empty = this controller does not supervise the workers."""
     topology: Topology
-    handover: Handover
+    takeover: Takeover

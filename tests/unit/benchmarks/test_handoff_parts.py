@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from benchmarks.kv_transfer.handover_parts import Answer, handover_parts_ms, handovers_ms
+from benchmarks.kv_transfer.handoff_parts import Answer, handoff_parts_ms, handoffs_ms
 from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent, Timeline
 
 ORDER = [
@@ -28,9 +28,9 @@ def answer(moments_ms: list[float]) -> Answer:
 def test_each_part_is_named_and_they_add_up_to_the_hand_over() -> None:
     draw = random.Random(1)
     answers = [answer(sorted(1000 + 5 * draw.random() for _ in ORDER)) for _ in range(7)]
-    parts = handover_parts_ms(answers)
-    assert sum(parts.values()) == pytest.approx(sum(handovers_ms(answers)) / len(answers), abs=1e-3)
-    assert handover_parts_ms([answer([0, 1, 3, 6, 10, 15, 21, 28, 36])]) == {
+    parts = handoff_parts_ms(answers)
+    assert sum(parts.values()) == pytest.approx(sum(handoffs_ms(answers)) / len(answers), abs=1e-3)
+    assert handoff_parts_ms([answer([0, 1, 3, 6, 10, 15, 21, 28, 36])]) == {
         "computed_to_posted": 1,
         "posted_to_summed": 2,
         "summed_to_notice_posted": 3,
