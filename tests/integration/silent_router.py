@@ -26,7 +26,7 @@ class SilentRouter:
         self._leases: list[tuple[types_pb2.Lease, range]] = []
 
     def __enter__(self) -> SilentRouter:
-        self._channels = [self._channel_to(each.address) for each in (self.writer, self.reader)]
+        self._channels = [self._channel_to(worker.address) for worker in (self.writer, self.reader)]
         self._prefill, self._decode = map(worker_pb2_grpc.WorkerStub, self._channels)
         self._events = self._decode.Attach(worker_pb2.AttachRequest(router_id=_ME))
         return self

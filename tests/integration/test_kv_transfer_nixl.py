@@ -80,10 +80,10 @@ class Peer:
     def hears(self, notices: int, timeout_s: float = 60.0) -> list[dict[str, Any]]:
         """Returns the received notices, once there are so many."""
         until = time.monotonic() + timeout_s
-        while len(heard := self.ask("heard")) < notices and time.monotonic() < until:
+        while len(received := self.ask("notices")) < notices and time.monotonic() < until:
             time.sleep(0.005)
-        assert len(heard) == notices
-        return heard
+        assert len(received) == notices
+        return received
 
     def stands_still(self) -> None:
         """Stops the process; a signal takes effect with a delay."""
@@ -201,8 +201,8 @@ def test_the_notice_comes_after_the_data(prefill: Prefill, peer: Peer) -> None:
         prefill.pool[local] = np.float32(epoch) + prefill.pool[local]
         notice = prefill.notice(epoch, local, first)
         prefill.write(peer, local, list(range(first, first + count)), notice).result(timeout=60)
-        heard = peer.hears(epoch)
-        assert heard[-1] == {"epoch": epoch, "whole": True}
+        received = peer.hears(epoch)
+        assert received[-1] == {"epoch": epoch, "whole": True}
 
 
 @ONE_WIRE
@@ -216,9 +216,9 @@ def test_many_requests_at_once(prefill: Prefill, peer: Peer) -> None:
         notice = prefill.notice(epoch, local, first)
         futures.append(prefill.write(peer, local[3:], [first + 3], notice, after=futures[-3:]))
     assert sum(future.result(timeout=60).bytes for future in futures) == PAGES * PAGE_FLOATS * 4
-    heard = peer.hears(32)
-    assert sorted(one["epoch"] for one in heard) == list(range(1, 33))
-    assert all(one["whole"] for one in heard)
+    received = peer.hears(32)
+    assert sorted(one["epoch"] for one in received) == list(range(1, 33))
+    assert all(one["whole"] for one in received)
 
 
 @ONE_WIRE
@@ -376,13 +376,13 @@ class TestEdges:
         held, after = threading.Event(), threading.Event()
         transport._command(lambda: held.set() or (gate.wait(60) and None))
         assert held.wait(60)
-        before, heard = transport.transport_poll_s(), []
-        transport._command(lambda: heard.append(transport.transport_poll_s()) or after.set())
+        before, polls = transport.transport_poll_s(), []
+        transport._command(lambda: polls.append(transport.transport_poll_s()) or after.set())
         time.sleep(0.4)
         assert transport.transport_poll_s() == before
         gate.set()
         assert after.wait(60)
-        assert heard[0] < before + 0.4
+        assert polls[0] < before + 0.4
 
     def test_close_is_final_and_idempotent(self, prefill: Prefill, peer: Peer) -> None:
         prefill.transport.close()

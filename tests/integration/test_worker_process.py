@@ -108,9 +108,9 @@ def test_what_is_wrong_with_it_is_among_what_it_announces(model: Path) -> None:
     assert isinstance(worker.transport, NixlTransport)
     worker.transport._ucx_transports.warnings = ("KV pages go over TCP",)
     worker.admission._budget._lost.not_ready = "too many pages are lost"
-    told = process._info(engine, worker, "")
-    assert told.not_ready == "too many pages are lost"
-    wire, misfit = told.warnings
+    info = process._info(engine, worker, "")
+    assert info.not_ready == "too many pages are lost"
+    wire, misfit = info.warnings
     assert wire == "KV pages go over TCP"
     assert misfit.startswith("shares no request with prefill-9: transfer")
     process.stop()

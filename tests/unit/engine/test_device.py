@@ -75,8 +75,8 @@ def test_a_head_dim_without_kernels_is_told_so(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_8_bit_kv_on_gpus(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     play_gpu(monkeypatch, (8, 9))
-    found = parse_kv_dtype(config(kv_cache_dtype=name), GPU, model())
-    assert found == {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[name]
+    dtype = parse_kv_dtype(config(kv_cache_dtype=name), GPU, model())
+    assert dtype == {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[name]
 
 
 def test_fp8_weights_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ class TestPrefillAttention:
     ) -> None:
         play_gpu(monkeypatch)
         assert self.choose(page_tokens=64) == "FlashPrefill"
-        (record,) = [each for each in caplog.records if each.levelno == logging.WARNING]
+        (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
         assert "64 tokens" in record.getMessage()
         assert "128 is the fast size" in record.getMessage()
 

@@ -85,7 +85,7 @@ async def test_tokens_of_a_step_go_to_their_router_behind_its_events() -> None:
     assert await anext(one) == StepOutput(7, (), LOAD, tokens=(some,))
     second = await anext(two)
     assert second == StepOutput(7, (event("z"),), LOAD, tokens=(others,))
-    assert [each.ref.request_id for each in second.each()] == ["z", "c"]
+    assert [event.ref.request_id for event in second.each()] == ["z", "c"]
 
 
 async def test_a_slow_reader_gets_tokens_before_what_came_later() -> None:
@@ -101,10 +101,10 @@ async def test_a_slow_reader_gets_tokens_before_what_came_later() -> None:
     message = await anext(messages)
     assert message.step == 4
     assert message.tokens == (tokens(5, "b"), tokens(6, "b"))
-    heard = [(each.ref.request_id, each.first_index, each.finish_reason) for each in message.each()]
-    assert [index for name, index, _ in heard if name == "a"] == [3, 4, 5]
-    assert [index for name, index, _ in heard if name == "b"] == [3, 4, 5, 6]
-    assert [reason for name, _, reason in heard if name == "a"] == [None, None, FinishReason.STOP]
+    events = [(event.ref.request_id, event.first_index, event.finish_reason) for event in message.each()]
+    assert [index for name, index, _ in events if name == "a"] == [3, 4, 5]
+    assert [index for name, index, _ in events if name == "b"] == [3, 4, 5, 6]
+    assert [reason for name, _, reason in events if name == "a"] == [None, None, FinishReason.STOP]
 
 
 async def test_an_event_between_steps_comes_behind_tokens_that_wait() -> None:
@@ -116,7 +116,7 @@ async def test_an_event_between_steps_comes_behind_tokens_that_wait() -> None:
     office.publish(2, [], [RoutedTokens("1", tokens(3, "b"))])
     await asyncio.sleep(0)
     _, first = await read(office.streams.attach("1"))  # takes over what the stream that was expected had
-    assert [(each.ref.request_id, each.first_index) for each in first.each()] == [("a", 3), ("a", 4), ("b", 3)]
+    assert [(event.ref.request_id, event.first_index) for event in first.each()] == [("a", 3), ("a", 4), ("b", 3)]
 
 
 async def test_a_router_is_gone_with_its_stream() -> None:

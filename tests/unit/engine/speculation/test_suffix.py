@@ -161,9 +161,9 @@ def test_equals_a_search_of_what_is_kept(
             prior_output_tokens(proposer, answer, theirs, [9, *prompt])
             if answer:
                 kept.append((theirs, [*([-1] * NGRAM_MAX + [9, *prompt])[-NGRAM_MAX:], *answer]))
-            while sum(len(each) - NGRAM_MAX for _, each in kept) > limit:
+            while sum(len(answer) - NGRAM_MAX for _, answer in kept) > limit:
                 kept.pop(0)
         same = [answer for theirs, answer in kept if theirs == salt]
         assert asked(proposer, [9, *tokens], most, salt) == searched([9, *tokens], same, most)
-        assert proposer._answers.tokens == sum(len(each) - NGRAM_MAX for _, each in kept)
+        assert proposer._answers.tokens == sum(len(answer) - NGRAM_MAX for _, answer in kept)
         assert proposer._answers._places.keys() == {theirs for theirs, _ in kept}

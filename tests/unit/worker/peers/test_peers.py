@@ -152,11 +152,11 @@ async def test_a_lease_that_is_over_is_told_apart(scene: Scene) -> None:
         await scene.peers.release(scene.there, in_doubt=False)
 
 
-@pytest.mark.parametrize(("in_doubt", "heard"), [(False, "release"), (True, "release in doubt")])
-async def test_a_release_says_whether_a_write_failed(scene: Scene, in_doubt: bool, heard: str) -> None:
+@pytest.mark.parametrize(("in_doubt", "message"), [(False, "release"), (True, "release in doubt")])
+async def test_a_release_says_whether_a_write_failed(scene: Scene, in_doubt: bool, message: str) -> None:
     scene.decode.go.set()
     await scene.peers.release(scene.there, in_doubt=in_doubt)
-    assert scene.decode.calls == [heard]
+    assert scene.decode.calls == [message]
 
 
 async def test_a_warm_up_moves_the_page_behind_the_pools_and_nothing_else(scene: Scene) -> None:
@@ -261,15 +261,15 @@ async def test_a_warm_up_waits_for_its_page_no_longer_than_its_deadline(
 async def test_a_worker_that_was_taken_for_dead_hears_of_what_it_has_back(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[Destination] = []
-    monkeypatch.setattr(scene.peers._deliveries, "add", told.append)
+    destinations: list[Destination] = []
+    monkeypatch.setattr(scene.peers._deliveries, "add", destinations.append)
     scene.peers.forget(THERE)
     await scene.peers.release(scene.there, in_doubt=False)
     assert await scene.peers._name_deliveries(THERE, scene.there.address, [replace(LEASE, epoch=10)])
     scene.peers.restore_peer(PeerRef("decode-0", 4))
-    assert told == []
+    assert destinations == []
     scene.peers.restore_peer(THERE)
-    assert [destination.lease.epoch for destination in told] == [9, 10]
+    assert [destination.lease.epoch for destination in destinations] == [9, 10]
     scene.decode.go.set()
     await scene.peers.release(scene.there, in_doubt=False)
     assert scene.decode.calls == ["release"]

@@ -57,9 +57,9 @@ def test_what_is_told_anew_makes_no_difference(settings: dict[str, Any]) -> None
 
 
 def test_secrets_are_compared_and_not_told() -> None:
-    told = str((*served_of(CONFIG), *tuning_of(CONFIG)))
-    assert "secret" not in told
-    assert "'key'" not in told
+    facts = str((*served_of(CONFIG), *tuning_of(CONFIG)))
+    assert "secret" not in facts
+    assert "'key'" not in facts
 
 
 def test_a_setting_of_another_release_is_a_difference() -> None:
