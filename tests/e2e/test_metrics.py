@@ -102,17 +102,17 @@ class Traffic:
 def traffic(running_cluster: Callable[..., Any]) -> Traffic:
     cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=128)
     complete(cluster)
-    before = settled(cluster)
+    before = scrape_when_idle(cluster)
     for tokens in ANSWER_TOKENS:
         ask(cluster, tokens, slo_class="best_effort")
     with pytest.raises(grpc.RpcError):
         ask(cluster, 4, slo_class="no such class")
     with pytest.raises(grpc.RpcError):
         ask(cluster, 10**6)
-    return Traffic(before, settled(cluster), cluster)
+    return Traffic(before, scrape_when_idle(cluster), cluster)
 
 
-def settled(cluster: Any) -> Scraped:
+def scrape_when_idle(cluster: Any) -> Scraped:
     """Returns the metrics when two scrapes agree: those of a step follow its tokens, which clients may have before."""
     scraped = scrape(cluster)
     while True:

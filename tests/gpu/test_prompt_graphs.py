@@ -120,7 +120,7 @@ def test_logits_are_as_right_as_the_plain_kernels(runners: dict[str, ModelRunner
     assert graphs.mean() <= 2 * plain.mean()
 
 
-def test_a_chunk_behind_what_is_stored(runners: dict[str, ModelRunner]) -> None:
+def test_logits_of_a_chunk_after_stored_tokens(runners: dict[str, ModelRunner]) -> None:
     logits = {}
     for name, runner in runners.items():
         runner.cache.tensor.fill_(float("nan"))
@@ -153,11 +153,11 @@ def test_answers_decode_beside_prompts(runners: dict[str, ModelRunner]) -> None:
     assert errors["graphs"].mean() <= 2 * errors["plain"].mean()
 
 
-def test_a_short_chunk_behind_a_long_context(runners: dict[str, ModelRunner]) -> None:
+def test_logits_of_a_short_chunk_after_a_long_context(runners: dict[str, ModelRunner]) -> None:
     """Steps of decode rows and another chunk. All contexts are judged together, as the lengths above."""
     errors: dict[str, list[torch.Tensor]] = {"graphs": [], "plain": []}
     for context in (4095, 4096, 5000, 6000):
-        for name, difference in errors_behind(runners, context).items():
+        for name, difference in errors_after_context(runners, context).items():
             errors[name].append(difference)
     graphs, plain = (torch.cat(errors[name]) for name in ("graphs", "plain"))
     assert graphs.isfinite().all()
@@ -165,7 +165,7 @@ def test_a_short_chunk_behind_a_long_context(runners: dict[str, ModelRunner]) ->
     assert graphs.mean() <= 2 * plain.mean()
 
 
-def errors_behind(runners: dict[str, ModelRunner], context: int) -> dict[str, torch.Tensor]:
+def errors_after_context(runners: dict[str, ModelRunner], context: int) -> dict[str, torch.Tensor]:
     """Returns the errors of the logits of a step with a chunk behind `context` tokens, with and without graphs."""
     tokens, logits = 100, {}
     ours: Any = runners["graphs"].stepper

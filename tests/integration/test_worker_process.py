@@ -134,7 +134,7 @@ def test_a_model_that_is_not_there_leaves_nothing(tmp_path: Path) -> None:
     assert ended.value is started.value, "waiting for its end raises the reason, as starting does"
 
 
-def test_a_defect_in_the_start_is_told_to_whoever_waits(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_raises_the_error_of_a_failed_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("no such luck\nand a page more")
 

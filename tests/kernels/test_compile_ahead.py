@@ -50,7 +50,7 @@ def test_other_kernels_are_others() -> None:
     assert sorted(compiled) == ["norm bf16", "norm fp32", "rope bf16"]
 
 
-def test_who_listened_before_listens_again() -> None:
+def test_the_jit_cache_hook_is_restored() -> None:
     before = knobs.runtime.jit_cache_hook
     run_side_by_side({}, CPU)
     assert knobs.runtime.jit_cache_hook is before

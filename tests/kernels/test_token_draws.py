@@ -159,7 +159,7 @@ def finished(read: Callable[[], Drawn]) -> Drawn:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_are_the_models_own_behind_a_draw_that_may_not_end(temperature: float) -> None:
+def test_logits_are_unchanged_after_a_draw_that_may_not_end(temperature: float) -> None:
     draws, _, drawn = make_draws(2)
     logits = torch.full((2, VOCAB), -5.0, device=DEVICE)
     logits[:, EOS[0]], logits[:, 9] = 8.0, 7.0
@@ -251,7 +251,7 @@ def test_a_full_store_takes_the_row_that_was_used_longest_ago() -> None:
     assert len(counts._lent) == 2
 
 
-def test_a_draw_behind_one_without_a_token_is_counted_within_the_vocabulary() -> None:
+def test_a_draw_after_one_without_a_token_is_counted_within_the_vocabulary() -> None:
     """It is launched before the host knows; its request fails once the host does."""
     counts = PenaltyCounts(VOCAB, 2, DEVICE)
     assert counted(place(counts, History((9,), [4]), late=NO_TOKEN)) == {9: (True, 0), 4: (False, 1), 0: (False, 1)}

@@ -39,7 +39,7 @@ TOKEN_BYTES = 4
 """Bytes of a token id, which is stored as the codes of 8-bit KV."""
 
 
-def stamp_behind(stamp: int, token: int) -> int:
+def next_stamp(stamp: int, token: int) -> int:
     """Return the stamp stored with the KV of `token`, given the previous token's stamp.
 
     Like keys and values, a stamp depends on all previous tokens.
@@ -104,7 +104,7 @@ class WatchedEngine(FakeEngine):
             self.seen["pages behind windows"] += first
             stamp = stamps[-1]
             for position, token in enumerate(row.token_ids, row.start):
-                stamp = stamp_behind(stamp, token)
+                stamp = next_stamp(stamp, token)
                 self.memory[pages[position // PAGE_TOKENS], position % PAGE_TOKENS, 1] = stamp
         return super()._row(row)
 
@@ -117,7 +117,7 @@ class WatchedEngine(FakeEngine):
         stamps = list(known) or [FIRST_STAMP]
         for position in range(first, end):
             token, actual = self.memory[pages[position // PAGE_TOKENS], position % PAGE_TOKENS].tolist()
-            stamp = stamp_behind(stamps[position], token)
+            stamp = next_stamp(stamps[position], token)
             if not known:
                 stamps.append(stamp)
             if actual != stamp or stamp != stamps[position + 1]:

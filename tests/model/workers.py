@@ -262,14 +262,14 @@ class Controller:
 
     def admit(self, info: WorkerInfo) -> None:
         self.members[info.peer.worker_id] = info
-        self._tell()
+        self._notify()
 
     def expel(self, peer: PeerRef) -> None:
         """Remove the worker from the membership, unless a later incarnation has replaced it."""
         known = self.members.get(peer.worker_id)
         if known is not None and known.peer == peer:
             del self.members[peer.worker_id]
-            self._tell()
+            self._notify()
 
     async def Watch(self, _request: Any, _context: Any) -> AsyncIterator[cluster_pb2.Membership]:
         queue: asyncio.Queue[Membership] = asyncio.Queue()
@@ -278,7 +278,7 @@ class Controller:
         while True:
             yield conversion.to_proto(await queue.get(), cluster_pb2.Membership)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._revision += 1
         for queue in self._watchers:
             queue.put_nowait(self._membership())

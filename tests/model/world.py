@@ -332,9 +332,9 @@ class World:
             self.restart(worker_id, reuse=False)
         while self.network.waiting() or self._disowned:
             self.calm()
-        self._settle("after the last fault")
+        self._run_until_idle("after the last fault")
         last = self.router.ask([999, 5, 6, 7, 8], SamplingParams(max_tokens=5))
-        self._settle("with one more request")
+        self._run_until_idle("with one more request")
         if last.ending is None or last.ending.finish_reason is not finish_reason(last):
             raise Broken(f"the cluster serves no more: {last}")
         self.seen["gave way"] += sum(one.worker.admission.requests.preemptions for one in self.workers.values())
@@ -342,7 +342,7 @@ class World:
         if failures := self.loop.unretrieved_failures():
             raise Broken(f"failures that nobody retrieves: {failures}")
 
-    def _settle(self, when: str) -> None:
+    def _run_until_idle(self, when: str) -> None:
         deadline_s = self.loop.time() + END_WITHIN_S
         while left := self._left():
             if self.loop.time() > deadline_s:

@@ -41,7 +41,7 @@ def test_padded_rows_read_and_write_nothing() -> None:
     assert step.drawn is None
 
 
-def test_prompts_in_a_larger_step_leave_empty_rows_behind_their_tokens() -> None:
+def test_prompts_in_a_larger_step_leave_empty_rows_after_their_tokens() -> None:
     packer = StepPacker(LIMITS)
     batch = StepBatch([row([7, 8, 9], 5, [3, 8]), row([4, 5], 0, [1], draw=None)])
     sizes = StepSizes(tokens=8, rows=4, width=16, drawn=4)

@@ -199,7 +199,7 @@ async def test_steps_follow_the_policy() -> None:
         assert max(sum(len(row.token_ids) for row in batch.rows) for batch in engine.batches[begun + 2 :]) == 3
 
 
-async def test_who_is_told_is_who_is_meant() -> None:
+async def test_an_assignment_for_another_incarnation_is_refused() -> None:
     async with WorkerPair() as pair:
         worker = pair.decode.worker
         with pytest.raises(StaleEpoch):

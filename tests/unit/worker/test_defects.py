@@ -46,7 +46,7 @@ async def others_are_whole(pair: WorkerPair, code: str) -> None:
 
 
 @pytest.mark.parametrize("both", [False, True])
-async def test_a_token_that_cannot_be_told(
+async def test_a_token_whose_event_cannot_be_made_fails_its_request_alone(
     both: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def name(_batch: Any, step: Any, row: int, _scores: Any) -> str:
@@ -99,7 +99,7 @@ async def test_a_call_that_fails_keeps_no_other_from_being_made(caplog: pytest.L
     assert "did not hear of its step" in caplog.text
 
 
-async def test_a_step_is_sent_without_the_cache_changes_that_cannot_be_told() -> None:
+async def test_a_step_is_sent_without_cache_changes_that_cannot_be_read() -> None:
     def broken() -> None:
         raise KeyError("defect")
 

@@ -506,7 +506,7 @@ async def test_drain_finishes_what_runs_and_refuses_what_comes() -> None:
         await pair.empty()
 
 
-async def test_drain_counts_what_it_leaves_behind() -> None:
+async def test_drain_counts_the_requests_that_are_left() -> None:
     async with WorkerPair() as pair:
         pair.decode.engine.hold()
         output = pair.send("q", PROMPT, TEN)
@@ -584,7 +584,7 @@ MOST = tuple(range(3, 950))
 
 
 @pytest.mark.parametrize("both", [False, True])
-async def test_an_attempt_goes_on_behind_any_token_of_an_answer(both: bool) -> None:
+async def test_an_attempt_continues_after_any_token_of_an_answer(both: bool) -> None:
     """Draws, penalties, limits and stop tokens count from the client's own prompt, wherever an attempt begins."""
     whole = answer_to(PROMPT, TEN)
     kinds = {

@@ -210,7 +210,7 @@ async def test_a_sign_of_life_comes_from_the_worker_s_own_event_loop() -> None:
         await process.works()  # it has ended: nobody is asked
 
 
-async def test_a_step_that_comes_back_too_late_is_not_heard() -> None:
+async def test_the_result_of_a_step_that_ends_too_late_is_ignored() -> None:
     async with WorkerPair(step_deadline_s=DEADLINE_S) as pair:
         running = await decoding(pair, "running")
         worker = pair.decode.worker

@@ -122,7 +122,7 @@ async def test_a_prompt_is_begun_within_a_bounded_number_of_steps(changes: dict[
         await pair.empty()
 
 
-async def test_a_batch_that_is_slow_enough_takes_nobody_else() -> None:
+async def test_a_batch_at_its_target_latency_takes_no_other_request() -> None:
     async with WorkerPair(both=True, pages=600, max_step_tokens=STEP_TOKENS, itl_target_s=1.0) as pair:
         worker = pair.decode.worker
         _, outputs = await decoding(pair, 3)
@@ -137,7 +137,7 @@ async def test_a_batch_that_is_slow_enough_takes_nobody_else() -> None:
         await pair.empty()
 
 
-async def test_a_worker_tells_what_its_steps_take() -> None:
+async def test_a_worker_reports_the_load_of_its_steps() -> None:
     async with WorkerPair(both=True, pages=600) as pair:
         _, answers = await decoding(pair, 1)
         assert 3 < pair.decode.worker.report.load().decode_context_tokens <= 3 + LONG.max_tokens

@@ -131,7 +131,7 @@ async def test_conversations_hit_what_a_reference_says() -> None:
     ],
     ids=["penalty", "logprobs", "seed", "one token"],
 )
-async def test_with_and_without_the_same_is_heard(both: bool, sampling: SamplingParams) -> None:
+async def test_answers_are_the_same_with_and_without_the_cache(both: bool, sampling: SamplingParams) -> None:
     outputs = []
     for enabled in (False, True):
         async with WorkerPair(both=both, prefix_cache=enabled) as pair:
@@ -159,7 +159,7 @@ async def test_many_at_once_that_begin_alike() -> None:
         await pair.empty()
 
 
-async def test_those_behind_in_the_queue_find_what_was_computed_before_them() -> None:
+async def test_queued_prompts_reuse_pages_computed_for_earlier_ones() -> None:
     """While the first one's pages are still on their way."""
     async with WorkerPair(max_step_tokens=18, max_batch_requests=4) as pair:
         pair.fabric.hold()
@@ -214,7 +214,7 @@ async def test_the_decode_worker_alone_has_it() -> None:
 
 
 @pytest.mark.parametrize("both", [False, True])
-async def test_nobody_reads_what_was_computed_under_another_salt(both: bool) -> None:
+async def test_pages_computed_under_another_salt_are_not_reused(both: bool) -> None:
     async with WorkerPair(both=both) as pair:
         await ask(pair, "a", salt="alice")
         for name, salt, hit in (("b", "bob", 0), ("c", "", 0), ("d", "alice", FULL * PAGE_TOKENS)):
@@ -238,7 +238,7 @@ async def test_a_prefill_task_of_another_salt_than_its_local_lease_fails() -> No
 # ---- room ----
 
 
-async def test_what_nobody_reads_never_refuses_a_request() -> None:
+async def test_unread_cached_pages_never_refuse_a_request() -> None:
     async with WorkerPair(pages=12) as pair:
         for n in range(8):
             await ask(pair, f"q{n}", [n + 3] * 30, SamplingParams(max_tokens=17))

@@ -149,7 +149,7 @@ def test_the_batch_grows_up_to_the_tightest_target_that_holds() -> None:
     assert BatchGrowth(cost, 0.02).rows(DECODING, 2048, strict) == free.rows(DECODING, 2048, strict)
 
 
-def test_nobody_who_decodes_means_nobody_to_spare() -> None:
+def test_prefill_gets_the_whole_step_when_no_request_decodes() -> None:
     assert priority(1e-6).prefill_tokens(NOTHING, MANY) == STEP
 
 
@@ -194,7 +194,7 @@ def test_the_batch_grows_up_to_the_target() -> None:
     )
 
 
-def test_a_burst_that_finds_nobody_does_not_join_as_one() -> None:
+def test_a_burst_without_running_requests_does_not_join_at_once() -> None:
     growth = BatchGrowth(cost, 9e-3)
     assert growth.rows(NOTHING, 2048) == pytest.approx(500, abs=1)  # of rows without context, before any was seen
     many = growth.rows(DECODING, 2048)

@@ -94,7 +94,7 @@ async def test_a_changed_tail_finds_the_prefix_and_its_windows(both: bool, tail:
         assert second.cached_tokens == (len(PROMPT) - tail) // PAGE_TOKENS * PAGE_TOKENS
 
 
-async def test_a_system_prompt_is_found_behind_any_tail() -> None:
+async def test_a_system_prompt_is_reused_before_any_tail() -> None:
     """What was behind the windows is cached, not lost, while there is room."""
     async with WorkerPair(pages=300, max_step_tokens=STEP) as pair:
         await ask(pair, "first", PROMPT, SamplingParams(max_tokens=2))

@@ -77,7 +77,7 @@ def test_a_lease_is_adopted_in_order() -> None:
     pool.check_integrity()
 
 
-def test_quarantined_pages_are_nobodys_until_freed() -> None:
+def test_quarantined_pages_have_no_owner_until_freed() -> None:
     pool = PagePool(4)
     pool.reserve(2)
     pages = pool.advertise(LEASE, 2)

@@ -64,7 +64,7 @@ def test_what_is_compiled_ahead_fits_into_the_context_and_the_step(
     assert [size.tokens for size in mixed] == [answers + 2 for answers in beside]
 
 
-def test_a_gpu_without_room_for_the_tiles_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_memory_for_the_tiles_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def too_large(*_: object) -> None:
         raise OutOfResources(147_968, 101_376, "shared memory")
 

@@ -63,7 +63,7 @@ def test_an_earlier_answer_is_followed() -> None:
     assert asked(proposer, [60, 61, 62, 5], 1) == NO_DRAFT
 
 
-def test_the_beginning_of_an_answer_is_found_behind_the_end_of_its_prompt() -> None:
+def test_the_beginning_of_an_answer_is_found_after_the_end_of_its_prompt() -> None:
     proposer = SuffixProposer()
     prior_output_tokens(proposer, [1, 2])
     assert asked(proposer, [60, 7, 8, 9], 2) == suffix_draft([1, 2], 3)

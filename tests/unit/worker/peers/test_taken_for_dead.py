@@ -20,7 +20,7 @@ def info(end: End) -> WorkerInfo:
 
 
 @pytest.mark.parametrize("introduced", [False, True])
-async def test_a_prefill_worker_that_is_back_gets_leases_and_is_heard(introduced: bool) -> None:
+async def test_a_restored_prefill_worker_gets_leases_and_serves(introduced: bool) -> None:
     async with WorkerPair() as pair:
         if introduced:
             before = pair.send("before", PROMPT, TEN)

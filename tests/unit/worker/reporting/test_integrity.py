@@ -62,7 +62,7 @@ async def test_damaged_pages_are_never_decoded(
         await pair.empty()
 
 
-async def test_what_lies_behind_the_prompt_is_nobody_s() -> None:
+async def test_damage_after_the_prompt_has_no_effect() -> None:
     async with WorkerPair() as pair:
 
         def litter(pages: Sequence[int]) -> None:
@@ -128,7 +128,7 @@ class SlowSums:
         return self._sums(pages, filled)
 
 
-async def test_a_check_holds_up_nobody_else() -> None:
+async def test_a_checksum_check_does_not_delay_other_requests() -> None:
     async with WorkerPair() as pair:
         steps = 6
         pair.decode.engine.hold(after=steps)

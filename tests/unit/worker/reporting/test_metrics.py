@@ -216,7 +216,7 @@ async def test_a_change_of_role_is_a_change_of_one_series() -> None:
         assert 'role="both"' in next(iter(came))
 
 
-async def test_utilization_is_told_by_the_ceilings_that_an_operator_gives() -> None:
+async def test_utilization_uses_the_ceilings_that_an_operator_gives() -> None:
     given = Ceilings(flops=1e6, bytes_per_s=2e6, launch_s=0.0)
     async with WorkerPair() as plain, WorkerPair(ceilings=given, max_batch_requests=5) as configured:
         for pair, ceilings in ((plain, plain.decode.engine.roofline.ceilings), (configured, given)):
@@ -268,7 +268,7 @@ async def test_a_request_that_finds_no_pages() -> None:
         assert lease.request_id == "a"
 
 
-async def test_a_lease_that_nobody_renews() -> None:
+async def test_a_lease_without_renewals_expires() -> None:
     async with WorkerPair(kv_lease_s=0.05) as pair:
         pair.reserve("b", list(range(3, 43)), SamplingParams(max_tokens=4))
         await until(lambda: worker_facts(pair.decode.worker.report, pair.decode.worker.transport)[f.EXPIRED_LEASES])
