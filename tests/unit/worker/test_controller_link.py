@@ -156,7 +156,7 @@ async def test_a_replaced_incarnation_is_dead(scene: Scene) -> None:
     assert scene.gone == [PeerRef("prefill-0", 0), PeerRef("prefill-1", 0), PeerRef("prefill-0", 1)]
 
 
-async def test_whoever_appears_has_taken_the_place_of_runs_never_seen_here(scene: Scene) -> None:
+async def test_a_new_incarnation_replaces_earlier_ones_never_seen_here(scene: Scene) -> None:
     await scene.show(info(ME), info(PeerRef("prefill-0", 7)))
     assert scene.gone == [PeerRef("prefill-0", 6)]
     scene.controller.change(info(ME), info(PeerRef("prefill-0", 7)))
@@ -258,7 +258,7 @@ async def test_a_server_of_another_cluster_at_its_address_means_dead(scene: Scen
     await until(lambda: peer in scene.gone)
 
 
-async def test_and_that_stranger_is_not_shown_the_token(scene: Scene) -> None:
+async def test_the_server_of_another_cluster_does_not_get_the_token(scene: Scene) -> None:
     stranger, peer = await Stranger().start(), PeerRef("prefill-0", 1)
     await scene.show(info(peer, stranger.address))
     scene.controller.change()

@@ -180,7 +180,7 @@ async def test_a_check_of_the_pool_that_hangs_ends_the_worker(monkeypatch: pytes
         monkeypatch.undo()
 
 
-async def test_whoever_asks_for_a_sign_of_life_finds_a_stuck_step() -> None:
+async def test_a_liveness_probe_finds_a_stuck_step() -> None:
     """Also where the worker's own timer is gone."""
     async with WorkerPair(step_deadline_s=DEADLINE_S) as pair:
         await decoding(pair, "running")

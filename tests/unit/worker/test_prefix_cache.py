@@ -432,7 +432,7 @@ async def test_a_later_attempt_of_a_scored_request_reads_the_cache() -> None:
 # ---- what routers hear of it ----
 
 
-async def test_routers_that_ask_hear_what_is_known() -> None:
+async def test_routers_that_request_it_get_the_cached_prefixes() -> None:
     async with WorkerPair(pages=12) as pair:
         received: list[PrefixChanges] = []
         stream = pair.decode.worker.attach("indexer", prefixes=True)

@@ -163,7 +163,7 @@ def test_no_prompt_starves(policy: StepPolicy, beside: StepWork, enough: int) ->
     assert granted == 3 * [enough, *[0] * FORCED_CHUNK_INTERVAL]
 
 
-def test_long_steps_are_less_than_one_in_a_hundred_whoever_waits_when() -> None:
+def test_fewer_than_one_in_a_hundred_steps_are_long_for_any_arrivals() -> None:
     policy = chunked(512)
     beside, full = StepWork(decode_rows=512 - MIN_CHUNK_TOKENS), StepWork(decode_rows=512)
     assert policy.prefill_tokens(full, MANY) == 512
@@ -216,7 +216,7 @@ def test_the_batch_never_shrinks_and_a_target_out_of_reach_limits_nothing(
     ("policy", "budget", "tokens"),
     [(PolicyName.UNCHUNKED, 9, STEP), (PolicyName.CHUNKED, 700, 700), (PolicyName.CHUNKED, None, 512)],
 )
-def test_routers_hear_of_the_chunks_that_prompts_are_cut_to(
+def test_the_prompt_tokens_of_a_step_follow_the_policy_and_its_budget(
     policy: PolicyName, budget: int | None, tokens: int
 ) -> None:
     engine = EngineConfig.of(Path("m"), max_step_tokens=STEP)

@@ -51,7 +51,7 @@ def to(peer: PeerRef, epoch: int) -> Destination:
     return Destination(peer, f"{peer.worker_id}:1", Lease("q", 1, epoch))
 
 
-async def test_each_peer_hreceivers_its_own_once_and_together(deliveries: Deliveries, receivers: Receivers) -> None:
+async def test_each_peer_gets_its_leases_once_and_in_one_call(deliveries: Deliveries, receivers: Receivers) -> None:
     for epoch in range(5):
         deliveries.add(to(HERE, epoch))
     deliveries.add(to(THERE, 9))
