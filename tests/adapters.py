@@ -45,14 +45,14 @@ class TinyAdapter:
     def matrices(self) -> dict[str, tuple[Matrix, Matrix]]:
         """Return A [rank, K] and B [N, rank] of each module."""
         rng = np.random.default_rng(1000 + self.seed)
-        found = {}
+        matrices_of = {}
         for name, weight in random_weights(FAMILIES[self.family] | self.changes).items():
             module = name.removesuffix(".weight")
             if module.endswith(tuple(self.modules)):
                 n, k = weight.shape
                 a = rng.standard_normal((self.rank, k), dtype=np.float32) / math.sqrt(k)
-                found[module] = (a, rng.standard_normal((n, self.rank), dtype=np.float32) / math.sqrt(self.rank))
-        return found
+                matrices_of[module] = (a, rng.standard_normal((n, self.rank), dtype=np.float32) / math.sqrt(self.rank))
+        return matrices_of
 
     def merged(self, folder: Path, scale: Callable[[str], float] | None = None) -> Path:
         """Write the model with W + scale · B · A in place of W.
@@ -65,7 +65,7 @@ class TinyAdapter:
             by = self.alpha / self.rank if scale is None else scale(module)
             tensors[f"{module}.weight"] = tensors[f"{module}.weight"] + np.float32(by) * (b @ a)
         write_float32(
-            folder / "model.safetensors", {name: each.shape for name, each in tensors.items()}, tensors.values()
+            folder / "model.safetensors", {name: tensor.shape for name, tensor in tensors.items()}, tensors.values()
         )
         return folder
 
@@ -75,8 +75,8 @@ def write_adapter(folder: Path, tensors: Mapping[str, Matrix], **config: Any) ->
     folder.mkdir(parents=True, exist_ok=True)
     shown = {"peft_type": "LORA", "bias": "none", "task_type": "CAUSAL_LM", **config}
     (folder / "adapter_config.json").write_text(json.dumps(shown))
-    shapes = {name: each.shape for name, each in tensors.items()}
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     write_float32(
-        folder / "adapter_model.safetensors", shapes, (np.ascontiguousarray(each) for each in tensors.values())
+        folder / "adapter_model.safetensors", shapes, (np.ascontiguousarray(tensor) for tensor in tensors.values())
     )
     return folder

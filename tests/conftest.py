@@ -79,7 +79,7 @@ from tandem.engine.kernels.cpu.kernels import CpuKernels
 CpuKernels(getattr(torch, sys.argv[1]), threads=1).close()
 """
 SHELF: pytest.StashKey[Shelf] = pytest.StashKey()
-TOLD = "told"
+REPORTED_LINE = "reported line"
 PLUGIN_OPTIONS = {"asyncio": ("asyncio_mode", "asyncio_default_fixture_loop_scope"), "timeout": ("timeout",)}
 """The pytest plugins' settings in pyproject.toml, by plugin."""
 
@@ -190,17 +190,17 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the lines that tests passed to `tell`."""
+    """Print the lines that tests passed to `report_line`."""
     reports = [report for some in terminalreporter.stats.values() for report in some]
     for report in (one for one in reports if getattr(one, "when", "") == "call"):
-        for _, line in (each for each in report.user_properties if each[0] == TOLD):
+        for _, line in (entry for entry in report.user_properties if entry[0] == REPORTED_LINE):
             terminalreporter.write_line(f"{report.nodeid}: {line}")
 
 
 @pytest.fixture
-def tell(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+def report_line(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
     """Return a function that prints a line at the end of the run, whichever process the test runs in."""
-    return lambda line: record_property(TOLD, line)
+    return lambda line: record_property(REPORTED_LINE, line)
 
 
 @pytest.fixture

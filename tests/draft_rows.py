@@ -9,9 +9,9 @@ from tandem.engine.steps.batch import StepRow, TokenRows
 
 def with_drafts(newest: Sequence[StepRow], drafts: Sequence[Sequence[int]]) -> TokenRows:
     """Return one row of one token per request, followed by the rows of all their draft tokens."""
-    rows, found, first = TokenRows.of(newest), [], len(newest)
+    rows, row_drafts, first = TokenRows.of(newest), [], len(newest)
     for row, tokens in enumerate(drafts):
         if tokens:
-            found.append(RowDrafts(row, tokens, 1, first))
+            row_drafts.append(RowDrafts(row, tokens, 1, first))
             first += len(tokens)
-    return RowsWithDrafts(rows, StepDrafts(found), 0) if found else rows
+    return RowsWithDrafts(rows, StepDrafts(row_drafts), 0) if row_drafts else rows

@@ -211,7 +211,9 @@ def write_tiny_model(folder: Path, family: str = "llama3", seed: int = 0, **chan
     config = {key: value for key, value in (FAMILIES[family] | changes).items() if value is not None or key in _NULLS}
     (folder / "config.json").write_text(json.dumps(config))
     tensors = random_weights(config, seed)
-    write_float32(folder / "model.safetensors", {name: each.shape for name, each in tensors.items()}, tensors.values())
+    write_float32(
+        folder / "model.safetensors", {name: tensor.shape for name, tensor in tensors.items()}, tensors.values()
+    )
     return folder
 
 
@@ -251,12 +253,12 @@ def _random_tensor(rng: np.random.Generator, name: str, shape: tuple[int, ...], 
 
 def greedy_answer(runner: ModelRunner, prompt: Sequence[int], tokens: int) -> list[int]:
     """Return the tokens of an answer that one engine computes, with the prompt in chunks of 32 tokens."""
-    pages, found, start = list(range(-(-(len(prompt) + tokens) // 16))), list(prompt), 0
-    while len(found) < len(prompt) + tokens:
-        chunk = found[start : start + 32]
-        last = start + len(chunk) == len(found)
-        step = StepRow(chunk, start, pages, draw(index=len(found) - len(prompt)) if last else None)
+    pages, token_ids, start = list(range(-(-(len(prompt) + tokens) // 16))), list(prompt), 0
+    while len(token_ids) < len(prompt) + tokens:
+        chunk = token_ids[start : start + 32]
+        last = start + len(chunk) == len(token_ids)
+        step = StepRow(chunk, start, pages, draw(index=len(token_ids) - len(prompt)) if last else None)
         (token,) = runner.run(StepBatch([step])).token_ids
         start += len(chunk)
-        found += [] if token is None else [token]
-    return found[len(prompt) :]
+        token_ids += [] if token is None else [token]
+    return token_ids[len(prompt) :]

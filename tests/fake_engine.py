@@ -61,7 +61,7 @@ class FakeEngine:
     """A fake engine whose steps tests can hold and fail.
 
     `asynchronous` applies to engines created afterwards. `hold` stops the engine before its next step, or after `after`
-    more steps, even if it is already held; `let_go` lets it continue. `error` is raised by every step from then on,
+    more steps, even if it is already held; `resume` lets it continue. `error` is raised by every step from then on,
     `launch_error` by every launch. `windows` and `step_tokens` are those of `KvPages`, for engines created afterwards;
     the KV of a token is the same in each group of layers.
     """
@@ -97,7 +97,7 @@ class FakeEngine:
         self._hold_at = len(self.batches) + after
         self._go.clear()
 
-    def let_go(self) -> None:
+    def resume(self) -> None:
         self._go.set()
 
     def begin_answer(self, history: History, grammar: str) -> None:
@@ -245,11 +245,11 @@ def logprobs_of(token_id: int, top: int) -> TokenLogprobs:
 
 def _score_row(row: StepRow, scores: PromptScores) -> None:
     assert len(scores.chosen) == row.start, "the prompt's tokens are not scored one after the other"
-    found = [logprobs_of(token, scores.top_count) for token in scores.next_tokens(row.start, len(row.token_ids))]
-    values = torch.tensor([(each.chosen, *each.top) for each in found], dtype=torch.float64).reshape(
+    logprobs = [logprobs_of(token, scores.top_count) for token in scores.next_tokens(row.start, len(row.token_ids))]
+    values = torch.tensor([(logprob.chosen, *logprob.top) for logprob in logprobs], dtype=torch.float64).reshape(
         -1, 1 + scores.top_count
     )
-    scores.take(values, torch.tensor([each.top_ids for each in found]).reshape(-1, scores.top_count))
+    scores.take(values, torch.tensor([logprob.top_ids for logprob in logprobs]).reshape(-1, scores.top_count))
 
 
 def fake_logprobs(batch: StepBatch, token_ids: Sequence[int | None]) -> list[TokenLogprobs | None]:

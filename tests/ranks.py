@@ -86,5 +86,5 @@ def group_runner(config: EngineConfig, ranks: int) -> Iterator[tuple[ModelRunner
             raise
         finally:
             sender.close()
-            for each in running:
-                each.result()
+            for future in running:
+                future.result()

@@ -105,11 +105,11 @@ class RunningCluster:
         """
         deadline_s = time.monotonic() + IDLE_WITHIN_S
         while True:
-            found = self.inspect()
-            assert [one.integrity_error for one in found] == [""] * self.config.worker_count
-            if all(_idle(one) for one in found):
+            states = self.inspect()
+            assert [one.integrity_error for one in states] == [""] * self.config.worker_count
+            if all(_idle(one) for one in states):
                 return
-            assert time.monotonic() < deadline_s, f"still not idle: {found}"
+            assert time.monotonic() < deadline_s, f"still not idle: {states}"
             time.sleep(0.1)
 
     def channel(self, address: str) -> grpc.Channel:

@@ -18,21 +18,21 @@ class Stranger:
 
     def __init__(self) -> None:
         self.connections = 0
-        self.heard = bytearray()
+        self.received = bytearray()
         """All received bytes, over all connections."""
         self.headers: list[tuple[str, Any]] = []
         """The headers of all received calls."""
 
     async def start(self, port: int = 0) -> Stranger:
         self._grpc = grpc.aio.server(interceptors=[_Notes(self.headers)])
-        behind = self._grpc.add_insecure_port("127.0.0.1:0")
+        grpc_port = self._grpc.add_insecure_port("127.0.0.1:0")
         await self._grpc.start()
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             self.connections += 1
-            there_reader, there = await asyncio.open_connection("127.0.0.1", behind)
+            there_reader, there = await asyncio.open_connection("127.0.0.1", grpc_port)
             try:
-                await asyncio.gather(_pass_on(reader, there, self.heard), _pass_on(there_reader, writer))
+                await asyncio.gather(_pass_on(reader, there, self.received), _pass_on(there_reader, writer))
             finally:
                 there.close()
                 writer.close()
@@ -49,8 +49,8 @@ class Stranger:
     def assert_learned_nothing(self, token: str) -> None:
         """Assert that the server was called, but received neither the token nor any part of a call."""
         assert self.connections > 0, "nobody came"
-        assert (self.headers, token.encode() in self.heard) == ([], False)
-        assert b"authorization" not in bytes(self.heard).lower()
+        assert (self.headers, token.encode() in self.received) == ([], False)
+        assert b"authorization" not in bytes(self.received).lower()
 
 
 class _Notes(grpc.aio.ServerInterceptor):

@@ -108,21 +108,21 @@ class _Chains:
             if tensor_name.endswith("norm.weight"):
                 tensor[:] = 1.0
         attention = "model.layers.0.self_attn"
-        found = {token: width - 1 - head for head, token in enumerate(self.features)}
+        dimension_of = {token: width - 1 - head for head, token in enumerate(self.features)}
         for head, token in enumerate(self.features):
             row = head * _HEAD_DIM
             tensors[f"{attention}.q_proj.weight"][row + _SLOWEST, 0] = 1.0
             tensors[f"{attention}.k_proj.weight"][row + _SLOWEST, self.known[token]] = _FOUND
             tensors[f"{attention}.v_proj.weight"][row, self.known[token]] = 0.125
-            tensors[f"{attention}.o_proj.weight"][found[token], row] = 1.0
+            tensors[f"{attention}.o_proj.weight"][dimension_of[token], row] = 1.0
         for token, following in self._next.items():
             output[following, self.known[token]] += 400.0
-        output[self._answer, found[self._word]] += 120.0
-        output[self._silent, found[self._result]] += 80.0
+        output[self._answer, dimension_of[self._word]] += 120.0
+        output[self._silent, dimension_of[self._result]] += 80.0
         for name in self._names:
-            output[self._call, found[name]] += 40.0
+            output[self._call, dimension_of[name]] += 40.0
             output[name, self.known[self._call]] += 400.0
-            output[name, found[name]] += 20.0
+            output[name, dimension_of[name]] += 20.0
         output[self._hello, self.known[self._begin]] += 20.0
 
     def _chain(self, before: int | None, text: str, last: int | None = None) -> int:

@@ -47,7 +47,7 @@ async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
 
 
 @dataclass
-class Heard:
+class RequestOutput:
     """The events that the router received for one request, in order."""
 
     tokens: list[int] = field(default_factory=list)
@@ -111,7 +111,7 @@ class End:
         self.worker.start()
 
     async def stop(self) -> None:
-        self.engine.let_go()
+        self.engine.resume()
         await self.worker.close()
         await self.server.stop(None)
 
@@ -130,11 +130,11 @@ class End:
         self.worker._cache.check_integrity()
 
     def left(self) -> str:
-        found = self.worker.report.inspect()
-        assert not found.integrity_error
-        held = found.pages_total - found.pages_free - found.pages_cached
-        busy = held + found.pages_reserved + found.requests + found.leases
-        return str(found) if busy else ""
+        state = self.worker.report.inspect()
+        assert not state.integrity_error
+        held = state.pages_total - state.pages_free - state.pages_cached
+        busy = held + state.pages_reserved + state.requests + state.leases
+        return str(state) if busy else ""
 
 
 class WorkerPair:
@@ -150,7 +150,7 @@ class WorkerPair:
             self.prefill = End("prefill-0", Role.PREFILL, self.fabric, prefill_pages or pages, dict(changes))
             self.decode = End("decode-0", Role.DECODE, self.fabric, pages, dict(changes))
         self.ends = [self.prefill] if both else [self.prefill, self.decode]
-        self.heard: dict[str, Heard] = {}
+        self.outputs: dict[str, RequestOutput] = {}
         self.late: list[RequestEvent] = []
         self.steps: list[StepOutput] = []
 
@@ -179,11 +179,11 @@ class WorkerPair:
         async for step in stream.messages():
             self.steps.append(step)
             for event in step.each():
-                heard = self.heard.get(event.ref.request_id)
-                if heard is None:
+                output = self.outputs.get(event.ref.request_id)
+                if output is None:
                     self.late.append(event)
                 else:
-                    heard.take(event)
+                    output.take(event)
 
     def reservation(
         self, name: str, prompt: list[int], sampling: SamplingParams, attempt: int = 1, prior_output_tokens: int = 0
@@ -230,19 +230,19 @@ class WorkerPair:
         answer: Sequence[int] = (),
         *,
         salt: str = "",
-    ) -> Heard:
+    ) -> RequestOutput:
         """Reserve pages and prefill, as the router does, and return the events that it receives.
 
         `answer` has the output tokens of an earlier attempt, which are computed again after the prompt.
         """
-        heard = self.heard[name] = Heard(list(answer))
+        output = self.outputs[name] = RequestOutput(list(answer))
         asked, prior_output_tokens = [*prompt, *answer], len(answer)
         lease = None
         if sampling.max_tokens > prior_output_tokens + 1:
             lease = self.reserve(name, asked, sampling, attempt, prior_output_tokens, salt=salt)
         task = self.task(name, asked, sampling, lease, attempt, prior_output_tokens=prior_output_tokens)
         self.prefill.worker.prefill(replace(task, cache_salt=salt))
-        return heard
+        return output
 
     def abort(self, *names: str, attempt: int = 1) -> None:
         refs = [RequestRef(name, attempt) for name in names]

@@ -114,9 +114,9 @@ def test_claude_code(run: Run, url: str, home: str) -> None:
         CLAUDE_CODE_MAX_OUTPUT_TOKENS=str(CLAUDE_ANSWER_TOKENS),
         CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
     )
-    found = events(output)
-    assert found[-1]["result"] == f"It is {WORD}", output
-    first = next(each["message"] for each in found if each["type"] == "assistant")
+    messages = events(output)
+    assert messages[-1]["result"] == f"It is {WORD}", output
+    first = next(message["message"] for message in messages if message["type"] == "assistant")
     assert [(block["name"], block["input"]) for block in first["content"]] == [("Bash", CALLS["Bash"])]
     assert first["usage"]["input_tokens"] + CLAUDE_ANSWER_TOKENS > CONTEXT
 
@@ -133,8 +133,8 @@ def test_codex(run: Run, url: str, home: str) -> None:
     # The sandbox of the container is enough for a command that only reads a file.
     options = ("--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
     output = run("agents", "codex", "exec", *options, QUESTION, HOME=home, CODEX_HOME=str(folder))
-    items = [each["item"] for each in events(output) if each["type"] == "item.completed"]
-    (command,) = (each for each in items if each["type"] == "command_execution")
+    items = [event["item"] for event in events(output) if event["type"] == "item.completed"]
+    (command,) = (item for item in items if item["type"] == "command_execution")
     assert command["aggregated_output"] == f"The word is {WORD}.\n"
     assert (items[-1]["type"], items[-1]["text"]) == ("agent_message", f"It is {WORD}"), output
 
@@ -151,10 +151,10 @@ def test_opencode(run: Run, url: str, home: str, tmp_path: Path) -> None:
     output = run(
         *("agents", "opencode", "run", "--format", "json", QUESTION), HOME=home, OPENCODE_DISABLE_MODELS_FETCH="1"
     )
-    parts = [each["part"] for each in events(output)]
-    (call,) = (each for each in parts if each["type"] == "tool")
+    parts = [event["part"] for event in events(output)]
+    (call,) = (part for part in parts if part["type"] == "tool")
     assert (call["tool"], call["state"]["output"]) == ("bash", f"The word is {WORD}.\n")
-    assert [each["text"] for each in parts if each["type"] == "text"] == [f"It is {WORD}"], output
+    assert [part["text"] for part in parts if part["type"] == "text"] == [f"It is {WORD}"], output
 
 
 @pytest.mark.timeout(AGENT_TEST_S)

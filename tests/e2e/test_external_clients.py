@@ -209,7 +209,7 @@ def test_guidellm(run: Callable[..., str], url: str, model_folder: Path, tmp_pat
     (benchmark,) = json.loads((tmp_path / "guidellm.json").read_text())["benchmarks"]
     requests = benchmark["requests"]
     assert (len(requests["successful"]), len(requests["errored"]), len(requests["incomplete"])) == (REQUESTS, 0, 0), out
-    counted = [sum(each[name] for each in requests["successful"]) for name in ("prompt_tokens", "output_tokens")]
+    counted = [sum(request[name] for request in requests["successful"]) for name in ("prompt_tokens", "output_tokens")]
     assert tuple(counted) == since(url, before)
     assert counted[1] == REQUESTS * ANSWER_TOKENS
 
@@ -273,7 +273,7 @@ def test_curl_reads_a_stream(url: str) -> None:
     body = {"model": MODEL, "prompt": "The sea is", "max_tokens": 8, "ignore_eos": True, "stream": True}
     command = [curl, "-sSN", f"{url}/v1/completions", "-H", "Content-Type: application/json", "-d", json.dumps(body)]
     sent = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    events = [each.removeprefix("data: ") for each in sent.split("\n\n") if each.startswith("data: ")]
+    events = [event.removeprefix("data: ") for event in sent.split("\n\n") if event.startswith("data: ")]
     assert events[-1] == "[DONE]"
     assert len(events) > 2
     assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"

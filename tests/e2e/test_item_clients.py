@@ -73,11 +73,11 @@ def test_a_response_is_the_chats_answer(client: openai.OpenAI, model: str) -> No
 
 def test_a_response_has_a_format(client: openai.OpenAI, model: str) -> None:
     question = "Describe Ann, who is 31 years old, as JSON with a name and an age."
-    found = client.responses.parse(
+    parsed = client.responses.parse(
         model=model, input=question, text_format=Person, temperature=0, max_output_tokens=120
     ).output_parsed
-    assert found is not None
-    assert found.age == 31
+    assert parsed is not None
+    assert parsed.age == 31
 
 
 def test_a_function_is_called_and_answered(client: openai.OpenAI, model: str) -> None:
@@ -94,7 +94,7 @@ def test_a_function_is_called_and_answered(client: openai.OpenAI, model: str) ->
     whole = client.responses.create(**asked)
     with client.responses.stream(**asked) as stream:
         streamed = stream.get_final_response()
-    calls: list[Any] = [each.output[0] for each in (whole, streamed)]
+    calls: list[Any] = [response.output[0] for response in (whole, streamed)]
     assert [call.name for call in calls] == ["weather"] * 2
     assert calls[0].arguments == calls[1].arguments
     assert json.loads(calls[0].arguments)["unit"] in ("celsius", "fahrenheit")

@@ -13,10 +13,12 @@ def test_every_process_of_a_cluster_listens_on_loopback_alone(running_cluster: C
     running_cluster(dtype="float32", page_tokens=16, max_step_tokens=128)
     addresses = set()
     process = psutil.Process(os.getpid())
-    for each in (process, *process.children(recursive=True)):
+    for member in (process, *process.children(recursive=True)):
         try:
             addresses |= {
-                found.laddr.ip for found in each.net_connections(kind="inet") if found.status == psutil.CONN_LISTEN
+                connection.laddr.ip
+                for connection in member.net_connections(kind="inet")
+                if connection.status == psutil.CONN_LISTEN
             }
         except psutil.NoSuchProcess:
             continue

@@ -51,7 +51,7 @@ def write_task(folder: Path) -> None:
     rows = []
     for number in range(QUESTIONS):
         country, (capital, city) = dice.choice(sorted(CAPITALS.items()))
-        elsewhere = sorted({each for name, (each, _) in CAPITALS.items() if name != country})
+        elsewhere = sorted({capital for name, (capital, _) in CAPITALS.items() if name != country})
         choices = dice.sample([capital, city, *dice.sample(elsewhere, 2)], 4)
         question = f"{dice.choice(['Question', 'Quiz'])} {number}. The capital of {country} is the city of"
         rows.append({"question": question, "choices": choices, "answer": choices.index(capital)})

@@ -64,7 +64,7 @@ def test_a_stream_has_the_same_log_probabilities(client: openai.OpenAI, prompts:
     whole = complete(client, prompts[2], logprobs=2).choices[0].logprobs
     chunks = [chunk.choices[0].logprobs for chunk in complete(client, prompts[2], stream=True, logprobs=2)]
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-        assert [each for chunk in chunks if chunk for each in getattr(chunk, name)] == getattr(whole, name)
+        assert [value for chunk in chunks if chunk for value in getattr(chunk, name)] == getattr(whole, name)
 
 
 def test_chat(client: openai.OpenAI) -> None:
@@ -103,8 +103,8 @@ def test_penalties_give_the_tokens_of_a_plain_loop(
     wanted = reference.penalized(prompt, NEW_TOKENS, **penalties)
     assert wanted != reference.generate(prompt, NEW_TOKENS)
     exact = reference.logprobs(prompt, wanted)
-    found = complete(client, prompt, logprobs=0, **penalties).choices[0].logprobs
-    assert found.token_logprobs == pytest.approx([exact[n, t].item() for n, t in enumerate(wanted)], abs=TOLERANCE)
+    scores = complete(client, prompt, logprobs=0, **penalties).choices[0].logprobs
+    assert scores.token_logprobs == pytest.approx([exact[n, t].item() for n, t in enumerate(wanted)], abs=TOLERANCE)
 
 
 def test_bad_values_name_the_field(client: openai.OpenAI) -> None:

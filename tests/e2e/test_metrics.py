@@ -52,9 +52,9 @@ class Scraped:
         return cls(samples)
 
     def total(self, name: str, **labels: str) -> float:
-        found = [value for have, value in self.samples[f"tandem_{name}"] if labels.items() <= have.items()]
-        assert found, f"no {name} {labels}"
-        return sum(found)
+        values = [value for have, value in self.samples[f"tandem_{name}"] if labels.items() <= have.items()]
+        assert values, f"no {name} {labels}"
+        return sum(values)
 
 
 def scrape(cluster: Any) -> Scraped:
@@ -83,9 +83,9 @@ def complete(cluster: Any) -> Scraped:
     deadline_s = time.monotonic() + PLANNED_WITHIN_S
     while True:
         ask(cluster, 2)
-        found = scrape(cluster)
-        if not missing(found) or time.monotonic() > deadline_s:
-            return found
+        scraped = scrape(cluster)
+        if not missing(scraped) or time.monotonic() > deadline_s:
+            return scraped
 
 
 @dataclass
@@ -102,40 +102,40 @@ class Traffic:
 def traffic(running_cluster: Callable[..., Any]) -> Traffic:
     cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=128)
     complete(cluster)
-    before = settled(cluster)
+    before = scrape_when_idle(cluster)
     for tokens in ANSWER_TOKENS:
         ask(cluster, tokens, slo_class="best_effort")
     with pytest.raises(grpc.RpcError):
         ask(cluster, 4, slo_class="no such class")
     with pytest.raises(grpc.RpcError):
         ask(cluster, 10**6)
-    return Traffic(before, settled(cluster), cluster)
+    return Traffic(before, scrape_when_idle(cluster), cluster)
 
 
-def settled(cluster: Any) -> Scraped:
+def scrape_when_idle(cluster: Any) -> Scraped:
     """Returns the metrics when two scrapes agree: those of a step follow its tokens, which clients may have before."""
-    found = scrape(cluster)
+    scraped = scrape(cluster)
     while True:
         time.sleep(SETTLES_S)
         again = scrape(cluster)
-        if again.total("engine_step_tokens_total") == found.total("engine_step_tokens_total"):
+        if again.total("engine_step_tokens_total") == scraped.total("engine_step_tokens_total"):
             return again
-        found = again
+        scraped = again
 
 
 def test_every_family_is_there(traffic: Traffic) -> None:
     assert not missing(traffic.after)
 
 
-def missing(found: Scraped) -> set[str]:
+def missing(scraped: Scraped) -> set[str]:
     """Returns the families that are missing.
 
     A dense model is expected, and a cluster without certificate, audit log and draft model.
     """
     wanted = {family.full_name for family in FAMILIES if "expert" not in family.labels}
     absent = (AUDIT_RECORDS, AUDIT_RECORDS_LOST, SPECULATION_MODEL_BYTES, TLS_CERTIFICATE_EXPIRES)
-    wanted -= {each.full_name for each in absent}
-    return wanted - {name.removesuffix("_count") for name in found.samples}
+    wanted -= {family.full_name for family in absent}
+    return wanted - {name.removesuffix("_count") for name in scraped.samples}
 
 
 def test_the_figures_are_true(traffic: Traffic) -> None:
@@ -149,7 +149,7 @@ def test_the_figures_are_true(traffic: Traffic) -> None:
     assert traffic.grown("slo_requests_total") == requests
     assert traffic.grown("admission_rejections_total", reason="invalid") == 2
     assert traffic.grown("admission_rejections_total") == 2
-    drafted, accepted = (traffic.grown(f"speculation_{each}_tokens_total") for each in ("draft", "accepted"))
+    drafted, accepted = (traffic.grown(f"speculation_{kind}_tokens_total") for kind in ("draft", "accepted"))
     computed = traffic.grown("engine_step_tokens_total", phase="decode") - (drafted - accepted)
     # Drafts behind the end of an answer are computed and not counted.
     assert tokens - requests <= computed <= tokens - requests + requests * DRAFTS_MAX
@@ -171,7 +171,7 @@ def test_the_router_judges_what_clients_saw(running_cluster: Callable[..., Any])
     before = scrape(cluster)
     seen = [outcome(cluster, 3, slo_class=name) for name in ("strict", "balanced", "quick") for _ in range(2)]
     growth = Traffic(before, scrape(cluster), cluster).grown
-    judged = sum(growth("slo_requests_total", outcome=each) for each in ("met", "missed_ttft", "missed_itl"))
+    judged = sum(growth("slo_requests_total", outcome=outcome) for outcome in ("met", "missed_ttft", "missed_itl"))
     assert judged == seen.count("done")
     assert growth("slo_requests_total", outcome="shed") == seen.count("RESOURCE_EXHAUSTED")
     assert growth("slo_requests_total", outcome="met") == judged + seen.count("RESOURCE_EXHAUSTED") - growth(
@@ -196,20 +196,20 @@ def test_gauges_make_sense(traffic: Traffic) -> None:
     assert all(labels["transport"].startswith("UCX") for labels, _ in after.samples["tandem_kv_transport_info"])
     kept = (cluster.router(), *cluster.workers())
     assert after.total("metrics_target_up") == after.total("process_up") == len(kept) == 3
-    assert after.total("process_restarts_total") == sum(each.restarts for each in kept)
+    assert after.total("process_restarts_total") == sum(process.restarts for process in kept)
     assert after.total("num_requests_running", role="router") == after.total("num_requests_waiting", role="router") == 0
 
 
 def test_cardinality_is_bounded(traffic: Traffic) -> None:
     """Label values are processes, enums and settings; nothing that clients send creates a series or appears in one."""
     for name, samples in traffic.after.samples.items():
-        each = defaultdict(set)
+        series = defaultdict(set)
         for labels, _ in samples:
-            each[labels.get("worker")].add(tuple(value for key, value in labels.items() if key != "le"))
+            series[labels.get("worker")].add(tuple(value for key, value in labels.items() if key != "le"))
             assert set(labels) <= {"model", "role", "worker", "le", *_own_labels(name)}, name
-        assert max(map(len, each.values())) <= SERIES_MAX, name
+        assert max(map(len, series.values())) <= SERIES_MAX, name
     assert len(traffic.before.samples) == len(traffic.after.samples)
-    before, after = (sum(map(len, each.samples.values())) for each in (traffic.before, traffic.after))
+    before, after = (sum(map(len, scraped.samples.values())) for scraped in (traffic.before, traffic.after))
     assert after == before
 
 
@@ -226,7 +226,7 @@ def test_discovery_names_processes_that_answer(traffic: Traffic) -> None:
         for accept, parser in FORMATS.items():
             own = Scraped.of(get(target, accept), parser)
             assert own.samples.keys() <= merged.keys() | {"tandem_metrics_target_up"}
-            assert {labels["worker"] for each in own.samples.values() for labels, _ in each} == {
+            assert {labels["worker"] for samples in own.samples.values() for labels, _ in samples} == {
                 group["labels"]["__meta_tandem_worker"]
             }
     assert traffic.cluster.http_address in {target for group in groups for target in group["targets"]}

@@ -67,11 +67,11 @@ async def test_spans_of_a_real_cluster_add_up(traced: Traced) -> None:
             asked = time.time_ns()
             async for _ in stub.Generate(request):
                 pass
-            heard = time.time_ns()
+            received = time.time_ns()
             assert await asyncio.to_thread(exporter.flush)
             root = receiver.roots[-1]
             check(root, receiver)
-            assert asked <= root.start_time_unix_nano < root.end_time_unix_nano <= heard
+            assert asked <= root.start_time_unix_nano < root.end_time_unix_nano <= received
 
 
 def check(root: Any, receiver: Receiver) -> None:

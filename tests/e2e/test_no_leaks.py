@@ -108,8 +108,8 @@ async def abort_by_id(stub: Any, prompt: tuple[int, ...], tokens: int, rng: rand
     call = stub.Generate(request_of(prompt, tokens, name), timeout=240)
     endings = asyncio.ensure_future(_endings(call))
     await asyncio.sleep(rng.random())
-    found = (await stub.Abort(inference_pb2.AbortRequest(request_id=name), timeout=60)).found
-    expected = types_pb2.FINISH_REASON_ABORT if found else types_pb2.FINISH_REASON_LENGTH
+    aborted = (await stub.Abort(inference_pb2.AbortRequest(request_id=name), timeout=60)).found
+    expected = types_pb2.FINISH_REASON_ABORT if aborted else types_pb2.FINISH_REASON_LENGTH
     assert await endings == [expected]
     return "aborted by id"
 
@@ -170,8 +170,8 @@ def test_cancelled_requests_leave_every_page_free(
 def cancelled_requests(cluster: Any) -> list[tuple[str, str]]:
     """Returns the name and the phase of each request that the router cancelled while it ran."""
     moment_of = {event.name: moment for moment, event_times in MOMENTS.items() for event in event_times}
-    found = re.findall(r"request (\S+) cancelled after (\w+)", cluster.log("router"))
-    return [(name, moment_of[event]) for name, event in found]
+    cancellations = re.findall(r"request (\S+) cancelled after (\w+)", cluster.log("router"))
+    return [(name, moment_of[event]) for name, event in cancellations]
 
 
 @pytest.mark.timeout(240)

@@ -112,9 +112,9 @@ def test_answers_are_parsed(client: openai.OpenAI, model: str) -> None:
     parsed = client.chat.completions.parse(
         model=model, messages=question, response_format=Person, temperature=0, max_tokens=120
     )
-    found = parsed.choices[0].message.parsed
-    assert found is not None
-    assert found.age == 31
+    answer = parsed.choices[0].message.parsed
+    assert answer is not None
+    assert answer.age == 31
     assert parsed.choices[0].finish_reason == "stop"
     many = client.chat.completions.parse(
         model=model, messages=question, response_format=Person, temperature=1.0, seed=1, n=2, max_tokens=120
@@ -157,9 +157,9 @@ def test_formats_that_cost_too_much_fail_alone(client: openai.OpenAI, model: str
     with ThreadPoolExecutor(len(costly)) as threads:
         stream = client.completions.create(model=model, prompt="One two", temperature=0, max_tokens=60, stream=True)
         errors = list(threads.map(refused, costly))
-        assert [each.choices[0].finish_reason for each in stream][-1] == "length"
-    assert [each.param for each in errors] == [next(iter(fields)) for fields in costly]
-    assert all("simplify it" in str(each) for each in errors)
+        assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
+    assert [error.param for error in errors] == [next(iter(fields)) for fields in costly]
+    assert all("simplify it" in str(error) for error in errors)
 
 
 def test_a_required_tool_is_called(client: openai.OpenAI, model: str) -> None:

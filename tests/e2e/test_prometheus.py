@@ -174,10 +174,10 @@ def test_rules_are_loaded_and_no_alert_fires(watched: Watched) -> None:
     rules = [rule for group in groups for rule in group["rules"]]
     assert len(rules) >= 15
     assert [rule["name"] for rule in rules if rule["health"] != "ok" or rule.get("lastError")] == []
-    assert {each for each in watched.prometheus.firing() if "Burns" not in each} == set()
+    assert {alert for alert in watched.prometheus.firing() if "Burns" not in alert} == set()
 
 
-def test_goodput_is_what_the_load_generator_counted(watched: Watched, tell: Callable[[str], None]) -> None:
+def test_goodput_is_what_the_load_generator_counted(watched: Watched, report_line: Callable[[str], None]) -> None:
     """The counts agree within one percent, plus requests so near to a target that router and client may disagree."""
     bounds: dict[str, tuple[int, int]] = {}
     for name, records in watched.requests.items():
@@ -187,7 +187,9 @@ def test_goodput_is_what_the_load_generator_counted(watched: Watched, tell: Call
         )
         least, most = bounds[name] = _met(seen, strict), _met(seen, lax)
         met = watched.count(f'tandem_slo_requests_total{{slo_class="{name}",outcome="met"}}')
-        tell(f"{name}: {met:g} of {len(records)} met by Prometheus, {_met(seen, cell)} by clients ({least} to {most})")
+        report_line(
+            f"{name}: {met:g} of {len(records)} met by Prometheus, {_met(seen, cell)} by clients ({least} to {most})"
+        )
         assert least * (1 - TOLERANCE) <= met <= most * (1 + TOLERANCE)
         assert watched.count(f'tandem_slo_requests_total{{slo_class="{name}"}}') == len(records)
         shed = sum(cell.judge(record) is Outcome.SHED for record in records)
@@ -202,14 +204,16 @@ def _met(records: list[RequestRecord], cell: SloCell) -> int:
     return sum(cell.judge(record) is Outcome.MET for record in records)
 
 
-def test_latencies_are_in_the_clients_buckets(watched: Watched, tell: Callable[[str], None]) -> None:
+def test_latencies_are_in_the_clients_buckets(watched: Watched, report_line: Callable[[str], None]) -> None:
     """The quantiles of router and clients are in the same or neighbouring histogram buckets."""
-    records = [record for each in watched.requests.values() for record in each]
-    _compare(watched, tell, f.TIME_TO_FIRST_TOKEN, [each.ttft_s for each in since_sent(records) if each.token_s])
-    _compare(watched, tell, f.INTER_TOKEN_LATENCY, [gap for each in records for gap in each.gaps_s])
+    records = [record for group in watched.requests.values() for record in group]
+    _compare(
+        watched, report_line, f.TIME_TO_FIRST_TOKEN, [record.ttft_s for record in since_sent(records) if record.token_s]
+    )
+    _compare(watched, report_line, f.INTER_TOKEN_LATENCY, [gap for record in records for gap in record.gaps_s])
 
 
-def _compare(watched: Watched, tell: Callable[[str], None], family: Family, seen: list[float]) -> None:
+def _compare(watched: Watched, report_line: Callable[[str], None], family: Family, seen: list[float]) -> None:
     assert watched.count(f"{family.full_name}_count") == len(seen)
     for part in (0.5, 0.9, 0.99):
         grown = watched.grown(f"{family.full_name}_bucket", "le")
@@ -217,7 +221,9 @@ def _compare(watched: Watched, tell: Callable[[str], None], family: Family, seen
         ranks = [max(0.0, part - OTHER_RANK), part, min(1.0, part + OTHER_RANK)]
         least, ours, most = (float(np.quantile(seen, rank, method="inverted_cdf")) for rank in ranks)
         at = bisect_left(family.buckets, theirs)
-        tell(f"{family.name} p{part * 100:g}: {theirs * 1e3:.1f} ms by Prometheus, {ours * 1e3:.1f} ms by clients")
+        report_line(
+            f"{family.name} p{part * 100:g}: {theirs * 1e3:.1f} ms by Prometheus, {ours * 1e3:.1f} ms by clients"
+        )
         lowest, highest = bisect_left(family.buckets, least) - 1, bisect_left(family.buckets, most) + 1
         assert lowest <= at <= highest, (family.name, part, theirs, ours)
 

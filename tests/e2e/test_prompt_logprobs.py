@@ -43,26 +43,31 @@ def exact(reference: Reference) -> Callable[[tuple[int, ...]], torch.Tensor]:
 def test_log_likelihoods_are_those_of_transformers(
     client: openai.OpenAI, prompts: list[tuple[int, ...]], exact: Callable[..., torch.Tensor]
 ) -> None:
-    asked = [prompts[each] for each in LENGTHS]
+    asked = [prompts[length] for length in LENGTHS]
     for answer in (0, 5):  # the second time all prompts are cached
         reply = client.completions.create(
-            model="", prompt=[list(each) for each in asked], max_tokens=answer, echo=True, logprobs=2, temperature=0
+            model="",
+            prompt=[list(prompt_ids) for prompt_ids in asked],
+            max_tokens=answer,
+            echo=True,
+            logprobs=2,
+            temperature=0,
         )
         assert reply.usage is not None
         assert reply.usage.prompt_tokens_details is not None
         assert reply.usage.prompt_tokens_details.cached_tokens == 0
         for prompt, choice in zip(asked, reply.choices, strict=True):
             wanted = exact(prompt)
-            found = choice.logprobs
-            assert found is not None
-            assert found.token_logprobs is not None
-            assert found.top_logprobs is not None
+            scores = choice.logprobs
+            assert scores is not None
+            assert scores.token_logprobs is not None
+            assert scores.top_logprobs is not None
             values = [wanted[at, token].item() for at, token in enumerate(prompt[1:])]
-            assert found.token_logprobs[1 : len(prompt)] == pytest.approx(values, abs=TOLERANCE)
-            for at, top in enumerate(found.top_logprobs[1 : len(prompt)]):
+            assert scores.token_logprobs[1 : len(prompt)] == pytest.approx(values, abs=TOLERANCE)
+            for at, top in enumerate(scores.top_logprobs[1 : len(prompt)]):
                 best = wanted[at].topk(2).values.tolist()
                 assert sorted(top.values(), reverse=True)[:2] == pytest.approx(best, abs=TOLERANCE)
-            assert len(found.token_logprobs) - len(prompt) in ([0] if answer == 0 else range(1, answer + 1))
+            assert len(scores.token_logprobs) - len(prompt) in ([0] if answer == 0 else range(1, answer + 1))
 
 
 def test_prompt_logprobs_of_a_conversation(client: openai.OpenAI, exact: Callable[..., torch.Tensor]) -> None:
@@ -102,5 +107,5 @@ def test_the_best_of_several_answers(client: openai.OpenAI, prompts: list[tuple[
     options: dict[str, Any] = {"model": "", "prompt": list(prompts[3]), "max_tokens": 5, "temperature": 1.0, "seed": 3}
     several = client.completions.create(**options, n=4, logprobs=0).choices
     best = client.completions.create(**options, best_of=4, n=2).choices
-    means = {each.text: sum(each.logprobs.token_logprobs) / 5 for each in several if each.logprobs}  # type: ignore[arg-type]
-    assert [each.text for each in best] == sorted(means, key=lambda text: means[text], reverse=True)[:2]
+    means = {choice.text: sum(choice.logprobs.token_logprobs) / 5 for choice in several if choice.logprobs}  # type: ignore[arg-type]
+    assert [choice.text for choice in best] == sorted(means, key=lambda text: means[text], reverse=True)[:2]

@@ -104,23 +104,23 @@ async def ask_all(
 
 @pytest.mark.timeout(600)
 def test_answers_are_those_of_transformers_and_again_from_the_caches(
-    running_cluster: Callable[..., Any], prompts: list[Prompt], reference: Reference, tell: Callable[[str], None]
+    running_cluster: Callable[..., Any], prompts: list[Prompt], reference: Reference, report_line: Callable[[str], None]
 ) -> None:
     """Sends each prompt twice, and then with most of its answer appended, as the next turn of a conversation does."""
     cluster = running_cluster(dtype="float32", **FIRST)
     prompts = up_to(LONGEST, prompts)
     salt, answers = "conversation", []
     for turn in range(3):
-        behind = NEW_TOKENS - 3 if turn == 2 else 0
-        said = [got[:behind] for got, _ in answers] or [[]] * len(prompts)
+        known = NEW_TOKENS - 3 if turn == 2 else 0
+        said = [got[:known] for got, _ in answers] or [[]] * len(prompts)
         asked = [(*prompt, *begun) for prompt, begun in zip(prompts, said, strict=True)]
-        answers = asyncio.run(ask_all(cluster.grpc_address, asked, NEW_TOKENS - behind, salt))
+        answers = asyncio.run(ask_all(cluster.grpc_address, asked, NEW_TOKENS - known, salt))
         for prompt, begun, whole, (got, complete) in zip(prompts, said, asked, answers, strict=True):
-            check(prompt, [*begun, *got], reference, tell)
+            check(prompt, [*begun, *got], reference, report_line)
             assert complete.prompt_tokens == len(whole)
             assert complete.completion_tokens == len(got)
             if turn:
-                assert complete.cached_tokens == (len(prompt) - (0 if behind else 1)) // PAGE_TOKENS * PAGE_TOKENS
+                assert complete.cached_tokens == (len(prompt) - (0 if known else 1)) // PAGE_TOKENS * PAGE_TOKENS
                 # The decode worker has cached its generated tokens, too.
                 pages = -(-len(whole) // PAGE_TOKENS) - (len(whole) - 1) // PAGE_TOKENS
                 assert complete.timeline.transfer.pages == pages
@@ -149,7 +149,7 @@ def test_answers_are_those_of_transformers_in_every_mode_and_size(
     running_cluster: Callable[..., Any],
     prompts: list[Prompt],
     reference: Reference,
-    tell: Callable[[str], None],
+    report_line: Callable[[str], None],
 ) -> None:
     shape = SHAPES[name]
     cluster = running_cluster(dtype="float32", **shape.start)
@@ -166,18 +166,18 @@ def test_answers_are_those_of_transformers_in_every_mode_and_size(
             timeline = complete.timeline
             alone = timeline.decode_worker in {"", timeline.prefill_worker}
             assert alone == ("both" in shape.roles)
-            check(prompt, tokens, reference, tell)
+            check(prompt, tokens, reference, report_line)
         cluster.assert_idle_and_sound()
     finally:
         if shape.restore:
             asyncio.run(cluster.controller.set_mode(**shape.restore))
 
 
-def check(prompt: Prompt, answer: list[int], reference: Reference, tell: Callable[[str], None]) -> None:
+def check(prompt: Prompt, answer: list[int], reference: Reference, report_line: Callable[[str], None]) -> None:
     """Asserts that all tokens are there and equal the reference's; ties are reported."""
     assert len(answer) == NEW_TOKENS
     for tie in compare(prompt, answer, reference):
-        tell(tie)
+        report_line(tie)
 
 
 @pytest.mark.parametrize("number", [3, pytest.param(12, marks=soak)])

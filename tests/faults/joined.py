@@ -51,7 +51,7 @@ class Process:
         assert line, "it ended"
         return line.decode()
 
-    async def tell(self, **message: Any) -> str:
+    async def call(self, **message: Any) -> str:
         """Sends one line and returns the reply."""
         assert self._process.stdin
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
@@ -144,6 +144,6 @@ async def joined_cluster(environment: dict[str, str], **settings: Any) -> AsyncI
     """A cluster with these settings of `ClusterSettings`, once it serves."""
     cluster = await Process.start(sys.executable, str(ROOT / "tests/integration/cluster_process.py"), **environment)
     try:
-        yield Endpoints(**json.loads(await cluster.tell(**settings)))
+        yield Endpoints(**json.loads(await cluster.call(**settings)))
     finally:
         await cluster.stop()

@@ -155,7 +155,7 @@ def adapters_come_and_go(operator: AdapterClient, first: list[int]) -> None:
     assert operator.answer("sql") == first
 
     path, second = operator.write("second", seed=2)
-    assert len({tuple(each) for each in (first, second, base)}) == 3, "the adapters change nothing"
+    assert len({tuple(answer) for answer in (first, second, base)}) == 3, "the adapters change nothing"
     taken = operator.load("sql", path)
     assert (taken.status_code, taken.json()["error"]["param"]) == (400, "lora_name")
     missing = operator.load("other", operator.folder / "nothing")
@@ -168,7 +168,7 @@ def adapters_come_and_go(operator: AdapterClient, first: list[int]) -> None:
     assert operator.ask("sql").status_code == operator.unload("sql").status_code == 404
     assert not operator.listed()
     asyncio.run(cluster.controller.load_adapter("sql", str(path)))
-    assert [each.path for each in asyncio.run(cluster.controller.adapters())] == [str(path)]
+    assert [adapter.path for adapter in asyncio.run(cluster.controller.adapters())] == [str(path)]
     deadline_s = time.monotonic() + FOLLOWS_WITHIN_S  # another operator's change reaches this router in a moment
     while operator.ask("sql").status_code != 200:
         assert time.monotonic() < deadline_s

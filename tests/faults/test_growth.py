@@ -22,9 +22,9 @@ def test_a_descriptor_more_is_found_with_two_restarts(fds: list[int]) -> None:
 
 def growth(memory: list[float]) -> Growth:
     """Returns the growth of one process with these memory sizes in MiB."""
-    found = Growth([], POOL_BYTES)
-    found.series["decode-0"] = [Size(round(mib * MIB), 75) for mib in memory]
-    return found
+    measured = Growth([], POOL_BYTES)
+    measured.series["decode-0"] = [Size(round(mib * MIB), 75) for mib in memory]
+    return measured
 
 
 def test_memory_that_grows_with_each_restart_is_found_by_the_long_run() -> None:

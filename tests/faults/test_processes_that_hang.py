@@ -75,8 +75,8 @@ def standby_after(cluster: Any, incarnation: int) -> None:
     """Waits for a standby that is younger than the router of this incarnation."""
     deadline_s = time.monotonic() + RESTART_WITHIN_S
     while not any(
-        int(found) > incarnation
-        for found in re.findall(r"router#(\d+) \S+ router \S+ is ready to open", cluster.log("router"))
+        int(number) > incarnation
+        for number in re.findall(r"router#(\d+) \S+ router \S+ is ready to open", cluster.log("router"))
     ):
         assert time.monotonic() < deadline_s, "no standby was started"
         time.sleep(LOOK_S)

@@ -38,9 +38,9 @@ def some_questions() -> list[Question]:
 class Scenario:
     """The steps of the test, on one cluster."""
 
-    def __init__(self, nodes: ThreeNodes, tell: Callable[[str], None]) -> None:
+    def __init__(self, nodes: ThreeNodes, report_line: Callable[[str], None]) -> None:
         self._nodes = nodes
-        self._tell = tell
+        self._report_line = report_line
         self._questions = some_questions()
         self._right: list[list[int]] = []
 
@@ -55,7 +55,9 @@ class Scenario:
         await self._nodes.add(THIRD)
         up = time.monotonic()
         infos, _ = await growing
-        self._tell(f"the node was up after {up - began:.1f} s, its workers served {time.monotonic() - up:.1f} s later")
+        self._report_line(
+            f"the node was up after {up - began:.1f} s, its workers served {time.monotonic() - up:.1f} s later"
+        )
         assert len(infos) == 3
         await self._nodes.look()
         expected = {"prefill-0": HEAD, "decode-0": SECOND, "decode-1": THIRD}
@@ -70,11 +72,13 @@ class Scenario:
             self._nodes.kill(SECOND)
             killed = time.monotonic()
             await asyncio.gather(*(stream.task for stream in streams))
-            self._tell(f"answers that the dead node was part of were whole {time.monotonic() - killed:.1f} s later")
+            self._report_line(
+                f"answers that the dead node was part of were whole {time.monotonic() - killed:.1f} s later"
+            )
         self._check(streams)
         assert self._failed_attempts(), "the node had no part in any"
         await self._nodes.until(lambda: self._nodes.places.get("decode-0") == THIRD)
-        self._tell(f"its worker served elsewhere {time.monotonic() - killed:.1f} s after the death")
+        self._report_line(f"its worker served elsewhere {time.monotonic() - killed:.1f} s after the death")
         assert self._nodes.workers["decode-0"].peer.incarnation > before
         assert self._killed()
         await self._ask_all()
@@ -87,7 +91,7 @@ class Scenario:
             for name in before:
                 await self._nodes.controller.drain_worker(name, restart=True)
             await load.stop()
-        self._tell(f"{load.right} answers while every worker was replaced")
+        self._report_line(f"{load.right} answers while every worker was replaced")
         assert not load.refused
         assert load.right >= CLIENTS
         assert self._failed_attempts() == failed, "somebody was killed, not drained"
@@ -152,11 +156,11 @@ class Scenario:
             await asyncio.sleep(LOOK_S)
 
 
-async def play(model: Path, tell: Callable[[str], None]) -> None:
+async def play(model: Path, report_line: Callable[[str], None]) -> None:
     began = time.monotonic()
     async with three_nodes(model) as nodes:
-        scenario = Scenario(nodes, tell)
-        tell(f"start {time.monotonic() - began:.1f} s")
+        scenario = Scenario(nodes, report_line)
+        report_line(f"start {time.monotonic() - began:.1f} s")
         for step in (
             scenario.ask_quietly,
             scenario.add_a_node,
@@ -166,10 +170,10 @@ async def play(model: Path, tell: Callable[[str], None]) -> None:
         ):
             began = time.monotonic()
             await step()
-            tell(f"{step.__name__} {time.monotonic() - began:.1f} s")
+            report_line(f"{step.__name__} {time.monotonic() - began:.1f} s")
 
 
 @soak
 @pytest.mark.timeout(1200)
-def test_nodes_and_workers_come_and_go(small_model: Path, tell: Callable[[str], None]) -> None:
-    asyncio.run(play(small_model, tell))
+def test_nodes_and_workers_come_and_go(small_model: Path, report_line: Callable[[str], None]) -> None:
+    asyncio.run(play(small_model, report_line))

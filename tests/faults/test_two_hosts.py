@@ -45,13 +45,13 @@ async def cut_amid_transfer(hosts: TwoHosts) -> Stream:
             assert not stream.task.done(), "the transfer was never seen on its way"
             if (await hosts.inspect("decode-0")).pages_advertised:
                 await asyncio.sleep(WRITING_S)
-                await hosts.wire.tell(cut=True)
+                await hosts.wire.call(cut=True)
                 if (await hosts.inspect("decode-0")).pages_advertised:
                     break
-                await hosts.wire.tell(cut=False)
+                await hosts.wire.call(cut=False)
             await asyncio.sleep(0.01)
         await asyncio.sleep(CUT_S)
-        await hosts.wire.tell(cut=False)
+        await hosts.wire.call(cut=False)
         await stream.task
         return stream
 
@@ -63,7 +63,7 @@ async def scenario(model: Path) -> None:
         hosts_of["controller"] = hosts.controller_address.rpartition(":")[0]
         assert hosts_of == {"controller": ADDRESSES[0], "decode-0": ADDRESSES[0], "prefill-0": ADDRESSES[1]}
         first = {name: worker.peer.incarnation for name, worker in hosts.workers.items()}
-        await hosts.wire.tell(delay_s=DELAY_S, loss=LOSS)
+        await hosts.wire.call(delay_s=DELAY_S, loss=LOSS)
         for stream, tokens in zip(await answers(hosts, PROMPTS), right, strict=False):
             stream.check(tokens)
         await hosts.idle_and_sound()

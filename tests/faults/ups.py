@@ -55,9 +55,9 @@ class Up:
 
     async def serves(self) -> None:
         await self.until("Ctrl-C stops it")
-        found = re.search(r"gRPC +(\S+)", self.said)
-        assert found is not None
-        self.router = found[1]
+        match = re.search(r"gRPC +(\S+)", self.said)
+        assert match is not None
+        self.router = match[1]
 
     async def end(self, number: signal.Signals) -> None:
         """Sends it a signal and waits until it has exited."""
@@ -97,12 +97,12 @@ class Ups:
 
     def workers(self) -> set[int]:
         """Returns the process ids of all workers."""
-        found = set()
+        pids = set()
         for process in self._ray.children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 if "".join(process.cmdline()[:1]).startswith("ray::WorkerActor"):
-                    found.add(process.pid)
-        return found
+                    pids.add(process.pid)
+        return pids
 
     async def left(self) -> list[str]:
         """Returns the names of the actors and placement groups that Ray still has."""

@@ -48,8 +48,8 @@ def main() -> None:
     process.start()
     assert process._engine is not None
     break_steps(process._engine.stepper, fault)
-    heard = asyncio.run_coroutine_threadsafe(ask(process._worker), process._events)
-    reply = {"ended": end_of(process), **describe(heard)}
+    future = asyncio.run_coroutine_threadsafe(ask(process._worker), process._events)
+    reply = {"ended": end_of(process), **describe(future)}
     print(json.dumps(reply), flush=True)
     # As its supervisor would: work on a lost device cannot be ended cleanly.
     os._exit(0)
@@ -85,8 +85,8 @@ def end_of(process: WorkerProcess) -> str:
     return "well"
 
 
-def describe(heard: "Future[RequestEvent]") -> dict[str, str]:
-    event = heard.result(timeout=30)
+def describe(future: "Future[RequestEvent]") -> dict[str, str]:
+    event = future.result(timeout=30)
     assert event.error is not None
     return {"code": event.error.code, "message": event.error.message}
 

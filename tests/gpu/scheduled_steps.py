@@ -80,8 +80,8 @@ def logits_again(
     Returns for each draw, in the order of steps and rows: the draw with the history before it; the index of the
     request; the logits [vocab] float32, on the host.
     """
-    found = []
-    again = [Request(each.prompt, each.sampling) for each in requests]
+    inputs = []
+    again = [Request(request.prompt, request.sampling) for request in requests]
     for step in schedule:
         rows = []
         for number, tokens in step:
@@ -92,11 +92,11 @@ def logits_again(
         drawing = [(number, row.draw) for number, row in rows if row.draw is not None]
         for (number, draw), drawn_from in zip(drawing, logits.float().cpu(), strict=True):
             history = draw.history and History(draw.history.prompt, list(draw.history.answer))
-            found.append((SamplingInput(draw.sampling, draw.index, history), number, drawn_from))
-    return found
+            inputs.append((SamplingInput(draw.sampling, draw.index, history), number, drawn_from))
+    return inputs
 
 
 def pages_of(number: int, requests: Sequence[Request], runner: ModelRunner) -> range:
     """Returns the pages of one request, whose answer ends within its last page."""
-    share = max(-(-len(each.prompt) // runner.page_tokens) for each in requests) + 1
+    share = max(-(-len(request.prompt) // runner.page_tokens) for request in requests) + 1
     return range(number * share, (number + 1) * share)

@@ -15,10 +15,10 @@ SPARE_BYTES = 200 << 20
 def test_nothing_stays_on_the_device() -> None:
     measure_ceilings(DEVICE, torch.bfloat16)  # libraries keep their workspaces
     before = torch.cuda.memory_reserved(DEVICE)
-    found = measure_ceilings(DEVICE, torch.bfloat16)
+    ceilings = measure_ceilings(DEVICE, torch.bfloat16)
     assert torch.cuda.memory_reserved(DEVICE) <= before
-    assert found != GPU
-    assert found.flops > 10 * measure_ceilings(torch.device("cpu"), torch.float32, threads=1).flops
+    assert ceilings != GPU
+    assert ceilings.flops > 10 * measure_ceilings(torch.device("cpu"), torch.float32, threads=1).flops
 
 
 def test_a_full_device_has_a_typical_ones() -> None:

@@ -33,8 +33,8 @@ def test_a_fault_of_the_device_ends_in_words(fault: str, words: str, tmp_path: P
         timeout=WITHIN_S,
         check=True,
     )
-    heard = json.loads(done.stdout.splitlines()[-1])
-    assert heard["code"] == "INTERNAL"
-    assert "worker w failed in a step" in heard["message"]
-    assert words in heard["message"]
-    assert words in heard["ended"]
+    reply = json.loads(done.stdout.splitlines()[-1])
+    assert reply["code"] == "INTERNAL"
+    assert "worker w failed in a step" in reply["message"]
+    assert words in reply["message"]
+    assert words in reply["ended"]

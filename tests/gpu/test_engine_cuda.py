@@ -196,20 +196,22 @@ def test_bfloat16_gives_the_tokens_of_float32_but_for_ties(reference: ModelRunne
                 where = f"prompt of {len(prompts[number])}, token {index}"
                 print(f"{where}: {token} for {best}, {gap:.4f} apart where {bounds[number]:.4f} may be")
                 assert gap <= bounds[number]
-    found, allowed = torch.stack(errors), torch.stack(plain_errors)
-    print(f"{same} of {found.numel()} tokens agree")
-    print(f"logit error {found.max():.4f} at most, {found.mean():.4f} on average; plain kernels in bfloat16")
+    differences, allowed = torch.stack(errors), torch.stack(plain_errors)
+    print(f"{same} of {differences.numel()} tokens agree")
+    print(
+        f"logit error {differences.max():.4f} at most, {differences.mean():.4f} on average; plain kernels in bfloat16"
+    )
     print(f"            {allowed.max():.4f} at most, {allowed.mean():.4f} on average")
-    assert found.max() <= 2 * allowed.max()
-    assert found.mean() <= 2 * allowed.mean()
-    assert same >= 0.95 * found.numel()
+    assert differences.max() <= 2 * allowed.max()
+    assert differences.mean() <= 2 * allowed.mean()
+    assert same >= 0.95 * differences.numel()
 
 
 def test_graphs_share_the_memory_of_their_logits(model_folder: Path) -> None:
     config = EngineConfig.of(model_folder, device="cuda", dtype="float32", kv_cache_bytes=CACHE, max_batch_requests=256)
     runner = ModelRunner.load(config)
     stepper: Any = runner.stepper
-    kept = [each.logits for each in stepper.graphs._graphs]
+    kept = [graph.logits for graph in stepper.graphs._graphs]
     taken = reached = 0
     for start, size in sorted((logits.data_ptr(), logits.numel() * 4) for logits in kept):
         taken += max(0, start + size - max(start, reached))

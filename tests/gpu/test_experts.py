@@ -36,11 +36,11 @@ HIDDEN = 512
 
 
 def check(cases: list[ExpertCase], dtype: torch.dtype, tile: ExpertTile | None = None) -> None:
-    found = torch.cat([run(case, dtype, tile)[case.valid].flatten() for case in cases])
+    actual = torch.cat([run(case, dtype, tile)[case.valid].flatten() for case in cases])
     baseline = torch.cat([reference_run(case, dtype).flatten() for case in cases])
     exact = torch.cat([reference_run(case, torch.float64).flatten() for case in cases])
     # In float32 little is rounded, and the kernels sum in another order than PyTorch.
-    assert_as_good(found, baseline, exact, times=12 if dtype is torch.float32 else 2)
+    assert_as_good(actual, baseline, exact, times=12 if dtype is torch.float32 else 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -50,20 +50,20 @@ def logits(runner: ModelRunner) -> list[torch.Tensor]:
     runner.cache.tensor.fill_(float("nan"))
     free = list(range(runner.cache.pages))
     requests = [Pages(runner, free) for _ in PROMPTS]
-    found = []
+    steps = []
     for pages, prompt in zip(requests, PROMPTS, strict=True):
         for start in range(0, len(prompt), CHUNK):
             end = min(start + CHUNK, len(prompt))
             row = StepRow(prompt[start:end], start, pages.of(start, end), GREEDY if end == len(prompt) else None)
-            found.append(runner.logits(StepBatch([row])).float().cpu())
+            steps.append(runner.logits(StepBatch([row])).float().cpu())
     for number in range(STEPS):
         starts = [len(prompt) + number for prompt in PROMPTS]
         rows = [
             StepRow([(number + at) % 160], start, pages.of(start, start + 1), GREEDY)
             for at, (pages, start) in enumerate(zip(requests, starts, strict=True))
         ]
-        found.append(runner.logits(StepBatch(rows)).float().cpu())
-    return found
+        steps.append(runner.logits(StepBatch(rows)).float().cpu())
+    return steps
 
 
 @pytest.mark.parametrize("page_tokens", [16, 128])
@@ -99,10 +99,12 @@ def test_logits_are_as_right_as_the_plain_kernels(tmp_path: Path, page_tokens: i
     )
     ours = ModelRunner.load(config)
     assert len(ours.cache.groups) > 1
-    found = logits(ours)
+    actual = logits(ours)
     plain = logits(ModelRunner.load(config, kernels=ReferenceKernels()))
     exact = logits(ModelRunner.load(exact_config, kernels=ReferenceKernels()))
-    errors = [torch.cat([(a - b).abs().flatten() for a, b in zip(each, exact, strict=True)]) for each in (found, plain)]
+    errors = [
+        torch.cat([(a - b).abs().flatten() for a, b in zip(outputs, exact, strict=True)]) for outputs in (actual, plain)
+    ]
     assert errors[0].isfinite().all()
     assert errors[0].max() <= 2 * errors[1].max()
     assert errors[0].mean() <= 2 * errors[1].mean()

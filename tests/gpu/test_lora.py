@@ -48,16 +48,16 @@ def steps() -> list[StepBatch]:
         ids = prompts[number][start:end] if start < PROMPT else [(7 * start + number) % 150]
         return StepRow(ids, start, pages[number], draw(), adapter=ORDER[number])
 
-    found = []
+    batches = []
     for start in range(0, PROMPT, CHUNK):
         end = min(start + CHUNK, PROMPT)
-        found.append(StepBatch([row(number, start, end) for number in range(len(ORDER))]))
+        batches.append(StepBatch([row(number, start, end) for number in range(len(ORDER))]))
     half = len(ORDER) // 2
     decoding = [row(number, PROMPT, PROMPT + 1) for number in range(half)]
-    found.append(StepBatch([*decoding, *(row(number, CHUNK, PROMPT) for number in range(half, len(ORDER)))]))
+    batches.append(StepBatch([*decoding, *(row(number, CHUNK, PROMPT) for number in range(half, len(ORDER)))]))
     for at in range(PROMPT + 1, PROMPT + DECODED):
-        found.append(StepBatch([row(number, at, at + 1) for number in range(half)]))
-    return found
+        batches.append(StepBatch([row(number, at, at + 1) for number in range(half)]))
+    return batches
 
 
 def config_of(folder: Path, adapters: list[Path], **changes: Any) -> EngineConfig:
@@ -101,6 +101,6 @@ def test_decode_graphs_take_other_adapters_with_each_replay(tmp_path: Path) -> N
         alone = ModelRunner.load(config_of(merged, []))
         for start in range(len(prompt)):
             row = StepRow(prompt[start : start + 1], start, [0], draw(), adapter=number)
-            found = together.logits(StepBatch([row])).cpu()
-            torch.testing.assert_close(found, alone.logits(StepBatch([row])).cpu(), atol=3e-4, rtol=3e-4)
+            actual = together.logits(StepBatch([row])).cpu()
+            torch.testing.assert_close(actual, alone.logits(StepBatch([row])).cpu(), atol=3e-4, rtol=3e-4)
     assert together.graph_use.hits >= 5 * len(prompt)

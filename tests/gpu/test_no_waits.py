@@ -48,7 +48,7 @@ def _no_waits() -> Iterator[None]:
 
 
 def requests() -> list[Request]:
-    return [Request([(7 * i + 31 * n) % 40_000 for i in range(60)], each) for n, each in enumerate(SAMPLING)]
+    return [Request([(7 * i + 31 * n) % 40_000 for i in range(60)], sampling) for n, sampling in enumerate(SAMPLING)]
 
 
 PROMPTS = [(number, 60) for number in range(len(SAMPLING))]
@@ -71,7 +71,7 @@ def test_no_launch_waits(model_folder: Path, schedule: list[list[tuple[int, int]
     launch_ahead(runner, requests(), schedule)  # first-use allocations may wait
     asked = requests()
     launch_ahead(_Watched(runner), asked, schedule)  # type: ignore[arg-type]
-    assert all(each.answer for each in asked)
+    assert all(request.answer for request in asked)
 
 
 def test_a_wait_would_be_seen() -> None:

@@ -32,17 +32,17 @@ SAMPLINGS = {
 def answers(runner: ModelRunner, adapters: list[int], sampling: SamplingParams) -> list[list[int]]:
     """Returns what rows with these adapters draw: at the end of a prompt, then in decode steps, each one ahead."""
     prompts = [[3 + (7 * row + place) % 150 for place in range(PROMPT)] for row in range(len(adapters))]
-    found: list[list[int]] = [[] for _ in adapters]
+    token_ids: list[list[int]] = [[] for _ in adapters]
     histories = [
         History(prompt, answer) if sampling.needs_history else None
-        for prompt, answer in zip(prompts, found, strict=True)
+        for prompt, answer in zip(prompts, token_ids, strict=True)
     ]
     pages = [[row] for row in range(len(adapters))]
     assert PROMPT + STEPS <= PAGE_TOKENS
     pending: list[PendingStep] = []
 
     def read() -> None:
-        for answer, token in zip(found, pending.pop(0)().token_ids, strict=True):
+        for answer, token in zip(token_ids, pending.pop(0)().token_ids, strict=True):
             assert token is not None
             answer.append(token)
 
@@ -62,7 +62,7 @@ def answers(runner: ModelRunner, adapters: list[int], sampling: SamplingParams) 
         if step:
             read()
     read()
-    return found
+    return token_ids
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS.keys())
@@ -70,7 +70,7 @@ def test_a_row_without_a_finite_logit_has_no_token_and_others_have_theirs(
     sampling: SamplingParams, tmp_path: Path
 ) -> None:
     folder = write_tiny_model(tmp_path / "model", **WIDE)
-    paths = [each.write(tmp_path / name) for name, each in (("good", GOOD), ("overflowing", OVERFLOWING))]
+    paths = [adapter.write(tmp_path / name) for name, adapter in (("good", GOOD), ("overflowing", OVERFLOWING))]
     runner = ModelRunner.load(config_of(folder, paths))
     whole = answers(runner, [0, 0, 1], sampling)
     broken = answers(runner, [2, 0, 1], sampling)

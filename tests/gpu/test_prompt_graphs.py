@@ -107,32 +107,32 @@ def test_logits_are_as_right_as_the_plain_kernels(runners: dict[str, ModelRunner
         for runner in runners.values():
             runner.cache.tensor.fill_(float("nan"))
         exact = runners["exact"].logits(batch).float()
-        for name, found in errors.items():
-            found.append((runners[name].logits(batch).float() - exact).abs())
+        for name, differences in errors.items():
+            differences.append((runners[name].logits(batch).float() - exact).abs())
         assert errors["graphs"][-1].isfinite().all(), lengths
         pages = [row * SHARE + page for row, length in enumerate(lengths) for page in range(-(-length // 128))]
         untouched = sorted(set(range(len(lengths) * SHARE)) - set(pages))
         assert runners["graphs"].cache.tensor[untouched].isnan().all(), lengths
-    graphs, plain = (torch.cat(found) for found in errors.values())
+    graphs, plain = (torch.cat(differences) for differences in errors.values())
     print(f"error {graphs.max():.4f} at most, {graphs.mean():.4f} on average")
     print(f"plain {plain.max():.4f} at most, {plain.mean():.4f} on average")
     assert graphs.max() <= 2 * plain.max()
     assert graphs.mean() <= 2 * plain.mean()
 
 
-def test_a_chunk_behind_what_is_stored(runners: dict[str, ModelRunner]) -> None:
-    found = {}
+def test_logits_of_a_chunk_after_stored_tokens(runners: dict[str, ModelRunner]) -> None:
+    logits = {}
     for name, runner in runners.items():
         runner.cache.tensor.fill_(float("nan"))
         assert list(runner.run(step([300, 41], draw=None)).token_ids) == [None, None]
-        found[name] = runner.logits(step([400, 500], starts=[300, 41])).float()
-    errors = {name: (found[name] - found["exact"]).abs() for name in ("graphs", "plain")}
+        logits[name] = runner.logits(step([400, 500], starts=[300, 41])).float()
+    errors = {name: (logits[name] - logits["exact"]).abs() for name in ("graphs", "plain")}
     assert errors["graphs"].isfinite().all()
     assert errors["graphs"].max() <= 2 * errors["plain"].max()
 
 
 def test_answers_decode_beside_prompts(runners: dict[str, ModelRunner]) -> None:
-    held, found = [300, 41, 129, 64, 2], {}
+    held, logits = [300, 41, 129, 64, 2], {}
     for name, runner in runners.items():
         runner.cache.tensor.fill_(float("nan"))
         assert set(runner.run(step(held, draw=None)).token_ids) == {None}
@@ -145,29 +145,29 @@ def test_answers_decode_beside_prompts(runners: dict[str, ModelRunner]) -> None:
         if name == "graphs":
             stepper: Any = runner.stepper
             assert stepper.prompts.fitting(batch, stepper._packer.sizes(batch)).chunks_at == 16
-        found[name] = runner.logits(batch).float()
-    errors = {name: (found[name] - found["exact"]).abs() for name in ("graphs", "plain")}
+        logits[name] = runner.logits(batch).float()
+    errors = {name: (logits[name] - logits["exact"]).abs() for name in ("graphs", "plain")}
     assert errors["graphs"].shape[0] == 6
     assert errors["graphs"].isfinite().all()
     assert errors["graphs"].max() <= 2 * errors["plain"].max()
     assert errors["graphs"].mean() <= 2 * errors["plain"].mean()
 
 
-def test_a_short_chunk_behind_a_long_context(runners: dict[str, ModelRunner]) -> None:
+def test_logits_of_a_short_chunk_after_a_long_context(runners: dict[str, ModelRunner]) -> None:
     """Steps of decode rows and another chunk. All contexts are judged together, as the lengths above."""
     errors: dict[str, list[torch.Tensor]] = {"graphs": [], "plain": []}
     for context in (4095, 4096, 5000, 6000):
-        for name, each in errors_behind(runners, context).items():
-            errors[name].append(each)
+        for name, difference in errors_after_context(runners, context).items():
+            errors[name].append(difference)
     graphs, plain = (torch.cat(errors[name]) for name in ("graphs", "plain"))
     assert graphs.isfinite().all()
     assert graphs.max() <= 2 * plain.max()
     assert graphs.mean() <= 2 * plain.mean()
 
 
-def errors_behind(runners: dict[str, ModelRunner], context: int) -> dict[str, torch.Tensor]:
+def errors_after_context(runners: dict[str, ModelRunner], context: int) -> dict[str, torch.Tensor]:
     """Returns the errors of the logits of a step with a chunk behind `context` tokens, with and without graphs."""
-    tokens, found = 100, {}
+    tokens, logits = 100, {}
     ours: Any = runners["graphs"].stepper
     batch = StepBatch(
         [
@@ -187,8 +187,8 @@ def errors_behind(runners: dict[str, ModelRunner], context: int) -> dict[str, to
         ):
             for start in range(0, len(ids), 2000):
                 runner.run(StepBatch([StepRow(ids[start : start + 2000], start, pages, None)]))
-        found[name] = runner.logits(batch).float()
-    return {name: (found[name] - found["exact"]).abs() for name in ("graphs", "plain")}
+        logits[name] = runner.logits(batch).float()
+    return {name: (logits[name] - logits["exact"]).abs() for name in ("graphs", "plain")}
 
 
 @pytest.mark.parametrize("asked", [ASKED, ASKED[:1]], ids=["every kind of draw", "greedy alone"])
@@ -221,12 +221,12 @@ def test_what_is_drawn_from_is_as_right_as_without_graphs(runners: dict[str, Mod
     """The whole schedule, decode steps after prompts included, every side fed with the same tokens."""
     requests = requests_that(ASKED)
     launch_ahead(runners["graphs"], requests, SCHEDULE)
-    found = {}
+    logprobs = {}
     for name in ("graphs", "eager", "exact"):
         runners[name].cache.tensor.fill_(float("nan"))
         again = logits_again(runners[name], requests, SCHEDULE)
-        found[name] = torch.stack([logits for _, _, logits in again]).log_softmax(dim=-1)
-    errors = {name: (found[name] - found["exact"]).abs() for name in ("graphs", "eager")}
+        logprobs[name] = torch.stack([logits for _, _, logits in again]).log_softmax(dim=-1)
+    errors = {name: (logprobs[name] - logprobs["exact"]).abs() for name in ("graphs", "eager")}
     assert errors["graphs"].isfinite().all()
     assert errors["graphs"].max() <= 2 * errors["eager"].max()
     assert errors["graphs"].mean() <= 2 * errors["eager"].mean()

@@ -86,10 +86,10 @@ def run(runner: ModelRunner, chunk: int) -> tuple[list[PromptScores], list[list[
 def test_as_on_the_cpu(folder: Path, chunk: int) -> None:
     wanted, tokens = run(ModelRunner.load(tiny_engine_config(folder, kv_cache_bytes=KV_CACHE_BYTES)), 512)
     runner = ModelRunner.load(tiny_engine_config(folder, device="cuda", dtype="float32", kv_cache_bytes=KV_CACHE_BYTES))
-    found, answers = run(runner, chunk)
+    actual, answers = run(runner, chunk)
     assert answers == tokens
     assert runner.graph_use.hits > 0
-    for here, there in zip(found, wanted, strict=True):
+    for here, there in zip(actual, wanted, strict=True):
         assert here.top_ids == there.top_ids
         assert here.chosen == pytest.approx(there.chosen, abs=2e-3)
         assert here.top == pytest.approx(there.top, abs=2e-3)

@@ -95,9 +95,9 @@ def resident(pid: int) -> int:
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         total = 0
-        for each in (process, *process.children(recursive=True)):
+        for member in (process, *process.children(recursive=True)):
             with suppress(psutil.NoSuchProcess):
-                total += each.memory_info().rss
+                total += member.memory_info().rss
         return total
     return 0
 

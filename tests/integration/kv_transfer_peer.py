@@ -63,13 +63,13 @@ def main() -> None:
     worker_id, (incarnation, pages, page_floats, seed), device = sys.argv[1], map(int, sys.argv[2:6]), sys.argv[6]
     pool = on_device(pool_of(seed, pages, page_floats), device)
     layout = layout_of(pool)
-    heard: list[dict[str, object]] = []
+    notices: list[dict[str, object]] = []
 
     def on_notice(notice: TransferNotice) -> None:
         """Records a notice; in these tests `token_hash` is the hash of the pages from number `first_token_id` on."""
         first = notice.first_token_id
         whole = digest(pool[first : first + notice.pages]) == notice.token_hash.hex()
-        heard.append({"epoch": notice.lease.epoch, "whole": whole})
+        notices.append({"epoch": notice.lease.epoch, "whole": whole})
 
     trusted = "UCX_TLS" in os.environ  # tests that set it ask for TCP
     me = PeerRef(worker_id, incarnation)
@@ -83,10 +83,10 @@ def main() -> None:
         command = json.loads(line)
         match command["do"]:
             case "know":
-                told = command["peer"]
-                metadata, memory = bytes.fromhex(told["metadata"]), (told["base"], layout.page_bytes, pages, 0)
-                ref = PeerRef(told["worker_id"], told["incarnation"])
-                transport.add_peer(PeerDescription(ref, metadata, *memory, told["memory"], told["host"]))
+                peer = command["peer"]
+                metadata, memory = bytes.fromhex(peer["metadata"]), (peer["base"], layout.page_bytes, pages, 0)
+                ref = PeerRef(peer["worker_id"], peer["incarnation"])
+                transport.add_peer(PeerDescription(ref, metadata, *memory, peer["memory"], peer["host"]))
                 answer: object = None
             case "write":
                 notice = TransferNotice(Lease("r", 1, 1), transport.describe().peer, b"", pages, 0, 1)
@@ -101,8 +101,8 @@ def main() -> None:
                 answer = None
             case "digests":
                 answer = [digest(page) for page in pool]
-            case "heard":
-                answer = heard
+            case "notices":
+                answer = notices
             case "looks":
                 looks.clear()
                 began = time.monotonic()

@@ -20,20 +20,20 @@ class SilentRouter:
     def __init__(self, cluster: Any) -> None:
         of_role = {member.role: member for member in cluster.members()}
         self.writer, self.reader = of_role["prefill"], of_role["decode"]
-        self._told = {"prefill": self.writer.peer}
+        self._prefill_peer = {"prefill": self.writer.peer}
         self._channel_to = cluster.channel
         self._pages = cluster.inspect_worker(self.reader.peer.worker_id).pages_total - _SPARE_PAGES
         self._leases: list[tuple[types_pb2.Lease, range]] = []
 
     def __enter__(self) -> SilentRouter:
-        self._channels = [self._channel_to(each.address) for each in (self.writer, self.reader)]
+        self._channels = [self._channel_to(worker.address) for worker in (self.writer, self.reader)]
         self._prefill, self._decode = map(worker_pb2_grpc.WorkerStub, self._channels)
         self._events = self._decode.Attach(worker_pb2.AttachRequest(router_id=_ME))
         return self
 
     def __exit__(self, *_: object) -> None:
         for lease, _ in self._leases:
-            self._decode.ReleaseLease(worker_pb2.ReleaseLeaseRequest(lease=lease, **self._told), timeout=60)
+            self._decode.ReleaseLease(worker_pb2.ReleaseLeaseRequest(lease=lease, **self._prefill_peer), timeout=60)
         self._events.cancel()
         for channel in self._channels:
             channel.close()
@@ -42,10 +42,10 @@ class SilentRouter:
         """Promises all pages but a few, and allows the prompts' pages to be written."""
         for number, pages in enumerate([*_portions(self._pages - _SMALL_PAGES, _LARGEST_PAGES), _SMALL_PAGES]):
             prompt = range(1, pages * PAGE_TOKENS - _ANSWER.max_tokens)
-            asked = self._request(worker_pb2.ReserveRequest, number, prompt, **self._told)
+            asked = self._request(worker_pb2.ReserveRequest, number, prompt, **self._prefill_peer)
             lease = self._decode.Reserve(asked, timeout=60).lease
             self._leases.append((lease, prompt))
-            allocate_pages = worker_pb2.AllocatePagesRequest(lease=lease, pages=pages, **self._told)
+            allocate_pages = worker_pb2.AllocatePagesRequest(lease=lease, pages=pages, **self._prefill_peer)
             assert self._decode.AllocatePages(allocate_pages, timeout=60).page_ids
 
     def start_handoff(self) -> None:

@@ -41,7 +41,7 @@ def answers_once_healthy(url: str, within_s: float) -> list[int]:
             assert time.monotonic() < deadline_s, "it never was"
             time.sleep(0.02)
         asked = [threads.submit(http.post, "/v1/completions", json=body) for _ in range(92)]
-        return [each.result().status_code for each in asked]
+        return [response.result().status_code for response in asked]
 
 
 def family(pid: int) -> list[psutil.Process]:
@@ -180,7 +180,7 @@ def test_a_signal_at_any_moment_leaves_nothing(
 
 @pytest.mark.timeout(240)
 def test_a_killed_up_leaves_nothing(
-    start_up: Callable[..., subprocess.Popen[str]], temp_root: Path, tell: Callable[[str], None]
+    start_up: Callable[..., subprocess.Popen[str]], temp_root: Path, report_line: Callable[[str], None]
 ) -> None:
     """Ray's two agents do not end by themselves for minutes."""
     before = shared_memory()
@@ -191,8 +191,8 @@ def test_a_killed_up_leaves_nothing(
     began = time.monotonic()
     process.wait()
     _, alive = psutil.wait_procs(relatives, timeout=60)
-    tell(f"all processes were gone {time.monotonic() - began:.1f} s after SIGKILL")
-    assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+    report_line(f"all processes were gone {time.monotonic() - began:.1f} s after SIGKILL")
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
     shutil.rmtree(temp_root / f"torchinductor_{getpass.getuser()}", ignore_errors=True)  # a cache of PyTorch
     assert_gone(relatives, before, temp_root)
 

@@ -38,13 +38,13 @@ class Head:
 
     def actors(self) -> list[str]:
         """Tandem's processes on it."""
-        found = []
+        names = []
         for process in psutil.Process(self.process.pid).children(recursive=True):
             try:
-                found += [name for name in ACTORS if "".join(process.cmdline()[:1]).startswith(name)]
+                names += [name for name in ACTORS if "".join(process.cmdline()[:1]).startswith(name)]
             except psutil.NoSuchProcess:
                 continue
-        return sorted(found)
+        return sorted(names)
 
     def assert_soon(self, actors: list[str]) -> None:
         """Waits for these actors: processes that were asked to end take their time."""

@@ -77,13 +77,13 @@ class Peer:
         print(json.dumps({"do": do, **arguments}), file=self.process.stdin, flush=True)
         return self.read()
 
-    def hears(self, notices: int, timeout_s: float = 60.0) -> list[dict[str, Any]]:
+    def wait_for_notices(self, notices: int, timeout_s: float = 60.0) -> list[dict[str, Any]]:
         """Returns the received notices, once there are so many."""
         until = time.monotonic() + timeout_s
-        while len(heard := self.ask("heard")) < notices and time.monotonic() < until:
+        while len(received := self.ask("notices")) < notices and time.monotonic() < until:
             time.sleep(0.005)
-        assert len(heard) == notices
-        return heard
+        assert len(received) == notices
+        return received
 
     def stands_still(self) -> None:
         """Stops the process; a signal takes effect with a delay."""
@@ -201,8 +201,8 @@ def test_the_notice_comes_after_the_data(prefill: Prefill, peer: Peer) -> None:
         prefill.pool[local] = np.float32(epoch) + prefill.pool[local]
         notice = prefill.notice(epoch, local, first)
         prefill.write(peer, local, list(range(first, first + count)), notice).result(timeout=60)
-        heard = peer.hears(epoch)
-        assert heard[-1] == {"epoch": epoch, "whole": True}
+        received = peer.wait_for_notices(epoch)
+        assert received[-1] == {"epoch": epoch, "whole": True}
 
 
 @ONE_WIRE
@@ -216,9 +216,9 @@ def test_many_requests_at_once(prefill: Prefill, peer: Peer) -> None:
         notice = prefill.notice(epoch, local, first)
         futures.append(prefill.write(peer, local[3:], [first + 3], notice, after=futures[-3:]))
     assert sum(future.result(timeout=60).bytes for future in futures) == PAGES * PAGE_FLOATS * 4
-    heard = peer.hears(32)
-    assert sorted(one["epoch"] for one in heard) == list(range(1, 33))
-    assert all(one["whole"] for one in heard)
+    received = peer.wait_for_notices(32)
+    assert sorted(one["epoch"] for one in received) == list(range(1, 33))
+    assert all(one["whole"] for one in received)
 
 
 @ONE_WIRE
@@ -232,9 +232,9 @@ def test_a_killed_peer_fails_its_writes_and_its_next_run_is_served(
     peer.process.kill()
     peer.process.wait()
     futures += [prefill.write(peer, every, every) for _ in range(6)]
-    settled, moving = wait(futures, timeout=60)
+    done, moving = wait(futures, timeout=60)
     assert not moving
-    errors = [future.exception() for future in settled]
+    errors = [future.exception() for future in done]
     assert all(error is None or isinstance(error, TransferFailed) for error in errors)
     with pytest.raises(TransferFailed, match="decode-0"):
         prefill.write(peer, [0], [0]).result(timeout=60)
@@ -243,7 +243,7 @@ def test_a_killed_peer_fails_its_writes_and_its_next_run_is_served(
     reborn.meets(prefill)
     prefill.transport.add_peer(peer.description)
     prefill.write(reborn, [4, 9], [1, 0], prefill.notice(5, [9, 4], 0)).result(timeout=60)
-    assert reborn.hears(1) == [{"epoch": 5, "whole": True}]
+    assert reborn.wait_for_notices(1) == [{"epoch": 5, "whole": True}]
     with pytest.raises(TransferFailed, match="unknown here"):
         prefill.write(peer, [0], [0]).result(timeout=60)
     expected = reborn.initial.copy()
@@ -333,13 +333,13 @@ class TestEdges:
         with pytest.raises(TransferFailed, match="decode-9"):
             prefill.transport.write(stranger, 5.0).result(timeout=60)
         prefill.write(peer, [], [], prefill.notice(1, [], 0)).result(timeout=60)
-        peer.hears(1)
+        peer.wait_for_notices(1)
 
     def test_a_notice_that_lies_about_its_sender_is_dropped(self, prefill: Prefill, peer: Peer) -> None:
         lie = TransferNotice(Lease("r", 1, 1), PeerRef("prefill-1", 7), b"", 0, 0, 0)
         prefill.write(peer, [0], [0], lie).result(timeout=60)
         prefill.write(peer, [0], [0], prefill.notice(2, [0], 0)).result(timeout=60)
-        assert [one["epoch"] for one in peer.hears(1)] == [2]
+        assert [one["epoch"] for one in peer.wait_for_notices(1)] == [2]
 
     def test_other_page_sizes_are_refused(self, prefill: Prefill, peer: Peer) -> None:
         description = PeerDescription(PeerRef("decode-9", 1), b"", 4096, 1 << 20, 4, 0, "DRAM")
@@ -364,7 +364,7 @@ class TestEdges:
         assert idle <= 2 + seconds / REST_S
         assert idle < listening
 
-    def test_time_in_which_nobody_looked_does_not_count_as_listening(self, prefill: Prefill, peer: Peer) -> None:
+    def test_time_without_polls_does_not_count_as_poll_time(self, prefill: Prefill, peer: Peer) -> None:
         transport, gate = prefill.transport, threading.Event()
         transport.expect(1)
         assert isinstance(transport, NixlTransport)
@@ -376,13 +376,13 @@ class TestEdges:
         held, after = threading.Event(), threading.Event()
         transport._command(lambda: held.set() or (gate.wait(60) and None))
         assert held.wait(60)
-        before, heard = transport.transport_poll_s(), []
-        transport._command(lambda: heard.append(transport.transport_poll_s()) or after.set())
+        before, polls = transport.transport_poll_s(), []
+        transport._command(lambda: polls.append(transport.transport_poll_s()) or after.set())
         time.sleep(0.4)
         assert transport.transport_poll_s() == before
         gate.set()
         assert after.wait(60)
-        assert heard[0] < before + 0.4
+        assert polls[0] < before + 0.4
 
     def test_close_is_final_and_idempotent(self, prefill: Prefill, peer: Peer) -> None:
         prefill.transport.close()
@@ -405,7 +405,7 @@ def test_device_memory_goes_the_same_way(start_peer: Callable[..., Peer], here: 
         remote = list(range(first, first + 16))
         expected[remote] = prefill.pool[local]
         prefill.write(peer, local, remote, prefill.notice(epoch, local, first)).result(timeout=60)
-        assert peer.hears(epoch)[-1] == {"epoch": epoch, "whole": True}
+        assert peer.wait_for_notices(epoch)[-1] == {"epoch": epoch, "whole": True}
     assert peer.ask("digests") == [digest(page) for page in expected]
     prefill.transport.close()
     assert peer.end() == 0

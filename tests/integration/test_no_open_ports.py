@@ -65,13 +65,15 @@ def test_nothing_listens_where_pages_stay_on_the_host(start_pair: StartPair) -> 
         prefill, peer = start_pair()
         done = prefill.write(peer, EVERY, EVERY, prefill.notice(1, EVERY, 0)).result(timeout=60)
         assert done.bytes == prefill.pool.nbytes
-        assert peer.hears(1) == [{"epoch": 1, "whole": True}]
+        assert peer.wait_for_notices(1) == [{"epoch": 1, "whole": True}]
         assert listening_sockets(peer.process.pid) == []
         assert listening_sockets(os.getpid()) == here
         assert prefill.transport.open_ports() == ()
 
 
-def test_the_ports_of_a_trusted_network_are_told(monkeypatch: pytest.MonkeyPatch, start_pair: StartPair) -> None:
+def test_open_ports_lists_the_ports_of_a_trusted_network(
+    monkeypatch: pytest.MonkeyPatch, start_pair: StartPair
+) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp,cuda")
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
     before = listening_sockets(os.getpid())

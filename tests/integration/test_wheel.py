@@ -54,9 +54,9 @@ def environment(wheel: Path, tmp_path: Path) -> Path:
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", folder / "bin" / "python"]
     subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", wheel], check=True)
-    for each in Path(sysconfig.get_path("purelib")).iterdir():
-        if not each.name.startswith(NOT_SEEN) and not (site / each.name).exists():
-            (site / each.name).symlink_to(each)
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if not path.name.startswith(NOT_SEEN) and not (site / path.name).exists():
+            (site / path.name).symlink_to(path)
     return folder
 
 

@@ -125,11 +125,11 @@ class WorkerEnd:
         """Waits until every page is free, or cached without readers, and no request is known."""
         async with asyncio.timeout(60):
             while True:
-                found = await self.inspect()
-                assert found.integrity_error == ""
-                unused = found.pages_free + found.pages_cached
-                if unused == found.pages_total and not (found.requests or found.leases or found.pages_reserved):
-                    return found
+                state = await self.inspect()
+                assert state.integrity_error == ""
+                unused = state.pages_free + state.pages_cached
+                if unused == state.pages_total and not (state.requests or state.leases or state.pages_reserved):
+                    return state
                 await asyncio.sleep(0.02)
 
 
@@ -228,9 +228,9 @@ async def test_a_flipped_bit_fails_the_transfer_and_the_next_attempt_is_right(pa
         await again.done.wait()
     assert [again.tokens[n] for n in range(8)] == alone(model, prompt, sampling)[0]
     await pair.prefill.empty()
-    found = await pair.decode.empty()
-    assert found.checksum_failures == 1
-    assert found.checksums_equal == again.pages
+    state = await pair.decode.empty()
+    assert state.checksum_failures == 1
+    assert state.checksums_equal == again.pages
 
 
 async def test_a_pair_generates_the_tokens_of_one_engine(pair: Pair, model: Path) -> None:
@@ -250,10 +250,10 @@ async def test_a_pair_generates_the_tokens_of_one_engine(pair: Pair, model: Path
         assert [answer.tokens[n] for n in range(len(answer.tokens))] == expected
         assert len(answer.logprobs) == len(logprobs) == (0 if sampling.logprobs is None else len(expected))
         for number, wanted in enumerate(logprobs):
-            found = answer.logprobs[number]
+            actual = answer.logprobs[number]
             assert wanted is not None
-            assert found.top_ids == wanted.top_ids
-            assert (found.chosen, *found.top) == pytest.approx((wanted.chosen, *wanted.top), abs=1e-4)
+            assert actual.top_ids == wanted.top_ids
+            assert (actual.chosen, *actual.top) == pytest.approx((wanted.chosen, *wanted.top), abs=1e-4)
         assert answer.finish in (FinishReason.STOP, FinishReason.LENGTH)
         if len(expected) > 1:
             assert answer.pages == -(-len(prompt) // 16)

@@ -108,9 +108,9 @@ def test_what_is_wrong_with_it_is_among_what_it_announces(model: Path) -> None:
     assert isinstance(worker.transport, NixlTransport)
     worker.transport._ucx_transports.warnings = ("KV pages go over TCP",)
     worker.admission._budget._lost.not_ready = "too many pages are lost"
-    told = process._info(engine, worker, "")
-    assert told.not_ready == "too many pages are lost"
-    wire, misfit = told.warnings
+    info = process._info(engine, worker, "")
+    assert info.not_ready == "too many pages are lost"
+    wire, misfit = info.warnings
     assert wire == "KV pages go over TCP"
     assert misfit.startswith("shares no request with prefill-9: transfer")
     process.stop()
@@ -134,7 +134,7 @@ def test_a_model_that_is_not_there_leaves_nothing(tmp_path: Path) -> None:
     assert ended.value is started.value, "waiting for its end raises the reason, as starting does"
 
 
-def test_a_defect_in_the_start_is_told_to_whoever_waits(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_raises_the_error_of_a_failed_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("no such luck\nand a page more")
 

@@ -51,7 +51,7 @@ def patch_lang(fn: Any) -> Any:
 
 @cache
 def languages_of(fn: Any) -> list[Any]:
-    return [each for each in fn.__globals__.values() if each is tl or each is tl.core]
+    return [module for module in fn.__globals__.values() if module is tl or module is tl.core]
 
 
 def patch_builtin(package: Any, builder: Any, scope: Any) -> None:

@@ -122,9 +122,9 @@ def check(
     norm_dtype: torch.dtype | None = None,
 ) -> None:
     """Checks all cases together, as the largest of few errors is random."""
-    found = torch.cat(
+    actual = torch.cat(
         [run(op, case, dtype, tile, activation=activation, norm_dtype=norm_dtype).flatten() for case in cases]
     )
     baseline = torch.cat([torch_run(op, case, dtype, activation, norm_dtype).flatten() for case in cases])
     exact = torch.cat([torch_run(op, case, torch.float64, activation).flatten() for case in cases])
-    assert_as_good(found, baseline, exact)
+    assert_as_good(actual, baseline, exact)

@@ -46,11 +46,11 @@ def test_a_kernel_of_many_trials_is_compiled_once() -> None:
 def test_other_kernels_are_others() -> None:
     compiled: list[str] = []
     wanted = [("norm", "bf16"), ("norm", "fp32"), ("rope", "bf16")]
-    run_side_by_side({str(each): lambda each=each: launch(*each, compiled) for each in wanted}, CPU)  # type: ignore[misc]
+    run_side_by_side({str(variant): lambda variant=variant: launch(*variant, compiled) for variant in wanted}, CPU)  # type: ignore[misc]
     assert sorted(compiled) == ["norm bf16", "norm fp32", "rope bf16"]
 
 
-def test_who_listened_before_listens_again() -> None:
+def test_the_jit_cache_hook_is_restored() -> None:
     before = knobs.runtime.jit_cache_hook
     run_side_by_side({}, CPU)
     assert knobs.runtime.jit_cache_hook is before

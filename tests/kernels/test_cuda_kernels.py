@@ -62,7 +62,7 @@ def test_logits_of_the_plain_kernels(folder: Path, kv_dtype: torch.dtype | None)
         kv_cache_dtype="int8" if kv_dtype else "auto",
     )  # fmt: skip
     kernels = CudaKernels(load_spec(folder), torch.device(device), torch.float32, 16, 4, kv_dtype)
-    ours, plain = (ModelRunner.load(config, kernels=each) for each in (kernels, ReferenceKernels()))
+    ours, plain = (ModelRunner.load(config, kernels=backend) for backend in (kernels, ReferenceKernels()))
     # A key that is rounded otherwise may get the next code.
     tolerance = 2e-3 if kv_dtype else 2e-5
     prompt = [(7 * i) % 67 for i in range(21)]
@@ -83,7 +83,7 @@ def test_an_eagle_head_guesses_as_with_the_plain_kernels(tmp_path: Path) -> None
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = EngineConfig.of(model, device=device, dtype="float32", page_tokens=16, kv_cache_bytes=1 << 20, draft=head)
     kernels = CudaKernels(load_spec(model), torch.device(device), torch.float32, 16, 4)
-    ours, plain = (drafts(ModelRunner.load(config, kernels=each)) for each in (kernels, ReferenceKernels()))
+    ours, plain = (drafts(ModelRunner.load(config, kernels=backend)) for backend in (kernels, ReferenceKernels()))
     assert ours == plain
 
 
@@ -97,16 +97,20 @@ def drafts(runner: ModelRunner) -> list[list[int]]:
         assert token is not None
         proposer.begin(name, [token])
         assert proposer.capacity(name, 3) == 3
-    found = [*proposer.compute([WantedDraft(name, [DRAW] * 3, [row]) for row, name in enumerate("ab")])]
-    rows = [StepRow([found[0][0]], 3, [0], DRAW), StepRow([11], 4, [0], DRAW), StepRow([found[1][0]], 2, [1], DRAW)]
+    token_ids = [*proposer.compute([WantedDraft(name, [DRAW] * 3, [row]) for row, name in enumerate("ab")])]
+    rows = [
+        StepRow([token_ids[0][0]], 3, [0], DRAW),
+        StepRow([11], 4, [0], DRAW),
+        StepRow([token_ids[1][0]], 2, [1], DRAW),
+    ]
     _, second, third = runner.run(StepBatch(rows)).token_ids
     assert second is not None
     assert third is not None
     proposer.extend("a", [11, second])
     proposer.extend("b", [third])
     assert [proposer.capacity(name, 3) for name in "ab"] == [3, 3]
-    found += proposer.compute([WantedDraft("a", [DRAW] * 3, [0, 1]), WantedDraft("b", [DRAW] * 2, [2])])
-    return [list(each) for each in found]
+    token_ids += proposer.compute([WantedDraft("a", [DRAW] * 3, [0, 1]), WantedDraft("b", [DRAW] * 2, [2])])
+    return [list(draft) for draft in token_ids]
 
 
 class _Slow(Future[GatedProduct]):

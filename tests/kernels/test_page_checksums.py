@@ -30,9 +30,9 @@ def make_cache(shape: tuple[int, ...] = SHAPES[0], dtype: torch.dtype = torch.fl
 def naive(cache: KvCache, page: int, filled: int) -> int:
     """Computes the definition in Python integers."""
     total, place = 0, 0
-    found = as_words(cache)
-    for row in found.words[page].tolist():
-        for word, token in zip(row, found.tokens().tolist(), strict=True):
+    data = as_words(cache)
+    for row in data.words[page].tolist():
+        for word, token in zip(row, data.tokens().tolist(), strict=True):
             total += word * (2 * place + 1) * (token < filled)
             place += 1
     return total % 2**64
@@ -56,9 +56,9 @@ def make_quantized(shape: tuple[int, ...] = SHAPES[0]) -> QuantizedKv:
 def triton_sums(cache: KvCache, pages: list[int], filled: list[int]) -> list[int]:
     chosen = torch.tensor(list(zip(pages, filled, strict=True)), device=DEVICE)
     parts = torch.full((len(pages), SPLITS), -1, device=DEVICE)
-    found = as_words(cache)
-    codes = found.page_tokens * found.token_words
-    partial_sums(found.words.to(DEVICE), codes, found.token_words, chosen, parts)
+    data = as_words(cache)
+    codes = data.page_tokens * data.token_words
+    partial_sums(data.words.to(DEVICE), codes, data.token_words, chosen, parts)
     return [total % 2**64 for total in parts.sum(dim=1).tolist()]
 
 

@@ -79,7 +79,7 @@ def one_by_one(steps: int, dtype: torch.dtype, **changes: float) -> list[Request
     requests = some_requests(**changes)
     for step in range(steps):
         logits = logits_of(step, len(requests), dtype)
-        draws = [each.draw(step) for each in requests]
+        draws = [request.draw(step) for request in requests]
         tokens = sampler.sample(logits, draws, EOS)
         scores = logprobs.score(logits, draws, tokens)
         for request, token, score in zip(requests, tokens.tolist(), scores, strict=True):
@@ -104,8 +104,8 @@ def one_ahead(steps: int, rows: int, dtype: torch.dtype) -> list[Request]:
     memory = [draws.make_memory() for _ in range(2)]
     running: tuple[list[int], Drawn] | None = None
 
-    def take(order: list[int], found: Drawn) -> None:
-        tokens, scores = found
+    def take(order: list[int], output: Drawn) -> None:
+        tokens, scores = output
         for number, token, score in zip(order, tokens, scores, strict=True):
             requests[number].answer.append(token)
             requests[number].scores.append(score)
@@ -129,9 +129,9 @@ def one_ahead(steps: int, rows: int, dtype: torch.dtype) -> list[Request]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [len(KINDS), 2], ids=["a row of counts for each", "fewer rows than need some"])
 def test_one_ahead_as_one_by_one(rows: int, dtype: torch.dtype) -> None:
-    for found, wanted in zip(one_ahead(STEPS, rows, dtype), one_by_one(STEPS, dtype), strict=True):
-        assert found.answer == wanted.answer, found.sampling
-        for here, there in zip(found.scores, wanted.scores, strict=True):
+    for actual, wanted in zip(one_ahead(STEPS, rows, dtype), one_by_one(STEPS, dtype), strict=True):
+        assert actual.answer == wanted.answer, actual.sampling
+        for here, there in zip(actual.scores, wanted.scores, strict=True):
             assert (here is None) == (there is None)
             if here is not None and there is not None:
                 assert here.top_ids == there.top_ids
@@ -159,7 +159,7 @@ def finished(read: Callable[[], Drawn]) -> Drawn:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_are_the_models_own_behind_a_draw_that_may_not_end(temperature: float) -> None:
+def test_logits_are_unchanged_after_a_draw_that_may_not_end(temperature: float) -> None:
     draws, _, drawn = make_draws(2)
     logits = torch.full((2, VOCAB), -5.0, device=DEVICE)
     logits[:, EOS[0]], logits[:, 9] = 8.0, 7.0
@@ -171,7 +171,7 @@ def test_logits_are_the_models_own_behind_a_draw_that_may_not_end(temperature: f
     assert tokens[0] != EOS[0]
     assert tokens[1] == EOS[0]
     assert torch.equal(logits, before)
-    assert all(each is not None and each.top_ids == (EOS[0],) for each in scores)
+    assert all(score is not None and score.top_ids == (EOS[0],) for score in scores)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -191,7 +191,7 @@ def test_tokens_follow_a_grammar_and_logits_stay_the_models_own(temperature: flo
         tokens, scores = finished(draws.launch(logits, bound, [None, None], draws.make_memory(), greedy_is_drawn=True))
         assert tokens[1] == before[1].argmax()
         assert torch.equal(logits, before)
-        assert all(each is not None for each in scores)
+        assert all(score is not None for score in scores)
         answer.append(tokens[0])
     assert small_grammars().begin(asked.grammar).allowed(answer[:2])[0] == 1 << END
     assert answer[2] == END
@@ -242,7 +242,7 @@ def test_what_was_not_counted_here_is_counted_anew() -> None:
 def test_a_full_store_takes_the_row_that_was_used_longest_ago() -> None:
     counts = PenaltyCounts(VOCAB, 2, DEVICE)
     old, kept, new = (History((token,), []) for token in (1, 2, 3))
-    rows = [place(counts, each).data_ptr() for each in (old, kept)]
+    rows = [place(counts, slot).data_ptr() for slot in (old, kept)]
     assert rows[0] != rows[1]
     kept.answer = [8]
     assert place(counts, kept).data_ptr() == rows[1]
@@ -251,7 +251,7 @@ def test_a_full_store_takes_the_row_that_was_used_longest_ago() -> None:
     assert len(counts._lent) == 2
 
 
-def test_a_draw_behind_one_without_a_token_is_counted_within_the_vocabulary() -> None:
+def test_a_draw_after_one_without_a_token_is_counted_within_the_vocabulary() -> None:
     """It is launched before the host knows; its request fails once the host does."""
     counts = PenaltyCounts(VOCAB, 2, DEVICE)
     assert counted(place(counts, History((9,), [4]), late=NO_TOKEN)) == {9: (True, 0), 4: (False, 1), 0: (False, 1)}

@@ -228,8 +228,8 @@ def test_head_norms_in_float32() -> None:
 def test_pages_whose_heads_are_outermost(planned_tokens: int) -> None:
     step = make_step([(5, 30), (1, 1)], heads(4, 2, 64), page_tokens=16, filled=False)
     turned = replace(step, cache=head_major(step.cache))
-    for each in (step, turned):
-        q, cache = run_rope(each, torch.float32, (None, None), step.layout.slots, planned_tokens)
+    for case in (step, turned):
+        q, cache = run_rope(case, torch.float32, (None, None), step.layout.slots, planned_tokens)
         assert_rotated_and_stored(step, torch.float32, (None, None), q, cache)
 
 

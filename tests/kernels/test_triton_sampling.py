@@ -50,7 +50,9 @@ def random_logits(rows: int, vocab: int, seed: int = 0) -> Tensor:
 
 
 def make_draws(mix: list[dict[str, Any]], seed: int = 0) -> list[SamplingInput]:
-    return [draw(index=place, **({"temperature": 1.0, "seed": seed + place} | each)) for place, each in enumerate(mix)]
+    return [
+        draw(index=place, **({"temperature": 1.0, "seed": seed + place} | params)) for place, params in enumerate(mix)
+    ]
 
 
 def on_device(
@@ -115,8 +117,8 @@ def test_greedy_takes_the_lowest_of_equal_ids(rows: int, vocab: int) -> None:
     logits[-1, 11:] = float("-inf")
     wide = torch.full((rows, vocab + 24), float("inf"))
     wide[:, :vocab] = logits
-    found = on_device(wide.to(DEVICE)[:, :vocab], [draw()] * rows)
-    assert found.tolist() == logits.argmax(-1).tolist()
+    tokens = on_device(wide.to(DEVICE)[:, :vocab], [draw()] * rows)
+    assert tokens.tolist() == logits.argmax(-1).tolist()
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -134,14 +136,14 @@ def test_a_row_whose_largest_logit_is_not_finite_has_no_token_and_others_have_th
     assert (wanted >= 0).all()
     broken = logits.clone()
     broken[::2] = value
-    found = on_device(broken, draws)
-    assert (found[::2] == NO_TOKEN).all()
-    assert torch.equal(found[1::2], wanted[1::2])
+    tokens = on_device(broken, draws)
+    assert (tokens[::2] == NO_TOKEN).all()
+    assert torch.equal(tokens[1::2], wanted[1::2])
     broken = logits.clone()
     broken[1::2, vocab - 3] = value
-    found = on_device(broken, draws)
-    assert ((found[1::2] == NO_TOKEN) == (value != float("-inf"))).all()
-    assert torch.equal(found[::2], wanted[::2])
+    tokens = on_device(broken, draws)
+    assert ((tokens[1::2] == NO_TOKEN) == (value != float("-inf"))).all()
+    assert torch.equal(tokens[::2], wanted[::2])
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -206,8 +208,8 @@ def test_draws_follow_the_distribution() -> None:
     chosen = SamplingParams(max_tokens=1, temperature=0.8, top_k=4, seed=12)
     wanted = (logits / 0.8).masked_fill(logits == -1, float("-inf")).softmax(-1)
     count = 4000 if ON_GPU else 80
-    found = on_device(logits.expand(count, 5), [SamplingInput(chosen, index) for index in range(count)])
-    histogram = torch.bincount(found, minlength=5)
+    tokens = on_device(logits.expand(count, 5), [SamplingInput(chosen, index) for index in range(count)])
+    histogram = torch.bincount(tokens, minlength=5)
     assert histogram[3] == 0
     # Chi-square with 3 degrees of freedom exceeds 21 once in 10,000.
     seen = wanted > 0
@@ -240,15 +242,15 @@ def test_penalties_change_the_logits_before_everything_else() -> None:
         [{}, {"top_p": 0.9}, MIXED[0], {"top_k": 20}, MIXED[0]],
     ]
     for mix in mixes:
-        plain = make_draws([each | penalty for each, penalty in zip(mix, penalties, strict=True)], seed=3)
-        draws = [replace(each, history=history) for each, history in zip(plain, histories, strict=True)]
+        plain = make_draws([params | penalty for params, penalty in zip(mix, penalties, strict=True)], seed=3)
+        draws = [replace(plain_draw, history=history) for plain_draw, history in zip(plain, histories, strict=True)]
         before = counts.clone()
-        found = on_device(logits, draws, counted, counts)
-        assert found.tolist() == sampler.sample(logits, draws).tolist()
-        assert found.tolist() != sampler.sample(logits, plain).tolist()
+        tokens = on_device(logits, draws, counted, counts)
+        assert tokens.tolist() == sampler.sample(logits, draws).tolist()
+        assert tokens.tolist() != sampler.sample(logits, plain).tolist()
         added = (counts - before).cpu()
         assert added.sum() == 3
-        assert all(added[row, token] == 1 for row, token in zip(counted, found.tolist(), strict=True) if row >= 0)
+        assert all(added[row, token] == 1 for row, token in zip(counted, tokens.tolist(), strict=True) if row >= 0)
         counts.copy_(before)
 
 

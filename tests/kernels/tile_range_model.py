@@ -78,12 +78,12 @@ def tile_line(rows: Sequence[Sequence[int]], programs: int) -> Line:
 
 def split(rows: Sequence[Sequence[int]], splits: int, least: int) -> list[Part]:
     """Returns the parts if each row has `splits` programs: as few as have `least` tiles, or a row's share."""
-    found = []
+    all_parts = []
     for row, tiles in enumerate(rows):
         share = max(-(-len(tiles) // splits), least)
         parts = [tuple(tiles[start : start + share]) for start in range(0, len(tiles), share)] or [()]
-        found += [Part(row * splits + number, row, part, number, len(parts)) for number, part in enumerate(parts)]
-    return sorted(found)
+        all_parts += [Part(row * splits + number, row, part, number, len(parts)) for number, part in enumerate(parts)]
+    return sorted(all_parts)
 
 
 def _even(rows: Sequence[Sequence[int]], programs: int) -> tuple[int, int] | None:

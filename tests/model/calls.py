@@ -89,11 +89,11 @@ class Call(ABC):
         """Cancel the call on behalf of the client."""
 
     def _arrive(self) -> None:
-        found = self.network.listener(self.address)
-        if found is None:
+        listener = self.network.listener(self.address)
+        if listener is None:
             self._to_client("refused", connection_lost())
             return
-        self.server, servicer = found
+        self.server, servicer = listener
         self.server.run(self.network.loop.create_task, self._serve(servicer))
 
     async def _serve(self, servicer: Any) -> None:

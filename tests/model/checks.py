@@ -39,7 +39,7 @@ TOKEN_BYTES = 4
 """Bytes of a token id, which is stored as the codes of 8-bit KV."""
 
 
-def stamp_behind(stamp: int, token: int) -> int:
+def next_stamp(stamp: int, token: int) -> int:
     """Return the stamp stored with the KV of `token`, given the previous token's stamp.
 
     Like keys and values, a stamp depends on all previous tokens.
@@ -78,8 +78,8 @@ class WatchedEngine(FakeEngine):
         super().__init__(pages)
         self.asynchronous = asynchronous
         dtype = torch.int8 if self.quantized else torch.int32
-        each = (2, PAGE_TOKENS) if self.quantized else (PAGE_TOKENS, 2)
-        self.stored = np.zeros((pages + 1, *each), dtype="<i4")
+        page_shape = (2, PAGE_TOKENS) if self.quantized else (PAGE_TOKENS, 2)
+        self.stored = np.zeros((pages + 1, *page_shape), dtype="<i4")
         """The memory of all pages. The last page belongs to no request; transfers that test a connection use it."""
         self.memory = self.stored.swapaxes(1, 2) if self.quantized else self.stored
         group = KvGroup((0,), 1, 1, 1, TOKEN_BYTES if self.quantized else 2)
@@ -104,7 +104,7 @@ class WatchedEngine(FakeEngine):
             self.seen["pages behind windows"] += first
             stamp = stamps[-1]
             for position, token in enumerate(row.token_ids, row.start):
-                stamp = stamp_behind(stamp, token)
+                stamp = next_stamp(stamp, token)
                 self.memory[pages[position // PAGE_TOKENS], position % PAGE_TOKENS, 1] = stamp
         return super()._row(row)
 
@@ -116,11 +116,11 @@ class WatchedEngine(FakeEngine):
         """
         stamps = list(known) or [FIRST_STAMP]
         for position in range(first, end):
-            token, found = self.memory[pages[position // PAGE_TOKENS], position % PAGE_TOKENS].tolist()
-            stamp = stamp_behind(stamps[position], token)
+            token, actual = self.memory[pages[position // PAGE_TOKENS], position % PAGE_TOKENS].tolist()
+            stamp = next_stamp(stamps[position], token)
             if not known:
                 stamps.append(stamp)
-            if found != stamp or stamp != stamps[position + 1]:
+            if actual != stamp or stamp != stamps[position + 1]:
                 page = pages[position // PAGE_TOKENS]
                 raise Broken(f"a step reads KV of another prefix at {position}, page {page}")
         return stamps

@@ -221,7 +221,7 @@ class ClusterMachine(RuleBasedStateMachine):
     def repeat_notice(self, which: int, much: int) -> bool:
         """Deliver a notice once more, however late; in most cases, a notice of a request that is still running."""
         live = self.at.router.dispatcher._live
-        echoes = [each for each in self.echoes if each.notice.lease.request_id in live or much % 8 == 0]
+        echoes = [echo for echo in self.echoes if echo.notice.lease.request_id in live or much % 8 == 0]
         if echoes:
             self.at.deliver_notice(pick(echoes, which), again=True)
         return bool(echoes)
@@ -247,7 +247,9 @@ class ClusterMachine(RuleBasedStateMachine):
         return bool(notices)
 
     def break_connection(self, which: int, _much: int) -> bool:
-        connections = [each for each in self.at.network.connections() if each[1] != Controller.ADDRESS]
+        connections = [
+            connection for connection in self.at.network.connections() if connection[1] != Controller.ADDRESS
+        ]
         if self.since_fault < self.gap or not connections:
             return False
         self.since_fault = 0
@@ -300,9 +302,9 @@ class ClusterMachine(RuleBasedStateMachine):
 
         Methods are equally likely, whatever their message counts.
         """
-        found = [message for message in self.at.network.waiting() if message.fragile]
-        methods = sorted({str(message.key[2]) for message in found})
-        return [message for message in found if message.key[2] == pick(methods, which)]
+        messages = [message for message in self.at.network.waiting() if message.fragile]
+        methods = sorted({str(message.key[2]) for message in messages})
+        return [message for message in messages if message.key[2] == pick(methods, which)]
 
 
 class FlippingMachine(ClusterMachine):
@@ -325,12 +327,12 @@ class FlippingMachine(ClusterMachine):
         """
         worker_id, role = pick(list(self.at.workers), which), pick(list(Role), much)
         roles = [role, *(other for name, other in self.at.roles.items() if name != worker_id)]
-        if not (any(each.prefills for each in roles) and any(each.decodes for each in roles)):
+        if not (any(role.prefills for role in roles) and any(role.decodes for role in roles)):
             return False
         self.at.flip(worker_id, role, pick(GRACES_S, much // 4))
         return True
 
 
-def pick(found: Sequence[T], which: int) -> T:
+def pick(options: Sequence[T], which: int) -> T:
     """Return the element at index `which`, modulo the length."""
-    return found[which % len(found)]
+    return options[which % len(options)]

@@ -100,14 +100,14 @@ def deliveries_are_never_reported(patch: pytest.MonkeyPatch) -> None:
 
 def leases_are_released_before_writes_are_quiescent(patch: pytest.MonkeyPatch) -> None:
     """The prefill worker releases a lease, as if nothing were in flight, without waiting for its writes."""
-    settle = Handoff._complete_writes
+    complete_writes = Handoff._complete_writes
     patch.setattr(OutgoingWrites, "in_doubt", False)
 
     async def hasty(self: Handoff) -> None:
         destination = self._request.task.destination
         if destination is not None and not self._delivered:
             await self._return_lease(destination)
-        await settle(self)
+        await complete_writes(self)
 
     patch.setattr(Handoff, "_complete_writes", hasty)
 
@@ -124,19 +124,19 @@ def a_release_is_never_in_doubt(patch: pytest.MonkeyPatch) -> None:
 
 def a_notice_overtakes_pages(patch: pytest.MonkeyPatch) -> None:
     """The last page, and with it the notice, does not wait for earlier writes."""
-    patch.setattr(kv_transfer.in_memory, "hold", lambda _behind, begin: begin(""))
+    patch.setattr(kv_transfer.in_memory, "hold", lambda _order, begin: begin(""))
 
 
 def pages_are_freed_under_their_writes(patch: pytest.MonkeyPatch) -> None:
     """The prefill worker reuses its pages while writes still read from them."""
 
-    async def settle(self: Handoff) -> None:
+    async def complete_writes(self: Handoff) -> None:
         self._scheduler.withdraw(self._request)
         await self._request.progress.until_released()
         self._scheduler.free(self._request)
         await self._writes.quiescent()
 
-    patch.setattr(Handoff, "_complete_writes", settle)
+    patch.setattr(Handoff, "_complete_writes", complete_writes)
 
 
 def pages_are_freed_under_a_prefill_step(patch: pytest.MonkeyPatch) -> None:
@@ -213,11 +213,11 @@ def wrong_drafts_count(patch: pytest.MonkeyPatch) -> None:
     """Tokens sampled after a rejected draft token are accepted as well."""
 
     def runs(self: StepDrafts, token_ids: Sequence[int]) -> list[tuple[RowDrafts, list[int]]]:
-        found = []
-        for each in self.drafts:
-            rows = range(each.first, each.first + len(each.token_ids))
-            found.append((each, [token_ids[each.row], *(token_ids[row] for row in rows)]))
-        return found
+        runs_of = []
+        for draft in self.drafts:
+            rows = range(draft.first, draft.first + len(draft.token_ids))
+            runs_of.append((draft, [token_ids[draft.row], *(token_ids[row] for row in rows)]))
+        return runs_of
 
     patch.setattr(StepDrafts, "runs", runs)
 

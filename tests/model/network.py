@@ -54,8 +54,8 @@ class Network:
 
     def listener(self, address: str) -> tuple[Process, Any] | None:
         """Return the live process that listens at `address`, and its servicer; None = there is none."""
-        found = self.listeners.get(address)
-        return found if found is not None and found[0].alive else None
+        listener = self.listeners.get(address)
+        return listener if listener is not None and listener[0].alive else None
 
     def send(self, key: Key, arrive: Callable[[], None], *, fragile: bool = False) -> None:
         """Send a message that may overtake others and be overtaken. Numbering makes its key the same in every run."""

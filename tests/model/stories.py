@@ -37,8 +37,8 @@ def begun(world: World) -> tuple[str, str]:
         world.calm()
     world.router.ask(PROMPT, SamplingParams(6))
     for _ in range(40):
-        if found := world.handing_over():
-            return found[0]
+        if handing_over := world.handing_over():
+            return handing_over[0]
         known = [request for one in world.workers.values() for _, request in one.worker._schedulers.prefill.registry]
         computed = any(request.progress.computed_tokens for request in known)
         world.calm(frozenset({"writes", "engines"} if computed else {"writes"}))

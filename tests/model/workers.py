@@ -219,19 +219,19 @@ class WorkerProcess:
             held, forecast = len(held_pages(request.pages)), kv.held(request.prompt_tokens)
             if not request.local and held > forecast:
                 raise Broken(f"{request.task.ref} holds {held} pages of a forecast of {forecast}")
-        for each in schedulers.decode._batch.requests:
-            held, tokens = len(held_pages(each.pages)), kv.tokens_of(each.pages)
+        for decoding in schedulers.decode._batch.requests:
+            held, tokens = len(held_pages(decoding.pages)), kv.tokens_of(decoding.pages)
             forecast = kv.held(tokens, decoding=True)
-            if held != each.held or held > forecast:
-                raise Broken(f"{each.reservation.ref} holds {held} pages, counts {each.held} of {forecast}")
+            if held != decoding.held or held > forecast:
+                raise Broken(f"{decoding.reservation.ref} holds {held} pages, counts {decoding.held} of {forecast}")
 
     def left(self) -> str:
         """Return the pages and requests that are still held; "" = none."""
-        found = self.worker.report.inspect()
-        held = found.pages_total - found.pages_free - found.pages_cached
-        busy = held + found.pages_reserved + found.requests + found.leases
+        state = self.worker.report.inspect()
+        held = state.pages_total - state.pages_free - state.pages_cached
+        busy = held + state.pages_reserved + state.requests + state.leases
         committed = self.worker.admission._budget.committed
-        return f"{found}, {committed} pages committed" if busy or committed else ""
+        return f"{state}, {committed} pages committed" if busy or committed else ""
 
     def _watch_renewals(self, leases: Iterable[Lease], prefill: PeerRef) -> tuple[Lease, ...]:
         named = list(leases)
@@ -262,14 +262,14 @@ class Controller:
 
     def admit(self, info: WorkerInfo) -> None:
         self.members[info.peer.worker_id] = info
-        self._tell()
+        self._notify()
 
     def expel(self, peer: PeerRef) -> None:
         """Remove the worker from the membership, unless a later incarnation has replaced it."""
         known = self.members.get(peer.worker_id)
         if known is not None and known.peer == peer:
             del self.members[peer.worker_id]
-            self._tell()
+            self._notify()
 
     async def Watch(self, _request: Any, _context: Any) -> AsyncIterator[cluster_pb2.Membership]:
         queue: asyncio.Queue[Membership] = asyncio.Queue()
@@ -278,13 +278,13 @@ class Controller:
         while True:
             yield conversion.to_proto(await queue.get(), cluster_pb2.Membership)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._revision += 1
         for queue in self._watchers:
             queue.put_nowait(self._membership())
 
     def _membership(self) -> Membership:
-        expected = (ExpectedWorker(*each) for each in self._roles.items() if each[0] not in self.members)
+        expected = (ExpectedWorker(*item) for item in self._roles.items() if item[0] not in self.members)
         return Membership(self._revision, tuple(self.members.values()), expected=tuple(expected))
 
 

@@ -120,8 +120,8 @@ class World:
         pair = (other.me, one.me)
         self._disowned.add(pair)
         one.process.run(one.worker.peer_gone, other.me)
-        for each in [each for each in self.fabric.writes if (each.sender, each.write.peer) == pair]:
-            self._bound(each)
+        for write in [write for write in self.fabric.writes if (write.sender, write.write.peer) == pair]:
+            self._bound(write)
         self.loop.call_later(back_after_s, self._own_again, one, other)
 
     def flip(self, worker_id: str, role: Role, grace_s: float) -> None:
@@ -175,8 +175,8 @@ class World:
             self.loop.call_later(LATE_S, lambda: posted in self.fabric.writes and self.fabric.rest(posted))
 
     def _process_alive(self, peer: PeerRef) -> bool | None:
-        found = self.workers.get(peer.worker_id)
-        return (found is not None and found.me == peer) if self.one_host else None
+        worker = self.workers.get(peer.worker_id)
+        return (worker is not None and worker.me == peer) if self.one_host else None
 
     def dead(self) -> list[str]:
         return [worker_id for worker_id in self.roles if worker_id not in self.workers]
@@ -213,8 +213,8 @@ class World:
 
     def _report_peer(self, one: WorkerProcess, joined: WorkerInfo) -> None:
         """Notify a worker of a peer, unless the peer has died or been replaced since."""
-        found = self.workers.get(joined.peer.worker_id)
-        if found is not None and found.me == joined.peer:
+        worker = self.workers.get(joined.peer.worker_id)
+        if worker is not None and worker.me == joined.peer:
             self._disowned.discard((joined.peer, one.me))
             one.process.run(one.worker.peer_joined, joined)
 
@@ -234,9 +234,9 @@ class World:
             one.check()
         for client in self.router.clients:
             client.check()
-        found = [*self.failures, *self.loop.failures, *self._alarms.errors]
-        if found:
-            raise Broken("; ".join(found))
+        errors = [*self.failures, *self.loop.failures, *self._alarms.errors]
+        if errors:
+            raise Broken("; ".join(errors))
 
     def _check_page(self, posted: InFlightWrite, local: int, remote: int) -> None:
         """Check one page of a write that is about to arrive."""
@@ -270,8 +270,8 @@ class World:
 
     def _holder(self, peer: PeerRef, page: int) -> Holder | None:
         """Return the holder of a page of this process; None = the process is dead."""
-        found = self.workers.get(peer.worker_id)
-        return holder_of(found.engine.pool, page) if found is not None and found.me == peer else None
+        worker = self.workers.get(peer.worker_id)
+        return holder_of(worker.engine.pool, page) if worker is not None and worker.me == peer else None
 
     def lose_notice(self, notice: PendingNotice) -> None:
         """Lose a notice, which its sender takes for delivered and reports as such later."""
@@ -295,9 +295,9 @@ class World:
             for notice in notices:
                 self.deliver_notice(notice)
         if "engines" not in held:
-            for each in list(self.workers.values()):
-                each.turn()
-                while each.sum_pages():
+            for worker in list(self.workers.values()):
+                worker.turn()
+                while worker.sum_pages():
                     pass
         self.loop.advance(CALM_STEP_S)
 
@@ -319,11 +319,11 @@ class World:
 
     def corrupt(self, posted: InFlightWrite, byte: int) -> None:
         """Flip a byte of a page that has arrived; checksums must detect it."""
-        found = self.workers.get(posted.write.peer.worker_id)
-        if posted.landed and found is not None and found.me == posted.write.peer:
+        worker = self.workers.get(posted.write.peer.worker_id)
+        if posted.landed and worker is not None and worker.me == posted.write.peer:
             self._alarms.expected.add("decode_worker.kv_arrival")
             page = posted.write.remote_pages[byte % posted.landed]
-            memory = found.engine.stored[page].view("u1").reshape(-1)
+            memory = worker.engine.stored[page].view("u1").reshape(-1)
             memory[byte % len(memory)] ^= 0x40
 
     def end(self) -> None:
@@ -332,9 +332,9 @@ class World:
             self.restart(worker_id, reuse=False)
         while self.network.waiting() or self._disowned:
             self.calm()
-        self._settle("after the last fault")
+        self._run_until_idle("after the last fault")
         last = self.router.ask([999, 5, 6, 7, 8], SamplingParams(max_tokens=5))
-        self._settle("with one more request")
+        self._run_until_idle("with one more request")
         if last.ending is None or last.ending.finish_reason is not finish_reason(last):
             raise Broken(f"the cluster serves no more: {last}")
         self.seen["gave way"] += sum(one.worker.admission.requests.preemptions for one in self.workers.values())
@@ -342,7 +342,7 @@ class World:
         if failures := self.loop.unretrieved_failures():
             raise Broken(f"failures that nobody retrieves: {failures}")
 
-    def _settle(self, when: str) -> None:
+    def _run_until_idle(self, when: str) -> None:
         deadline_s = self.loop.time() + END_WITHIN_S
         while left := self._left():
             if self.loop.time() > deadline_s:
@@ -356,4 +356,4 @@ class World:
         left += [one.left() for one in self.workers.values()]
         unseen = {one.me for one in self.workers.values()} - {view.peer for view in self.router.dispatcher.pool.views()}
         left += [f"{peer} is not connected to the router" for peer in unseen]
-        return [each for each in [*left, self.router.left()] if each]
+        return [problem for problem in [*left, self.router.left()] if problem]

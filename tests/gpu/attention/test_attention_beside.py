@@ -57,7 +57,7 @@ def test_the_same_bits_as_in_turn(
     monkeypatch.setattr(kernels, "_multiprocessors", 0)
     in_turn = attended()
     assert in_turn.isfinite().all()
-    assert all(torch.equal(each, in_turn) for each in beside)
+    assert all(torch.equal(output, in_turn) for output in beside)
 
 
 def _capture(

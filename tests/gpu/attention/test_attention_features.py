@@ -134,9 +134,9 @@ def test_rope_and_store(shape: AttentionShape, norms: str | None, tokens: int, d
 
     def plain(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         held = step.cache.to(dtype, copy=True)
-        found = [None, None] if norms is None else [w.to(dtype) for w in weights]
+        norm_weights = [None, None] if norms is None else [w.to(dtype) for w in weights]
         rope = step.rope.to(torch.promote_types(dtype, torch.float32))
-        layer = AttentionLayer(LAYER, shape, rope, *found, norm_eps=1e-5)
+        layer = AttentionLayer(LAYER, shape, rope, *norm_weights, norm_eps=1e-5)
         turned = decode_cases.REFERENCE.rope_and_store(step.qkv.to(dtype, copy=True), layer, held, step.layout)
         return turned, held
 

@@ -115,16 +115,16 @@ def test_the_store() -> None:
     kernels = kernels_of(step.shape, torch.bfloat16)
     real = exact.layout.slots >= 0
     stored = []
-    for each, store in ((exact, REFERENCE.latent_store), (plain, REFERENCE.latent_store), (ours, kernels.store)):
+    for inputs, store in ((exact, REFERENCE.latent_store), (plain, REFERENCE.latent_store), (ours, kernels.store)):
         # The reference has no padding: its tokens go to the last page, which no row has.
-        spare = each.cache.shape[0] * each.cache.shape[4] - 1
-        slots = each.layout.slots if each is ours else each.layout.slots.where(real, spare)
-        layout = replace(each.layout, slots=slots)
-        q = store(each.q, each.latents, each.layer, each.cache, layout)
-        page, offset = slots[real] // each.cache.shape[4], slots[real] % each.cache.shape[4]
-        stored.append((q[real], each.cache[page, LAYER, 0, 0, offset]))
-    for found, baseline, expected in zip(*reversed(stored), strict=True):
-        assert_as_good(found, baseline, expected)
+        spare = inputs.cache.shape[0] * inputs.cache.shape[4] - 1
+        slots = inputs.layout.slots if inputs is ours else inputs.layout.slots.where(real, spare)
+        layout = replace(inputs.layout, slots=slots)
+        q = store(inputs.q, inputs.latents, inputs.layer, inputs.cache, layout)
+        page, offset = slots[real] // inputs.cache.shape[4], slots[real] % inputs.cache.shape[4]
+        stored.append((q[real], inputs.cache[page, LAYER, 0, 0, offset]))
+    for actual, baseline, expected in zip(*reversed(stored), strict=True):
+        assert_as_good(actual, baseline, expected)
 
 
 @pytest.mark.parametrize("rows", ["decode", "chunks"])

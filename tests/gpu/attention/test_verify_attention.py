@@ -101,7 +101,7 @@ def test_a_graph_computes_the_bits_of_the_step_that_it_captured(runner: ModelRun
     replayed = runner.logits(batch).clone()
     assert runner.graph_use.hits == hits + 1
     graph = stepper.verify.fitting(batch)
-    size = next(size for size, each in stepper.verify._graphs.items() if each is graph)
+    size = next(size for size, candidate in stepper.verify._graphs.items() if candidate is graph)
     assert isinstance(size, VerifySize)
     with torch.inference_mode():
         words, compute, _ = stepper.verify._step(size)
@@ -145,9 +145,9 @@ def answer_of(plain: dict[Hashable, list[int]]) -> Callable[[Hashable], Sequence
 
 
 async def answers(worker: LocalWorker, asked: Sequence[tuple[list[int], SamplingParams]]) -> list[list[int]]:
-    sent = [worker.send(*each) for each in asked]
-    await asyncio.gather(*(each.finished.wait() for each in sent))
-    return [each.token_ids for each in sent]
+    sent = [worker.send(*arguments) for arguments in asked]
+    await asyncio.gather(*(request.finished.wait() for request in sent))
+    return [request.token_ids for request in sent]
 
 
 @pytest.fixture(scope="module")
@@ -164,12 +164,12 @@ def test_answers_are_those_without_drafts(exact_runner: tuple[ModelRunner, Engin
 async def _compare_answers(runner: ModelRunner, config: EngineConfig) -> None:
     repeating = [prompt(12, 3) * 6, prompt(30, 4) * 3]
     prompts = [*(prompt(20 + 31 * n, n) for n in range(4)), *repeating]
-    asked = [(each, sampling) for sampling in SAMPLINGS.values() for each in prompts]
+    asked = [(prompt, sampling) for sampling in SAMPLINGS.values() for prompt in prompts]
     async with LocalWorker.open(runner, config, SpeculationMethod.OFF) as worker:
         wanted = await answers(worker, asked)
     plain: dict[Hashable, list[int]] = {
-        (tuple(original_prompt), sampling): found
-        for (original_prompt, sampling), found in zip(asked, wanted, strict=True)
+        (tuple(original_prompt), sampling): answer
+        for (original_prompt, sampling), answer in zip(asked, wanted, strict=True)
     }
     proposers: dict[str, Callable[[], Proposer]] = {
         "n-grams": NgramProposer,
@@ -181,9 +181,9 @@ async def _compare_answers(runner: ModelRunner, config: EngineConfig) -> None:
             async with LocalWorker.open(runner, config, SpeculationMethod.NGRAM) as worker:
                 worker.speculation._proposer = propose()
                 worker.speculation.fixed_drafts = drafts
-                found = await answers(worker, asked)
+                actual = await answers(worker, asked)
                 accepted = sum(worker.speculation.counts.accepted.values())
-            differing = [n for n, (ours, theirs) in enumerate(zip(found, wanted, strict=True)) if ours != theirs]
+            differing = [n for n, (ours, theirs) in enumerate(zip(actual, wanted, strict=True)) if ours != theirs]
             assert not differing, f"{name}, {drafts} drafts: {len(differing)} of {len(asked)} answers differ"
             if drafts is not None:
                 assert (accepted > 0) == (name != "wrong")

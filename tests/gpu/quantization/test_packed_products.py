@@ -62,11 +62,11 @@ def test_products_are_those_of_the_dequantized_weight(kind: str, operation: str,
     reserve_scratch(packed.device)
     for tokens in TOKENS:
         x = random(tokens, k)
-        found = operate(None, operation, x, norm, Linear(packed, bias))
+        actual = operate(None, operation, x, norm, Linear(packed, bias))
         baseline = operate(REFERENCE, operation, x, norm, Linear(weights[torch.bfloat16], bias))
         exact = Linear(weights[torch.float64], bias.double())
         assert_as_good(
-            found, baseline, operate(REFERENCE, operation, x.double(), Norm(norm.weight.double(), EPS), exact)
+            actual, baseline, operate(REFERENCE, operation, x.double(), Norm(norm.weight.double(), EPS), exact)
         )
 
 

@@ -30,7 +30,7 @@ def test_two_engines_share_a_gpu_and_agree(model_folder: Path) -> None:
 
 
 def test_half_precision_differs_a_little(model_folder: Path) -> None:
-    found = compare(_runner(model_folder, "float16"), _runner(model_folder, "bfloat16"), SAMPLES)
-    print(found)
-    assert 0 < found.prefill.kl < 0.01
-    assert 0 < found.decode.kl < 0.01
+    comparison = compare(_runner(model_folder, "float16"), _runner(model_folder, "bfloat16"), SAMPLES)
+    print(comparison)
+    assert 0 < comparison.prefill.kl < 0.01
+    assert 0 < comparison.decode.kl < 0.01

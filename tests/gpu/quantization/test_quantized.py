@@ -48,13 +48,13 @@ def test_rounding_on_the_gpu_is_that_on_the_cpu(name: str, tmp_path: Path) -> No
 
 def same_weights(folder: Path, quantization: str | None) -> None:
     spec = quantized_at_load(check_model(folder), quantization)
-    found = []
+    weights = []
     for device in ("cuda", "cpu"):
         parameters = allocate_parameters(spec, torch.float32, torch.device(device))
         load_weights(folder, spec, parameters)
-        found.append(dict(named_weights(parameters)))
-    for path, weight in found[0].items():
-        other = found[1][path]
+        weights.append(dict(named_weights(parameters)))
+    for path, weight in weights[0].items():
+        other = weights[1][path]
         if isinstance(weight, PackedWeight):
             assert isinstance(other, PackedWeight)
             weight, other = weight.dequantized(torch.float32), other.dequantized(torch.float32)  # noqa: PLW2901
@@ -75,7 +75,7 @@ def test_logits_are_those_of_plain_kernels(case: str, tmp_path: Path) -> None:
     for ids, start in ((list(range(3, 40)), 0), ([41], 37), ([42], 38)):
         batch = StepBatch([row(ids, start, [4, 2, 5])])
         wanted = plain.logits(batch).log_softmax(-1)
-        found = ours.logits(batch).cpu().log_softmax(-1)
-        assert (wanted.exp() * (wanted - found)).sum() < KL
+        actual = ours.logits(batch).cpu().log_softmax(-1)
+        assert (wanted.exp() * (wanted - actual)).sum() < KL
         ours.run(batch)
         plain.run(batch)

@@ -90,17 +90,17 @@ def test_tokens_of_the_plain_kernels_but_for_ties(runner: ModelRunner, kind: str
     dtype = runner.facts.dtype
     answers = greedy(runner, PROMPTS, new_tokens=32)
     ours, plainly, wanted = (
-        forced(each, PROMPTS, answers)
-        for each in (runner, plain(model_folder, kind, "bfloat16"), plain(model_folder, kind, "float32"))
+        forced(candidate, PROMPTS, answers)
+        for candidate in (runner, plain(model_folder, kind, "bfloat16"), plain(model_folder, kind, "float32"))
     )
     taken = torch.tensor(answers, device=ours.device).t()
     assert torch.equal(ours.gather(-1, taken[..., None])[..., 0], ours.amax(-1))
-    found, limit = ((each - wanted).abs().amax(dim=-1) for each in (ours, plainly))
-    print(f"{dtype}: logit error {found.max():.4f} at most, {found.mean():.4f} on average")
+    errors, limit = ((logits - wanted).abs().amax(dim=-1) for logits in (ours, plainly))
+    print(f"{dtype}: logit error {errors.max():.4f} at most, {errors.mean():.4f} on average")
     print(f"plain bfloat16:    {limit.max():.4f} at most, {limit.mean():.4f} on average")
-    assert found.max() <= 2 * limit.max()
+    assert errors.max() <= 2 * limit.max()
     if dtype == "float32":
-        assert found.mean() < limit.mean()
+        assert errors.mean() < limit.mean()
 
 
 def test_alone_as_in_company(runner: ModelRunner, own_error: float) -> None:
@@ -144,13 +144,13 @@ def test_pages_continue_elsewhere(runner: ModelRunner, kind: str, model_folder: 
     """Pages are copied as bytes, as a transfer does."""
     other = ModelRunner.load(config(model_folder, kind, runner.facts.dtype))
     other.cache.storage.view(torch.uint8).fill_(POISON)
-    prompt, each = PROMPTS[3], runner.page_tokens
-    used = -(-len(prompt) // each)
+    prompt, page_tokens = PROMPTS[3], runner.page_tokens
+    used = -(-len(prompt) // page_tokens)
     mine, theirs = list(range(3, 3 + used)), list(range(9 + used, 9, -1))
     (token,) = runner.run(StepBatch([StepRow(prompt, 0, mine, GREEDY)])).token_ids
-    theirs_now, ours_now = (each.cache.storage.view(torch.uint8) for each in (other, runner))
+    theirs_now, ours_now = (owner.cache.storage.view(torch.uint8) for owner in (other, runner))
     theirs_now[theirs] = ours_now[mine]
-    filled = [min(each, len(prompt) - each * number) for number in range(used)]
+    filled = [min(page_tokens, len(prompt) - page_tokens * number) for number in range(used)]
     sums = list(runner.page_sums(mine, filled))
     assert list(other.page_sums(theirs, filled)) == sums
     for index in range(1, 4):

@@ -47,8 +47,8 @@ def test_a_gpu_finds_scales_as_good_as_the_cpu_does(tmp_path: Path) -> None:
             folder, tmp_path / device, QuantizationRecipe(SCHEMES["w4a16"], "awq"), SAMPLES, device=torch.device(device)
         )
         ours, theirs = (
-            load_for_comparison(EngineConfig.of(each, dtype="float32"), 4 * 64, kernels=ReferenceKernels())
-            for each in (folder, tmp_path / device)
+            load_for_comparison(EngineConfig.of(path, dtype="float32"), 4 * 64, kernels=ReferenceKernels())
+            for path in (folder, tmp_path / device)
         )
         divergences.append(compare(ours, theirs, SAMPLES[:4]).prefill.kl)
     assert divergences[1] == pytest.approx(divergences[0], rel=0.2)

@@ -40,19 +40,19 @@ def random(*sizes: int) -> Tensor:
 
 def exact_product(x: Tensor, norm: Norm | None, weight: PackedWeight, prepared: ScaledWeight) -> Tensor:
     """The product of what the codes stand for, in float64."""
-    found = scaled_products.quantized(x, norm, prepared, pdl=False)
-    scales = found.scales[:, : len(x)].t().double().repeat_interleave(weight.group, dim=1)
-    return (found.codes[: len(x)].double() * scales) @ weight.dequantized(torch.float64).t()
+    quantized = scaled_products.quantized(x, norm, prepared, pdl=False)
+    scales = quantized.scales[:, : len(x)].t().double().repeat_interleave(weight.group, dim=1)
+    return (quantized.codes[: len(x)].double() * scales) @ weight.dequantized(torch.float64).t()
 
 
-def check(found: Tensor, exact: Tensor, fp8: bool, columns: int = 4096) -> None:
+def check(actual: Tensor, exact: Tensor, fp8: bool, columns: int = 4096) -> None:
     """An output's rounding, and of FP8 the matrix units' sums, which have 13 bits beside the largest term.
 
     They cut off the rest, which adds up: with 4,096 columns peers saw 2 %, with more `columns` more.
     """
     spread = exact.square().mean(1, keepdim=True).sqrt()
     allowed = exact.abs() * 2**-8 + spread * (2**-5 * max(1, columns / 4096) if fp8 else 2**-12)
-    assert ((found.double() - exact).abs() <= allowed).all()
+    assert ((actual.double() - exact).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -67,13 +67,13 @@ def test_products_of_any_number_of_tokens(kind: str, shape: tuple[int, int, int]
     for tokens in TOKENS:
         x = random(tokens, k)
         product = exact_product(x, norm, weight, prepared)
-        found = scaled_products.norm_linear(x, norm, Linear(prepared, bias), pdl=pdl)
-        check(found, product + bias.double(), kind == "fp8", group)
+        actual = scaled_products.norm_linear(x, norm, Linear(prepared, bias), pdl=pdl)
+        check(actual, product + bias.double(), kind == "fp8", group)
         gate, up = (product + bias.double()).chunk(2, dim=1)
-        found = scaled_products.norm_gate_up(x, norm, Linear(prepared, bias), pdl=pdl)
+        actual = scaled_products.norm_gate_up(x, norm, Linear(prepared, bias), pdl=pdl)
         wanted = torch.nn.functional.silu(gate) * up
         slack = (gate.abs() + up.abs()).square().mean().sqrt() ** 2
-        assert ((found.double() - wanted).abs() <= wanted.abs() * 2**-6 + slack * 2**-4).all()
+        assert ((actual.double() - wanted).abs() <= wanted.abs() * 2**-6 + slack * 2**-4).all()
         hidden = random(tokens, rows)
         wanted = hidden.double() + exact_product(x, None, weight, prepared)
         scaled_products.linear_add(x, Linear(prepared), hidden, pdl=pdl)
@@ -136,7 +136,7 @@ def test_codes_are_the_reference_s(kind: str) -> None:
     x = random(300, 14336)
     for group in (14336, 128):
         weight = make_weight(kind, 16, 14336, group)
-        found = scaled_products.quantized(x, None, weight, pdl=False)
+        quantized = scaled_products.quantized(x, None, weight, pdl=False)
         codes, scales = quantize_kv(x.view(300, -1, group), weight.codes.dtype)
-        assert torch.equal(found.codes[:300].float(), codes.view(300, -1).float())
-        assert torch.equal(found.scales[:, :300].t(), scales)
+        assert torch.equal(quantized.codes[:300].float(), codes.view(300, -1).float())
+        assert torch.equal(quantized.scales[:, :300].t(), scales)

@@ -54,7 +54,7 @@ def test_narrow_heads_have_more_programs(rows: int, tile: Plan, units: int) -> N
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("rows", [1, 2, 44, 66, 256])
 def test_codes_have_as_many_programs_of_longer_tiles(rows: int, head_dim: int, dtype: torch.dtype) -> None:
-    plain, codes = (make_plan(rows, 8, head_dim, 8192, each, 132) for each in (torch.bfloat16, dtype))
+    plain, codes = (make_plan(rows, 8, head_dim, 8192, cache_dtype, 132) for cache_dtype in (torch.bfloat16, dtype))
     assert (codes.units, codes.splits) == (plain.units, plain.splits)
     assert codes.block_tokens >= 2 * plain.block_tokens or plain.block_tokens == 128
 

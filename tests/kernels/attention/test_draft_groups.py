@@ -153,7 +153,8 @@ def test_codes(*, shape: AttentionShape, choose: object, kind: torch.dtype, dtyp
     step = with_sinks(make_step(REQUESTS, shape, 16))
     rows, cache = Rows(step, 4, spare_groups=1, padding=2), quantized(step.cache, kind)
     baseline, exact = (
-        REFERENCE.attention(step.q.to(each), step.layer, cache, step.layout) for each in (dtype, torch.float64)
+        REFERENCE.attention(step.q.to(precision), step.layer, cache, step.layout)
+        for precision in (dtype, torch.float64)
     )
     assert_as_good(rows.attend(dtype, cache, choose=choose, kv_dtype=kind), baseline, exact, LUCK)
 

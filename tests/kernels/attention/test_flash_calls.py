@@ -59,7 +59,7 @@ class Flash:
             if not tokens:
                 continue
             pages = asked["page_table"][row, : -(-context // PAGE)]
-            k, v = (each[pages].flatten(0, 1)[:context].transpose(0, 1).float() for each in (keys, values))
+            k, v = (pool[pages].flatten(0, 1)[:context].transpose(0, 1).float() for pool in (keys, values))
             positions = torch.arange(context - tokens, context, device=q.device)
             out[here] = attend(q[here].float(), k, v, positions, shape, self.sinks).to(q.dtype)
         return out, None

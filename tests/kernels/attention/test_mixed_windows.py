@@ -109,11 +109,11 @@ def weights(model: ModelSpec, dtype: torch.dtype) -> Parameters:
     """Returns the same weights for each dtype, except for rounding."""
     parameters = allocate_parameters(model, torch.float64, DEVICE)
     fill_randomly(parameters)
-    found = allocate_parameters(model, dtype, DEVICE)
-    for (_, given), (_, each) in zip(tensors_of(parameters), tensors_of(found), strict=True):
+    copies = allocate_parameters(model, dtype, DEVICE)
+    for (_, given), (_, copy) in zip(tensors_of(parameters), tensors_of(copies), strict=True):
         # Numbers that float16 holds exactly, so that every dtype starts from the same ones.
-        each.copy_(given.half())
-    return found
+        copy.copy_(given.half())
+    return copies
 
 
 def logits(model: ModelSpec, kernels: Kernels, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -123,15 +123,15 @@ def logits(model: ModelSpec, kernels: Kernels, dtype: torch.dtype) -> dict[str, 
     cache.tensor.fill_(float("nan"))
     forward = forward_over(DecoderModel(model, weights(model, dtype), kernels, model.max_context), cache)
     stepper = HostStepper(StepPacker(step_limits(model, cache)), forward, DEVICE, sample)
-    found = {}
+    logits_of = {}
     with torch.inference_mode():
         for name, step in STEPS.items():
             for row in step.rows:
                 free_unseen_pages(cache, row)
             drawn = stepper.logits(step)
             assert drawn is not None
-            found[name] = drawn.double().cpu()
-    return found
+            logits_of[name] = drawn.double().cpu()
+    return logits_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, *([torch.float32, torch.bfloat16] if ON_GPU else [])], ids=str)

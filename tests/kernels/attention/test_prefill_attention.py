@@ -51,7 +51,7 @@ def test_every_shape_and_page_size(shape: AttentionShape, page_tokens: int, dtyp
     check(SdpaPrefill(), make_step(rows, shape, page_tokens, seed=page_tokens), dtype, CPU)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *(pytest.param(each, marks=soak) for each in HALVES)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, *(pytest.param(dtype, marks=soak) for dtype in HALVES)], ids=str)
 def test_a_long_prompt(dtype: torch.dtype) -> None:
     check(SdpaPrefill(), make_step([(LONG, LONG)], heads(1, 1, 64), page_tokens=128), dtype, CPU)
 
@@ -105,7 +105,7 @@ def test_a_slow_page_size_is_warned_of_with_a_better_one(
             is flash.return_value
         )
     flash.assert_called_once_with(page_tokens, True)
-    warnings = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     slow = [f"pages of {page_tokens} tokens slow prefill attention down; 128 is the fast size"]
     assert warnings == (slow if page_tokens != 128 else [])
     assert caplog.messages[-1] == "prefill attention: flash-attn-4"
@@ -133,8 +133,8 @@ def test_a_library_without_an_argument_is_not_used_where_layers_need_it(
         return choose_prefill_attention(torch.device("cuda"), torch.bfloat16, kinds, 128, pdl=True)
 
     assert isinstance(chosen(AttentionKind(SHAPES["gqa"])), FlashPrefill)
-    found = chosen(capped, AttentionKind(SHAPES["mqa"], sinks=True))
-    assert isinstance(found, FlashPrefill if lacking is None else SdpaPrefill)
+    implementation = chosen(capped, AttentionKind(SHAPES["mqa"], sinks=True))
+    assert isinstance(implementation, FlashPrefill if lacking is None else SdpaPrefill)
     assert lacking is None or f"the installed flash-attn-4 has no argument {lacking}" in caplog.text
 
 

@@ -15,9 +15,7 @@ ROWS = [(1, 40), (1, 7), (32, 32), (20, 45), (1, 1)]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("first_row", [0, 2])
 @pytest.mark.parametrize("page_tokens", [16, 24])
-def test_values_behind_a_context_are_zero_and_all_else_stays(
-    page_tokens: int, first_row: int, dtype: torch.dtype
-) -> None:
+def test_values_after_a_context_are_zero_and_others_stay(page_tokens: int, first_row: int, dtype: torch.dtype) -> None:
     step = make_step(ROWS, heads(4, 2, 64), page_tokens)
     before = step.cache_as(dtype)
     expected = before.clone()

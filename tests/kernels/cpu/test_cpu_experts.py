@@ -34,9 +34,9 @@ def run(case: ExpertCase, kernels: CpuKernels, dtype: torch.dtype, counter: torc
 @_any_spec
 def test_as_exact_as_torch(spec: MixtureOfExperts, kernels: CpuKernels, dtype: torch.dtype) -> None:
     cases = [make_case(spec, tokens, padding=tokens > 1, seed=tokens) for tokens in (1, 9, 200)]
-    found = torch.cat([run(case, kernels, dtype)[case.valid].flatten() for case in cases])
+    actual = torch.cat([run(case, kernels, dtype)[case.valid].flatten() for case in cases])
     baseline = torch.cat([reference_run(case, dtype).flatten() for case in cases])
-    assert_as_good(found, baseline, torch.cat([reference_run(case, torch.float64).flatten() for case in cases]))
+    assert_as_good(actual, baseline, torch.cat([reference_run(case, torch.float64).flatten() for case in cases]))
 
 
 @_any_spec

@@ -23,7 +23,8 @@ def run(step: LatentStep) -> torch.Tensor:
 def test_as_exact_as_torch(shape: LatentShape, dtype: torch.dtype) -> None:
     step = make_latent_step(ROWS, shape)
     exact, plain = (
-        REFERENCE.latent_attention(each.queries, each.layer, each.cache, each.layout) for each in (step, step.to(dtype))
+        REFERENCE.latent_attention(inputs.queries, inputs.layer, inputs.cache, inputs.layout)
+        for inputs in (step, step.to(dtype))
     )
     assert_as_good(run(step.to(dtype)), plain, exact)
 

@@ -184,7 +184,7 @@ def test_experts_with_packed_weights(kernels: CpuKernels, dtype: torch.dtype) ->
     prepared = kernels.prepare_experts(experts(**packed))
     assert isinstance(prepared.gate_up, PanelWeight)
     kernels.experts(ours, ExpertsLayer(norm, prepared, spec), slots, ours)
-    plain = experts(**{name: each.dequantized(dtype) for name, each in packed.items()})
+    plain = experts(**{name: weight.dequantized(dtype) for name, weight in packed.items()})
     REFERENCE.experts(theirs, ExpertsLayer(norm, plain, spec), slots, theirs)
     added = (theirs - hidden).double()
     assert ((ours - hidden).double() - added).norm() <= 0.03 * added.norm()

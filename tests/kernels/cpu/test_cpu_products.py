@@ -95,8 +95,8 @@ def test_products_of_a_long_prompt_whose_rows_fill_no_piece(kernels: CpuKernels,
 @pytest.mark.parametrize("operation", [Product.wide_norm_linear, Product.norm_gelu])
 def test_norm_weights_in_float32_and_gelu(operation: Operation, kernels: CpuKernels, dtype: torch.dtype) -> None:
     products = [Product(tokens, 100, 38, bias=tokens == 3, seed=tokens) for tokens in (1, 3, LONG_TOKENS)]
-    ours, baseline = (torch.cat([operation(each, of, dtype) for each in products]) for of in (kernels, REFERENCE))
-    exact = torch.cat([operation(each, REFERENCE, torch.float64) for each in products])
+    ours, baseline = (torch.cat([operation(product, of, dtype) for product in products]) for of in (kernels, REFERENCE))
+    exact = torch.cat([operation(product, REFERENCE, torch.float64) for product in products])
     assert_as_good(ours, baseline, exact)
 
 

@@ -99,8 +99,8 @@ def test_rope_and_store(
     assert torch.equal(ours.codes[:, :, 1], torchs.codes[:, :, 1]), "values are quantized as they are"
     assert torch.equal(ours.scales[:, :, 1].nan_to_num(-1), torchs.scales[:, :, 1].nan_to_num(-1))
     values, expected = (
-        dequantize_kv(each.codes, each.scales, torch.float32)[:, LAYER, 0][written[:, LAYER, 0]]
-        for each in (ours, torchs)
+        dequantize_kv(cache.codes, cache.scales, torch.float32)[:, LAYER, 0][written[:, LAYER, 0]]
+        for cache in (ours, torchs)
     )
     # Two codes apart at most: a rotated key that is rounded otherwise may be at the edge between two of them.
     most = expected.abs().amax(-1, keepdim=True)

@@ -73,13 +73,13 @@ def make_case(spec: MixtureOfExperts, tokens: int, hidden: int = 40, *, padding:
     )
     norm = random(hidden)
     candidates = random(8 * tokens + 64, hidden)
-    found = candidates[_is_stable(spec, made, candidates, norm, generator)][:tokens]
-    assert len(found) == tokens
+    stable = candidates[_is_stable(spec, made, candidates, norm, generator)][:tokens]
+    assert len(stable) == tokens
     slots = torch.arange(tokens, device=device)
     if padding:
         slots[1::3] = -1
-        found[1::3] = float("nan")
-    return ExpertCase(spec, found, norm, made, slots)
+        stable[1::3] = float("nan")
+    return ExpertCase(spec, stable, norm, made, slots)
 
 
 def choose(spec: MixtureOfExperts, experts: Experts, hidden: Tensor, norm: Tensor, noise: float | Tensor = 0) -> Tensor:
@@ -109,13 +109,15 @@ def experts_as(experts: Experts, dtype: torch.dtype, counter: Tensor | None = No
 
     wide = torch.promote_types(dtype, torch.float32)
     shared = [
-        None if each is None else Linear(each.weight.to(dtype))
-        for each in (experts.shared_gate_up, experts.shared_down)
+        None if linear is None else Linear(linear.weight.to(dtype))
+        for linear in (experts.shared_gate_up, experts.shared_down)
     ]
     names = ("router", "router_bias", "gate_up", "gate_up_bias", "down", "down_bias", "shared_gate")
-    found = {name: convert(getattr(experts, name), dtype) for name in names}
+    converted = {name: convert(getattr(experts, name), dtype) for name in names}
     bias = convert(experts.choice_bias, wide)
-    return replace(experts, choice_bias=bias, shared_gate_up=shared[0], shared_down=shared[1], tokens=counter, **found)
+    return replace(
+        experts, choice_bias=bias, shared_gate_up=shared[0], shared_down=shared[1], tokens=counter, **converted
+    )
 
 
 def reference_run(case: ExpertCase, dtype: torch.dtype) -> Tensor:

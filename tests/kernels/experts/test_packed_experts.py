@@ -41,7 +41,7 @@ def on_device(weight: PackedWeight) -> PackedWeight:
 def run_packed(case: ExpertCase, gate_up: Weight, down: Weight, dtype: torch.dtype) -> Tensor:
     hidden = guarded(case.hidden, dtype)
     experts = experts_as(case.experts, dtype, guard=True)
-    weights = [each if isinstance(each, Tensor) else on_device(each) for each in (gate_up, down)]
+    weights = [weight if isinstance(weight, Tensor) else on_device(weight) for weight in (gate_up, down)]
     experts = prepared_experts(replace(experts, gate_up=weights[0], down=weights[1]), dtype)
     assert isinstance(experts.gate_up, PackedWeight) or isinstance(experts.down, PackedWeight)
     layer = ExpertsLayer(Norm(guarded(case.norm, dtype), EPS), experts, case.spec)
@@ -53,13 +53,13 @@ def run_packed(case: ExpertCase, gate_up: Weight, down: Weight, dtype: torch.dty
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_are_those_of_the_dequantized_weights(kind: str, dtype: torch.dtype) -> None:
-    found, baseline, exact = [], [], []
+    actual, baseline, exact = [], [], []
     for tokens, size in zip((1, 7, 40), SIZES, strict=True):
         case, gate_up, down = packed_case(kind, tokens, size)
-        found.append(run_packed(case, gate_up, down, dtype)[case.valid].flatten())
+        actual.append(run_packed(case, gate_up, down, dtype)[case.valid].flatten())
         baseline.append(reference_run(case, dtype).flatten())
         exact.append(reference_run(case, torch.float64).flatten())
-    assert_as_good(torch.cat(found), torch.cat(baseline), torch.cat(exact))
+    assert_as_good(torch.cat(actual), torch.cat(baseline), torch.cat(exact))
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4_offsets"])
@@ -84,11 +84,11 @@ def test_groups_that_are_too_narrow_are_dequantized() -> None:
     case, _, down = packed_case("int8", 1, (64, 96, 32))
     narrow = make_packed("int8", (5, 192, 64), 8)
     shared = Linear(make_packed("int8", (32, 64), 64))
-    found = prepared_experts(
+    prepared = prepared_experts(
         replace(case.experts, gate_up=narrow, down=down, shared_gate_up=shared, shared_down=shared), torch.float32
     )
-    assert isinstance(found.gate_up, Tensor)
-    assert torch.equal(found.gate_up, narrow.dequantized(torch.float32))
-    assert isinstance(found.down, PackedWeight)
-    assert found.shared_down is not None
-    assert isinstance(found.shared_down.weight, PackedWeight)
+    assert isinstance(prepared.gate_up, Tensor)
+    assert torch.equal(prepared.gate_up, narrow.dequantized(torch.float32))
+    assert isinstance(prepared.down, PackedWeight)
+    assert prepared.shared_down is not None
+    assert isinstance(prepared.shared_down.weight, PackedWeight)

@@ -33,11 +33,11 @@ SPECS = {
 
 def check(cases: list[ExpertCase], dtype: torch.dtype, tile: ExpertTile | None = None) -> None:
     """Checks all cases together, as the largest of few errors is random."""
-    found = torch.cat([run(case, dtype, tile)[case.valid].flatten() for case in cases])
+    actual = torch.cat([run(case, dtype, tile)[case.valid].flatten() for case in cases])
     baseline = torch.cat([reference_run(case, dtype).flatten() for case in cases])
     exact = torch.cat([reference_run(case, torch.float64).flatten() for case in cases])
     # In float32 little is rounded, and the order of sums decides.
-    assert_as_good(found, baseline, exact, times=4 if dtype is torch.float32 else 2)
+    assert_as_good(actual, baseline, exact, times=4 if dtype is torch.float32 else 2)
 
 
 @pytest.mark.parametrize("dtype", ALL, ids=str)

@@ -78,7 +78,7 @@ def test_every_page_size(page_tokens: int, dtype: torch.dtype) -> None:
     check(make_latent_step(DECODE, TINY, page_tokens=page_tokens), dtype)
 
 
-def test_chunks_behind_context(dtype: torch.dtype) -> None:
+def test_chunks_after_a_context(dtype: torch.dtype) -> None:
     check(make_latent_step(CHUNKS, TINY), dtype, tokens=group_tokens(TINY))
 
 

@@ -30,7 +30,7 @@ class Spoiled(PlainBlocks):
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor, *others: Any, causal: bool) -> tuple[Tensor, Tensor]:
         """Puts NaN wherever the result is undefined; the tails must be zero."""
         out, lse = super().__call__(q, keys, values, *others, causal=causal)
-        q_starts, key_starts, key_lengths = (each.tolist() for each in others[:3])
+        q_starts, key_starts, key_lengths = (tensor.tolist() for tensor in others[:3])
         out[: q_starts[0]] = float("nan")
         for row, length in enumerate(key_lengths):
             end = key_starts[row] + length
@@ -54,7 +54,8 @@ def run(step: LatentStep, attention: BlockAttention | None = None) -> Tensor:
 def check(step: LatentStep, dtype: torch.dtype) -> None:
     ours = run(step.to(dtype, DEVICE))
     plain, exact = (
-        REFERENCE.latent_attention(each.queries, each.layer, each.cache, each.layout) for each in (step.to(dtype), step)
+        REFERENCE.latent_attention(inputs.queries, inputs.layer, inputs.cache, inputs.layout)
+        for inputs in (step.to(dtype), step)
     )
     single = step.layout.single_rows
     assert_as_good(ours, plain[single:], exact[single:])

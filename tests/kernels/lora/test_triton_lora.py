@@ -67,5 +67,5 @@ def test_update(numbers: list[int], part_ends: tuple[int, ...], normed: bool, dt
         assert torch.equal(out[given == 0], before[given == 0])
 
 
-def close(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
-    torch.testing.assert_close(found.double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+def close(actual: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(actual.double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])

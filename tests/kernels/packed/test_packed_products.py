@@ -69,10 +69,10 @@ class Case:
 
 
 def check(operation: str, cases: list[Case], dtype: torch.dtype) -> None:
-    found = torch.cat([case.ours(operation, dtype).flatten() for case in cases])
+    actual = torch.cat([case.ours(operation, dtype).flatten() for case in cases])
     baseline = torch.cat([case.torch(operation, dtype, dtype).flatten() for case in cases])
     exact = torch.cat([case.torch(operation, torch.float64, torch.float64).flatten() for case in cases])
-    assert_as_good(found, baseline, exact)
+    assert_as_good(actual, baseline, exact)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

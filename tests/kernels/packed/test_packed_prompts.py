@@ -36,11 +36,11 @@ def test_each_product(kind: str, most_items: int, kernels: CudaKernels, monkeypa
     packed = make_packed(kind, (ROWS, HIDDEN), 64 if kind.startswith("int4") else HIDDEN)
     matrix = packed.dequantized(torch.float32)
     ours, plain = (
-        results(each, Linear(weight, torch.linspace(-1, 1, ROWS)))
-        for each, weight in ((kernels, packed), (ReferenceKernels(), matrix))
+        results(backend, Linear(weight, torch.linspace(-1, 1, ROWS)))
+        for backend, weight in ((kernels, packed), (ReferenceKernels(), matrix))
     )
-    for found, expected in zip(ours, plain, strict=True):
-        torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+    for actual, expected in zip(ours, plain, strict=True):
+        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
 
 
 def test_weights_of_few_tokens_and_plain_ones_stay_as_they_are() -> None:

@@ -50,9 +50,9 @@ def test_every_product_has_a_tile_that_fits(
 def test_all_candidates_fit(bits: int) -> None:
     for product in model_of("llama-3-8b", shape_config("llama-3-8b")).products:
         for tokens in TOKENS[:-1]:
-            found = list(packed_candidates(product, tokens, bits, COLUMNS[bits]))
-            assert len(set(found)) == len(found) > 2, (product.name, tokens)
-            for tile in found:
+            tiles = list(packed_candidates(product, tokens, bits, COLUMNS[bits]))
+            assert len(set(tiles)) == len(tiles) > 2, (product.name, tokens)
+            for tile in tiles:
                 check(tile, product, tokens, bits)
 
 

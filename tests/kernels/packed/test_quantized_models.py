@@ -55,12 +55,12 @@ def test_logits_of_the_plain_kernels(model: str, scheme: str, tmp_path: Path) ->
         tmp_path, device=device, dtype="float32", page_tokens=16, kv_cache_bytes=1 << 20, random_weights=True
     )
     kernels = CudaKernels(load_spec(tmp_path), torch.device(device), torch.float32, 16, max_decode_rows=4)
-    ours, plain = (ModelRunner.load(settings, kernels=each) for each in (kernels, ReferenceKernels()))
+    ours, plain = (ModelRunner.load(settings, kernels=backend) for backend in (kernels, ReferenceKernels()))
     prompt = [(7 * i) % 67 for i in range(21)]
     for rows in (
         [StepRow(prompt, 0, [3, 1, 2], DRAW), StepRow(prompt[:5], 0, [5], DRAW)],
         [StepRow([9], 21, [3, 1, 2], DRAW), StepRow([8], 5, [5], DRAW)],
     ):
         step = StepBatch(rows)
-        wanted, found = (each.logits(step).log_softmax(-1) for each in (plain, ours))
-        assert (wanted.exp() * (wanted - found)).sum(-1).max() < KL
+        wanted, actual = (runner.logits(step).log_softmax(-1) for runner in (plain, ours))
+        assert (wanted.exp() * (wanted - actual)).sum(-1).max() < KL

@@ -36,8 +36,8 @@ A token alone is quantized by the product, but in groups of 256: the last two.
 
 def random(*sizes: int, seed: int) -> Tensor:
     """Numbers that every dtype holds exactly."""
-    found = torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
-    return (found * 16).round().clamp(-64, 64).to(DEVICE) / 16
+    values = torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
+    return (values * 16).round().clamp(-64, 64).to(DEVICE) / 16
 
 
 def make_weight(kind: str, rows: int, k: int, group: int) -> PackedWeight:
@@ -57,11 +57,11 @@ def values_of(x: QuantizedInput, group: int) -> Tensor:
 def test_codes_are_the_reference_s(tokens: int, k: int, group: int, kind: str, dtype: torch.dtype) -> None:
     x, weight = random(tokens, k, seed=k).to(dtype), make_weight(kind, 16, k, group)
     x[0, :group] = 0
-    found = scaled_products.quantized(x, None, weight, pdl=False)
+    quantized = scaled_products.quantized(x, None, weight, pdl=False)
     codes, scales = quantize_kv(x.view(tokens, -1, group), weight.codes.dtype)
-    assert torch.equal(found.codes[:tokens].float(), codes.view(tokens, k).float())
-    assert torch.equal(found.scales[:, :tokens].t(), scales)
-    assert found.scales[0, 0] == 0
+    assert torch.equal(quantized.codes[:tokens].float(), codes.view(tokens, k).float())
+    assert torch.equal(quantized.scales[:, :tokens].t(), scales)
+    assert quantized.scales[0, 0] == 0
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
@@ -99,12 +99,12 @@ def test_a_feed_forward_network(library: bool, activation: str, monkeypatch: pyt
 def test_a_normed_input_is_rounded_once(group: int, kind: str) -> None:
     x, norm = random(7, 192, seed=1), Norm(random(192, seed=2), EPS)
     weight = make_weight(kind, 16, 192, group)
-    found = scaled_products.quantized(x, norm, weight, pdl=False)
+    quantized = scaled_products.quantized(x, norm, weight, pdl=False)
     exact = rms_norm(x.double(), norm.weight.double(), EPS)
     most = exact.view(7, -1, group).abs().amax(-1, keepdim=True).expand(-1, -1, group).reshape(exact.shape)
     # Half a step of integers, or of three bits of a mantissa.
     allowed = most / 127 / 2 if kind == "int8" else torch.maximum(exact.abs() / 16, most / 448 / 512)
-    assert ((values_of(found, group) - exact).abs() <= allowed * 1.001).all()
+    assert ((values_of(quantized, group) - exact).abs() <= allowed * 1.001).all()
 
 
 def assert_summed_as_well(kind: str, ours: Tensor, baseline: Tensor, exact: Tensor) -> None:
@@ -136,7 +136,7 @@ def expected(operation: str, x: Tensor, linear: Linear, residual: Tensor) -> Ten
 
 
 def check(kind: str, operation: str, dtype: torch.dtype, shapes: list[tuple[int, int, int, int]]) -> None:
-    found, baseline, exact = [], [], []
+    actual, baseline, exact = [], [], []
     for number, (tokens, rows, k, group) in enumerate(shapes):
         x, residual = random(tokens, k, seed=1), random(tokens, rows, seed=3)
         norm = Norm(random(k, seed=2).to(dtype), EPS)
@@ -145,12 +145,12 @@ def check(kind: str, operation: str, dtype: torch.dtype, shapes: list[tuple[int,
         normed = operation in {"norm_linear", "silu", "gelu_tanh"}
         codes = scaled_products.quantized(x.to(dtype), norm if normed else None, weight, pdl=False)
         ours = Linear(scaled_products.prepared(weight), None if bias is None else bias.to(dtype))
-        found.append(operate(operation, x.to(dtype), norm, ours, residual.to(dtype)).flatten())
+        actual.append(operate(operation, x.to(dtype), norm, ours, residual.to(dtype)).flatten())
         for results, wide in ((baseline, dtype), (exact, torch.float64)):
             plain = Linear(weight.dequantized(torch.float64).to(wide), None if bias is None else bias.to(wide))
             values = values_of(codes, group).to(wide)
             results.append(expected(operation, values, plain, residual.to(wide)).flatten())
-    assert_summed_as_well(kind, torch.cat(found), torch.cat(baseline), torch.cat(exact))
+    assert_summed_as_well(kind, torch.cat(actual), torch.cat(baseline), torch.cat(exact))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -178,9 +178,9 @@ def test_programs_share_the_columns(
 def test_a_number_that_is_none_makes_outputs_that_are_none(kind: str) -> None:
     x, weight = random(3, 256, seed=1), make_weight(kind, 48, 256, 256)
     x[1, 200] = float("nan")
-    found = operate("linear", x, Norm(x[0], EPS), Linear(scaled_products.prepared(weight)), x)
-    assert found[1].isnan().all()
-    assert found[[0, 2]].isfinite().all()
+    actual = operate("linear", x, Norm(x[0], EPS), Linear(scaled_products.prepared(weight)), x)
+    assert actual[1].isnan().all()
+    assert actual[[0, 2]].isfinite().all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -229,10 +229,10 @@ def test_the_library_s_product_of_rows(bias: bool) -> None:
     weight = scaled_products.prepared(make_weight("fp8", 64, 256, 256))
     x, added = random(40, 256, seed=1).bfloat16(), random(64, seed=2).bfloat16() if bias else None
     codes = scaled_products.quantized(x, None, weight, pdl=False)
-    found = library_product(codes, weight, added, torch.bfloat16)
+    actual = library_product(codes, weight, added, torch.bfloat16)
     exact = values_of(codes, 256) @ weight.dequantized(torch.float64).t() + (0.0 if added is None else added.double())
-    assert found.shape == (40, 64)
-    assert ((found.double() - exact).abs() <= exact.abs() * 2**-7 + 0.02).all()
+    assert actual.shape == (40, 64)
+    assert ((actual.double() - exact).abs() <= exact.abs() * 2**-7 + 0.02).all()
 
 
 def test_the_library_s_product_of_blocks_has_the_form_that_pytorch_checks() -> None:

@@ -16,11 +16,11 @@ def quantized(cache: Tensor, dtype: torch.dtype = torch.int8) -> QuantizedKv:
     plane = page_tokens * (head_dim + SCALE_BYTES)
     memory = torch.zeros(pages, heads, layers, parts, plane, dtype=dtype).permute(0, 2, 3, 1, 4)
     codes, scales = memory.tensor_split([page_tokens * head_dim], dim=-1)
-    found = QuantizedKv(codes.view(pages, layers, parts, heads, page_tokens, head_dim), scales.view(torch.float32))
+    stored = QuantizedKv(codes.view(pages, layers, parts, heads, page_tokens, head_dim), scales.view(torch.float32))
     new_codes, new_scales = quantize_kv(cache.nan_to_num(), dtype)
-    found.codes.copy_(new_codes)
-    found.scales.copy_(torch.where(cache.isnan().any(-1), float("nan"), new_scales))
-    return found
+    stored.codes.copy_(new_codes)
+    stored.scales.copy_(torch.where(cache.isnan().any(-1), float("nan"), new_scales))
+    return stored
 
 
 def moved(cache: QuantizedKv, device: torch.device) -> QuantizedKv:
@@ -31,7 +31,7 @@ def moved(cache: QuantizedKv, device: torch.device) -> QuantizedKv:
     plane = page_tokens * (head_dim + SCALE_BYTES)
     memory = torch.empty(pages, heads, layers, parts, plane, dtype=cache.codes.dtype, device=device)
     codes, scales = memory.permute(0, 2, 3, 1, 4).tensor_split([page_tokens * head_dim], dim=-1)
-    found = QuantizedKv(codes.view(cache.codes.shape), scales.view(torch.float32))
-    found.codes.copy_(cache.codes)
-    found.scales.copy_(cache.scales)
-    return found
+    copy = QuantizedKv(codes.view(cache.codes.shape), scales.view(torch.float32))
+    copy.codes.copy_(cache.codes)
+    copy.scales.copy_(cache.scales)
+    return copy

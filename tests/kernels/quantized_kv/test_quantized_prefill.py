@@ -70,14 +70,14 @@ def test_copies_are_the_dequantized_numbers(kind: torch.dtype, page_tokens: int,
     used = [-(-context // page_tokens) for _, context in ROWS[first_row:]]
     copies = copies_of(sum(used) + 1, step.shape, page_tokens)
     dequantize_pages(moved(cache, DEVICE), LAYER, to_device(step.layout, DEVICE), rows, None, copies)
-    found, at = copies.cpu(), 0
+    copied, at = copies.cpu(), 0
     for row, pages in zip(rows, used, strict=True):
         ids, context = step.layout.page_table[row, :pages].long(), ROWS[row][1]
         wanted = dequantize_kv(cache.codes[ids, LAYER], cache.scales[ids, LAYER], torch.float16)
         wanted[-1, :, :, context - (pages - 1) * page_tokens :] = 0
-        assert torch.equal(found[at : at + pages], wanted)
+        assert torch.equal(copied[at : at + pages], wanted)
         at += pages
-    assert (found[at:] == -7).all()
+    assert (copied[at:] == -7).all()
 
 
 def test_pages_before_the_window_are_neither_read_nor_written() -> None:
@@ -131,14 +131,14 @@ def test_groups_of_layers_share_the_copies(flash: Flash) -> None:
     step = make_step(ROWS, GQA, PAGE)
     other = make_step(ROWS, GQA, PAGE, seed=1)
     attention = QuantizedPrefill(FlashPrefill(PAGE, PDL), copies_of(64, GQA))
-    caches = [moved(quantized(each.cache), DEVICE) for each in (step, other)]
-    layouts = [replace(to_device(each.layout, DEVICE), group=group) for group, each in enumerate((step, other))]
+    caches = [moved(quantized(case.cache), DEVICE) for case in (step, other)]
+    layouts = [replace(to_device(case.layout, DEVICE), group=group) for group, case in enumerate((step, other))]
     for group in (1, 0):
         attention.begin_step(caches[group], layouts[group], 0)
-    for group, each in enumerate((step, other)):
-        out = attention(each.q.to(DEVICE, torch.float16), each.layer, caches[group], layouts[group], 0)
-        cache = quantized(each.cache)
-        baseline, exact = torch_of(each, cache, torch.float16), torch_of(each, cache, torch.float64)
+    for group, case in enumerate((step, other)):
+        out = attention(case.q.to(DEVICE, torch.float16), case.layer, caches[group], layouts[group], 0)
+        cache = quantized(case.cache)
+        baseline, exact = torch_of(case, cache, torch.float16), torch_of(case, cache, torch.float64)
         assert_as_good(out.flatten(1).cpu(), baseline, exact)
 
 

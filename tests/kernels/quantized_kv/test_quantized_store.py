@@ -47,12 +47,12 @@ def store(
 
 def expected(step: Step, kind: torch.dtype, plain: Tensor) -> QuantizedKv:
     """Returns the cache before with the codes of what `plain` has in the step's slots."""
-    found, page_tokens = quantized(step.cache, kind), step.cache.shape[4]
+    stored, page_tokens = quantized(step.cache, kind), step.cache.shape[4]
     slots = step.layout.slots[step.layout.slots >= 0]
     at = (slots // page_tokens, LAYER, slice(None), slice(None), slots % page_tokens)
     codes, scales = quantize_kv(plain.cpu()[at], kind)
-    found.codes[at], found.scales[at] = codes, scales
-    return found
+    stored.codes[at], stored.scales[at] = codes, scales
+    return stored
 
 
 def assert_same(ours: QuantizedKv, wanted: QuantizedKv) -> None:

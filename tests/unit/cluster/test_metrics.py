@@ -98,7 +98,7 @@ async def test_whoever_has_a_gone_processs_port_is_not_shown_the_token(cluster: 
     cluster.opened("decode-0", "decode", stranger.address)
     await cluster.text()
     assert stranger.connections == 1
-    assert TOKEN.encode() not in stranger.heard
+    assert TOKEN.encode() not in stranger.received
     await stranger.stop()
 
 

@@ -14,7 +14,7 @@ from tandem.protocol.messages import FinishReason, SamplingParams
 from tandem.protocol.speculation_method import SpeculationMethod
 from tandem.tokenizers.grammars import of_choices, of_json_schema, of_regex
 from tests.fake_engine import EOS, FakeEngine, answer_to
-from tests.worker_pair import Heard, WorkerPair, until
+from tests.worker_pair import RequestOutput, WorkerPair, until
 
 SCHEMA = {
     "type": "object",
@@ -40,7 +40,7 @@ def sampling_of(number: int) -> SamplingParams:
     return SAMPLINGS[number % len(SAMPLINGS)]
 
 
-def assert_whole(heard: Heard, prompt: Sequence[int], sampling: SamplingParams) -> None:
+def assert_whole(heard: RequestOutput, prompt: Sequence[int], sampling: SamplingParams) -> None:
     wanted = answer_to(list(prompt), sampling)
     assert heard.tokens == wanted
     assert heard.finish is (FinishReason.STOP if wanted[-1] == EOS else FinishReason.LENGTH)

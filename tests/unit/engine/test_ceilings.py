@@ -46,8 +46,8 @@ def test_work_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ceilings, "_rounds", rounds)
     before = torch.get_num_threads()
-    found = measure_ceilings(CORES, torch.float32, threads=3)
-    assert (found.bytes_per_s, found.flops) == (3 * 4096 / 0.5, 3 * 2 * 8**3 / 0.25)
+    measured = measure_ceilings(CORES, torch.float32, threads=3)
+    assert (measured.bytes_per_s, measured.flops) == (3 * 4096 / 0.5, 3 * 2 * 8**3 / 0.25)
     assert asked == [3, 3]
     assert torch.get_num_threads() == before
 

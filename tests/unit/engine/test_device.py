@@ -45,7 +45,7 @@ def test_a_gpu_that_is_not_there_is_counted(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(("capability", "words"), [((7, 5), "7.5"), ((6, 1), "6.1")])
-def test_a_gpu_that_is_too_old_is_told_so(
+def test_a_gpu_that_is_too_old_is_refused(
     capability: tuple[int, int], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     play_gpu(monkeypatch, capability)
@@ -61,12 +61,12 @@ def test_a_gpu_without_triton_says_what_to_install(monkeypatch: pytest.MonkeyPat
     assert parse_device("cpu").type == "cpu"
 
 
-def test_a_checkpoint_of_another_dtype_is_told_so() -> None:
+def test_a_checkpoint_of_an_unsupported_dtype_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="'float8_e4m3fn' is not supported; use auto, float32, bfloat16, float16"):
         parse_dtype(config(), GPU, model(torch_dtype="float8_e4m3fn"))
 
 
-def test_a_head_dim_without_kernels_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_dim_without_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     play_gpu(monkeypatch)
     with pytest.raises(InvalidArgument, match="has head dim 48; on GPUs 64, 80, 96, 128, 192, 256 are served"):
         choose_kernels(config(), model(head_dim=48), GPU, torch.bfloat16, 128, kv_dtype=torch.bfloat16)
@@ -75,8 +75,8 @@ def test_a_head_dim_without_kernels_is_told_so(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_8_bit_kv_on_gpus(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     play_gpu(monkeypatch, (8, 9))
-    found = parse_kv_dtype(config(kv_cache_dtype=name), GPU, model())
-    assert found == {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[name]
+    dtype = parse_kv_dtype(config(kv_cache_dtype=name), GPU, model())
+    assert dtype == {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[name]
 
 
 def test_fp8_weights_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ class TestPrefillAttention:
     ) -> None:
         play_gpu(monkeypatch)
         assert self.choose(page_tokens=64) == "FlashPrefill"
-        (record,) = [each for each in caplog.records if each.levelno == logging.WARNING]
+        (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
         assert "64 tokens" in record.getMessage()
         assert "128 is the fast size" in record.getMessage()
 

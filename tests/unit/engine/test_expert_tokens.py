@@ -48,8 +48,8 @@ def test_layers_of_a_third_share_counters() -> None:
         counter = tokens.of_layer(layer)
         assert counter is not None
         counter += 1
-    found = tokens.read()
-    assert found == {(group, str(e)): n for group, n in (("first", 1), ("middle", 2), ("last", 0)) for e in range(4)}
+    counts = tokens.read()
+    assert counts == {(group, str(e)): n for group, n in (("first", 1), ("middle", 2), ("last", 0)) for e in range(4)}
     tokens.reset()
     assert not any(tokens.read().values())
 
@@ -62,6 +62,6 @@ def test_a_model_counts_the_experts_of_its_steps() -> None:
         decoder = DecoderModel(spec, parameters, ReferenceKernels(), spec.max_context)
         for layer in decoder._layers:
             layer.feed_forward.add(torch.randn(5, 16), torch.tensor([3, -1, 4, 5, -1]), None)
-    found = decoder.expert_tokens.read()
-    assert {labels[0] for labels in found} == {"middle", "last"}
-    assert sum(found.values()) == 2 * 3 * 2
+    counts = decoder.expert_tokens.read()
+    assert {labels[0] for labels in counts} == {"middle", "last"}
+    assert sum(counts.values()) == 2 * 3 * 2

@@ -103,7 +103,7 @@ def test_a_grammar_that_fails_ends_its_answer_with_the_reason(masks: GrammarMask
     """The answer does not follow it, as if another version had made it; the other row does not notice."""
     wrong, right = History([5], [300]), History([5], [])
     asked = draw(grammar=DIGITS).sampling
-    draws = [SamplingInput(asked, len(each.answer), each) for each in (wrong, right)]
+    draws = [SamplingInput(asked, len(history.answer), history) for history in (wrong, right)]
     tokens = sample(random_logits(2), draws, [EOS], masks)
     assert tokens[0] == EOS
     assert wrong.failure is not None
@@ -114,7 +114,7 @@ def test_a_grammar_that_fails_ends_its_answer_with_the_reason(masks: GrammarMask
 def test_states_end_with_their_requests(masks: GrammarMasks) -> None:
     histories = [History([5], []) for _ in range(3)]
     asked = draw(grammar=DIGITS).sampling
-    sample(random_logits(3), [SamplingInput(asked, 0, each) for each in histories], [EOS], masks)
+    sample(random_logits(3), [SamplingInput(asked, 0, history) for history in histories], [EOS], masks)
     assert len(masks._answers) == 3
     del histories
     gc.collect()
@@ -156,11 +156,11 @@ def test_an_answer_whose_mask_takes_long_waits_alone(monkeypatch: pytest.MonkeyP
     asked = [draw(grammar=grammar).sampling for grammar in (slow_grammar, DIGITS, DIGITS)]
 
     def step() -> list[int]:
-        rows = [SamplingInput(sampling, 0, each) for sampling, each in zip(asked, histories, strict=True)]
+        rows = [SamplingInput(sampling, 0, history) for sampling, history in zip(asked, histories, strict=True)]
         return sample(random_logits(3), rows, [EOS], masks).tolist()
 
     drawn = step()
-    while any(each.waiting for each in histories[1:]):
+    while any(history.waiting for history in histories[1:]):
         drawn = step()
     assert histories[0].waiting
     assert masks.allowed_drafts(histories[0], slow_grammar, [5]) == 0
@@ -168,7 +168,7 @@ def test_an_answer_whose_mask_takes_long_waits_alone(monkeypatch: pytest.MonkeyP
     slow.go.set()
     while histories[0].waiting:
         drawn = step()
-    assert all(each.failure is None for each in histories)
+    assert all(history.failure is None for history in histories)
     allowed = small_grammars().begin(slow_grammar).allowed(())
     assert allowed[drawn[0] // 32] >> (drawn[0] % 32) & 1
     assert threading.current_thread().name not in slow.threads
@@ -218,7 +218,7 @@ def test_no_step_compiles_a_grammar(masks: GrammarMasks, monkeypatch: pytest.Mon
     masks.begin(begun, grammar)
     small_grammars()._compiled.clear()
     asked = draw(grammar=grammar).sampling
-    sample(random_logits(2), [SamplingInput(asked, 0, each) for each in (begun, new)], [EOS], masks)
+    sample(random_logits(2), [SamplingInput(asked, 0, history) for history in (begun, new)], [EOS], masks)
     assert len(threads) == 2
     assert threads[0] == threading.current_thread().name != threads[1]
     with pytest.raises(InvalidArgument):
@@ -235,8 +235,8 @@ def test_a_defect_in_a_mask_ends_its_answer_alone(masks: GrammarMasks, monkeypat
 
     monkeypatch.setattr(Grammars, "begin", failing)
     rows = [
-        SamplingInput(draw(grammar=grammar).sampling, 0, each)
-        for grammar, each in zip(grammars, histories, strict=True)
+        SamplingInput(draw(grammar=grammar).sampling, 0, history)
+        for grammar, history in zip(grammars, histories, strict=True)
     ]
     sample(random_logits(2), rows, [EOS], masks)
     assert isinstance(histories[0].failure, AssertionError)

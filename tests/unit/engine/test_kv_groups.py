@@ -34,7 +34,7 @@ def test_layers_that_are_alike_are_one_group(window: int | None) -> None:
 
 def test_groups_have_as_many_layers_and_those_without_a_window_come_first() -> None:
     groups = kv_groups(model(8, 8, None, 8, 8, None))
-    assert [(each.layers, each.window) for each in groups] == [((2, 5), None), ((0, 1), 8), ((3, 4), 8)]
+    assert [(group.layers, group.window) for group in groups] == [((2, 5), None), ((0, 1), 8), ((3, 4), 8)]
 
 
 @pytest.mark.parametrize(
@@ -43,10 +43,10 @@ def test_groups_have_as_many_layers_and_those_without_a_window_come_first() -> N
 )
 def test_pages_are_as_deep_as_little_waste_allows(full: int, windowed: int, depth: int, groups: int) -> None:
     spec = model(*[None] * full, *[1024] * windowed)
-    found = kv_groups(spec)
-    assert {each.depth for each in found} == {depth}
-    assert len(found) == groups
-    assert sorted(layer for each in found for layer in each.layers) == list(range(full + windowed))
+    layer_groups = kv_groups(spec)
+    assert {group.depth for group in layer_groups} == {depth}
+    assert len(layer_groups) == groups
+    assert sorted(layer for group in layer_groups for layer in group.layers) == list(range(full + windowed))
 
 
 def test_a_token_has_the_bytes_of_its_layers_without_padding() -> None:
@@ -66,7 +66,7 @@ def test_other_shapes_in_one_model_are_refused() -> None:
 def test_gemma_3_27b_finishes_its_longest_context_in_14_gb() -> None:
     groups = kv_groups(gemma_3_27b())
     page_bytes = groups[0].elements * 128 * 2
-    pages = KvPages(128, tuple(each.window for each in groups), step_tokens=2048)
+    pages = KvPages(128, tuple(group.window for group in groups), step_tokens=2048)
     assert pages.held(131_072) * page_bytes < 14e9 < 62 * 131_072 * 2 * 16 * 128 * 2
     assert pages.tokens_in(int(14e9) // page_bytes - 1) >= 131_072
     # Sent are all pages of the layers without a window, and of the others the last window: at most 2 % more for

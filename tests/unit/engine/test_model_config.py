@@ -39,8 +39,8 @@ def rope_of(spec: ModelSpec) -> RopeConfig:
 
 
 def windows(spec: ModelSpec) -> tuple[int | None, ...]:
-    found = [layer.attention for layer in spec.layers]
-    return tuple(each.shape.window for each in found if isinstance(each, GroupedQueryAttention))
+    attentions = [layer.attention for layer in spec.layers]
+    return tuple(attention.shape.window for attention in attentions if isinstance(attention, GroupedQueryAttention))
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)

@@ -195,13 +195,13 @@ def test_seeded_rows_continue_elsewhere(folder: Path) -> None:
     def generate(company: int) -> list[int | None]:
         first, second = (ModelRunner.load(tiny_engine_config(folder)) for _ in range(2))
         drawn = [dataclasses.replace(draw(temperature=0.9, top_p=0.95, seed=11), index=i) for i in range(12)]
-        found = list(first.run(StepBatch([StepRow(IDS, 0, [3, 1], drawn[0])])).token_ids)
+        token_ids = list(first.run(StepBatch([StepRow(IDS, 0, [3, 1], drawn[0])])).token_ids)
         second.cache.tensor[[9, 4]] = first.cache.tensor[[3, 1]]
         for i in range(1, 12):
             others = [StepRow([7], 0, [20 + j], draw(temperature=1.0, seed=j)) for j in range(company)]
-            mine = StepRow([found[-1] or 0], len(IDS) + i - 1, [9, 4], drawn[i])
-            found.append(second.run(StepBatch([*others, mine])).token_ids[-1])
-        return found
+            mine = StepRow([token_ids[-1] or 0], len(IDS) + i - 1, [9, 4], drawn[i])
+            token_ids.append(second.run(StepBatch([*others, mine])).token_ids[-1])
+        return token_ids
 
     alone = generate(0)
     assert generate(5) == alone
@@ -212,9 +212,9 @@ def test_seeded_rows_continue_elsewhere(folder: Path) -> None:
 def test_half_precision_is_close(folder: Path, runner: ModelRunner, dtype: str) -> None:
     half = ModelRunner.load(tiny_engine_config(folder, dtype=dtype))
     batch = StepBatch([row(IDS, 0, [0, 1])])
-    wanted, found = runner.logits(batch), half.logits(batch)
-    assert found.dtype == getattr(torch, dtype)
-    assert (found.float() - wanted).abs().max() < 0.1 * wanted.std()
+    wanted, actual = runner.logits(batch), half.logits(batch)
+    assert actual.dtype == getattr(torch, dtype)
+    assert (actual.float() - wanted).abs().max() < 0.1 * wanted.std()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -229,8 +229,8 @@ def test_8_bit_kv_is_close_and_holds_more_tokens(folder: Path, dtype: str) -> No
     assert int8.roofline.sizes.weight_bytes == plain.roofline.sizes.weight_bytes
     assert int8.roofline.sizes.kv_bytes_per_token * int8.page_tokens == int8.cache.page_bytes
     batch = StepBatch([row(IDS, 0, [0, 1])])
-    wanted, found = plain.logits(batch).float().clone(), int8.logits(batch).float()
-    assert 0 < (found - wanted).abs().max() < 0.05 * wanted.std()
+    wanted, actual = plain.logits(batch).float().clone(), int8.logits(batch).float()
+    assert 0 < (actual - wanted).abs().max() < 0.05 * wanted.std()
 
 
 @pytest.mark.parametrize(
@@ -250,13 +250,13 @@ def test_quantized_answers_continue_elsewhere_and_in_company(scheme: dict[str, A
     sampled = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
 
     def generate(runner: ModelRunner, pages: list[int], company: int, token: int | None) -> list[int | None]:
-        found = [token]
+        token_ids = [token]
         for index in range(1, 12):
             others = [StepRow([7], 0, [20 + other], draw(temperature=1.0, seed=other)) for other in range(company)]
             prompt = [StepRow(IDS, 0, [30, 31], draw(seed=1))] if company else []
-            mine = StepRow([found[-1] or 0], len(IDS) + index - 1, pages, draw(index=index, **sampled))
-            found.append(runner.run(StepBatch([*prompt, *others, mine])).token_ids[-1])
-        return found
+            mine = StepRow([token_ids[-1] or 0], len(IDS) + index - 1, pages, draw(index=index, **sampled))
+            token_ids.append(runner.run(StepBatch([*prompt, *others, mine])).token_ids[-1])
+        return token_ids
 
     (token,) = first.run(StepBatch([StepRow(IDS, 0, [3, 1], draw(**sampled))])).token_ids
     second.cache.storage[[9, 4]] = first.cache.storage[[3, 1]]

@@ -21,10 +21,10 @@ def test_sizes_are_those_of_the_loaded_matrices(tmp_path: Path, family: str) -> 
     shape, cache = runner.spec, runner.cache
     sizes = model_sizes(shape, cache.item_bytes)
     loaded = slots_of(shape, allocate_parameters(shape, torch.float32, torch.device("meta")))
-    multiplied = {name: each.tensor for name, each in loaded.items() if each.tensor.ndim == 2}
+    multiplied = {name: slot.tensor for name, slot in loaded.items() if slot.tensor.ndim == 2}
     if not shape.tied_embeddings:
         del multiplied["model.embed_tokens.weight"]
-    assert sizes.weights == sum(each.numel() for each in multiplied.values())
+    assert sizes.weights == sum(matrix.numel() for matrix in multiplied.values())
     head = "model.embed_tokens.weight" if shape.tied_embeddings else "lm_head.weight"
     assert sizes.output_weights == multiplied[head].numel()
     assert sizes.weight_bytes == 4 * sizes.weights

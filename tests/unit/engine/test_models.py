@@ -50,10 +50,10 @@ class Case:
             pages[entry] = FREED
         return row(token_ids, start, pages, drawn=drawn)
 
-    def check(self, found: torch.Tensor, *ends: tuple[tuple[int, ...], int]) -> None:
+    def check(self, actual: torch.Tensor, *ends: tuple[tuple[int, ...], int]) -> None:
         """Checks that each row of `found` is transformers' logits after so many tokens of the given ids."""
         wanted = torch.stack([self.expect(ids)[end - 1] for ids, end in ends])
-        torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+        torch.testing.assert_close(actual, wanted, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def _logits(folder: Path, token_ids: tuple[int, ...]) -> torch.Tensor:

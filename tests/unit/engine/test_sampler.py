@@ -65,20 +65,24 @@ def kept(probabilities: torch.Tensor, chosen: list[SamplingParams]) -> torch.Ten
 
 def test_filters_are_those_of_transformers() -> None:
     logits = random_logits(len(MIXED))
-    softened = torch.stack([(row / each.temperature).softmax(-1) for row, each in zip(logits, MIXED, strict=True)])
+    softened = torch.stack(
+        [(row / sampling.temperature).softmax(-1) for row, sampling in zip(logits, MIXED, strict=True)]
+    )
     together = kept(softened, MIXED)
     for index, chosen in enumerate(MIXED):
         wanted = transformers_probabilities(logits[index : index + 1], chosen)
-        for found in (together[index : index + 1], kept(softened[index : index + 1], [chosen])):
-            assert torch.equal(found > 0, wanted > 0), chosen
-            torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-4)
+        for actual in (together[index : index + 1], kept(softened[index : index + 1], [chosen])):
+            assert torch.equal(actual > 0, wanted > 0), chosen
+            torch.testing.assert_close(actual, wanted, atol=1e-6, rtol=1e-4)
 
 
 def test_any_number_of_candidates_draws_the_same() -> None:
     """Ties are included: logits of few distinct values, whose groups cross every boundary of candidates."""
     coarse = (random_logits(len(MIXED), seed=3) * 2).round()
     for logits in (coarse, random_logits(len(MIXED), seed=4)):
-        softened = torch.stack([(row / each.temperature).softmax(-1) for row, each in zip(logits, MIXED, strict=True)])
+        softened = torch.stack(
+            [(row / sampling.temperature).softmax(-1) for row, sampling in zip(logits, MIXED, strict=True)]
+        )
         for number in (0.0, 0.3, 0.77, 0.999999):
             numbers = torch.full((len(MIXED), 1), number, dtype=torch.float64)
             whole = draw_filtered(softened, MIXED, numbers, candidates=())
@@ -122,8 +126,8 @@ def test_uniform_is_uniform() -> None:
 
 def test_many_numbers_at_once_are_the_same_numbers() -> None:
     seeds, indices = [0, 1, 42, 2**64 - 1, 2**63 + 7], [0, 1, 3, 1000, 2**31]
-    found = uniforms(np.array([start_of(seed) for seed in seeds], dtype=np.uint64), np.array(indices))
-    assert found.tolist() == [uniform(seed, index) for seed, index in zip(seeds, indices, strict=True)]
+    numbers = uniforms(np.array([start_of(seed) for seed in seeds], dtype=np.uint64), np.array(indices))
+    assert numbers.tolist() == [uniform(seed, index) for seed, index in zip(seeds, indices, strict=True)]
 
 
 def test_the_sequence_of_a_seed_never_changes() -> None:
@@ -136,14 +140,17 @@ def test_draws_follow_the_distribution() -> None:
     chosen = params(temperature=0.8, top_k=4)
     wanted = transformers_probabilities(logits[None], chosen)[0]
     draws = [SamplingInput(chosen, index) for index in range(8000)]
-    found = torch.bincount(sample(logits.expand(8000, 5), draws), minlength=5) / 8000
-    assert found[3] == 0
-    torch.testing.assert_close(found, wanted, atol=0.02, rtol=0)
+    frequencies = torch.bincount(sample(logits.expand(8000, 5), draws), minlength=5) / 8000
+    assert frequencies[3] == 0
+    torch.testing.assert_close(frequencies, wanted, atol=0.02, rtol=0)
 
 
 def test_a_row_draws_the_same_in_any_batch() -> None:
     logits = random_logits(len(MIXED), seed=5)
-    draws = [SamplingInput(SamplingParams(**_fields(each, seed=index)), 3 + index) for index, each in enumerate(MIXED)]
+    draws = [
+        SamplingInput(SamplingParams(**_fields(sampling, seed=index)), 3 + index)
+        for index, sampling in enumerate(MIXED)
+    ]
     draws[3] = draw(temperature=0.0)
     alone = [sample(logits[i : i + 1], draws[i : i + 1]).item() for i in range(len(draws))]
     assert sample(logits, draws).tolist() == alone
@@ -193,26 +200,26 @@ def plainly(logits: list[float], chosen: SamplingInput) -> list[float]:
     """Returns the penalized logits, one token at a time, as OpenAI and vLLM describe them."""
     if chosen.history is None:
         return logits
-    found, sampling = list(logits), chosen.sampling
+    penalized, sampling = list(logits), chosen.sampling
     prompt, answer = list(chosen.history.prompt), list(chosen.history.answer)
-    for token in range(len(found)):
+    for token in range(len(penalized)):
         if token in prompt or token in answer:
-            change = 1 / sampling.repetition_penalty if found[token] > 0 else sampling.repetition_penalty
-            found[token] *= change
-        found[token] -= sampling.frequency_penalty * answer.count(token)
-        found[token] -= sampling.presence_penalty * (token in answer)
-    return found
+            change = 1 / sampling.repetition_penalty if penalized[token] > 0 else sampling.repetition_penalty
+            penalized[token] *= change
+        penalized[token] -= sampling.frequency_penalty * answer.count(token)
+        penalized[token] -= sampling.presence_penalty * (token in answer)
+    return penalized
 
 
 def test_penalties_against_a_plain_reference() -> None:
     logits = random_logits(len(PENALTIES), vocab=16, seed=2)
     before = logits.clone()
     draws = [penalized(**changes) for changes in PENALTIES]
-    found = penalize(logits, draws)
+    actual = penalize(logits, draws)
     wanted = torch.tensor([plainly(here.tolist(), chosen) for here, chosen in zip(logits, draws, strict=True)])
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(actual, wanted)
     assert torch.equal(logits, before), "the model's own logits stay, log probabilities are theirs"
-    assert (found[1:] != logits[1:]).any(dim=-1).all()
+    assert (actual[1:] != logits[1:]).any(dim=-1).all()
     assert sample(logits, draws).tolist() == wanted.argmax(-1).tolist()
     assert penalize(logits, [draw()] * len(logits)) is logits
 
@@ -235,15 +242,15 @@ def test_a_row_whose_largest_logit_is_not_finite_has_no_token_and_others_have_th
     value: float, dtype: torch.dtype
 ) -> None:
     logits = random_logits(len(MIXED) + 1, seed=3).to(dtype)
-    draws = [draw(temperature=0.0), *(SamplingInput(each, 0) for each in MIXED)]
+    draws = [draw(temperature=0.0), *(SamplingInput(sampling, 0) for sampling in MIXED)]
     wanted = sample(logits, draws)
     for failed in range(len(draws)):
         broken = logits.clone()
         broken[failed, :] = value
-        found = sample(broken, draws)
-        assert found[failed] == NO_TOKEN
+        drawn = sample(broken, draws)
+        assert drawn[failed] == NO_TOKEN
         others = torch.arange(len(draws)) != failed
-        assert torch.equal(found[others], wanted[others])
+        assert torch.equal(drawn[others], wanted[others])
         broken[failed] = logits[failed]
         broken[failed, VOCAB - 1] = value
         assert (sample(broken, draws)[failed] == NO_TOKEN) == (value != float("-inf"))
@@ -271,15 +278,15 @@ def test_each_row_gets_as_many_logprobs_as_it_asks_for() -> None:
     draws[3] = SamplingInput(draws[3].sampling, 0, History((), [1, 1, 2]))
     tokens = sample(logits, draws)
     exact = logits.log_softmax(-1)
-    found = score(logits, draws, tokens)
-    assert [None if each is None else len(each.top) for each in found] == [2, None, 0, 5]
+    scores = score(logits, draws, tokens)
+    assert [None if logprobs is None else len(logprobs.top) for logprobs in scores] == [2, None, 0, 5]
     for number in (0, 2, 3):
-        here = found[number]
+        here = scores[number]
         assert here is not None
         assert here.chosen == pytest.approx(exact[number, tokens[number]].item(), abs=1e-5)
         assert list(here.top_ids) == exact[number].topk(len(here.top)).indices.tolist()
-    assert found[0] is not None
-    assert found[0].top[0] == found[0].chosen
+    assert scores[0] is not None
+    assert scores[0].top[0] == scores[0].chosen
     assert score(logits[:2], [draw(), draw()], tokens[:2]) == []
 
 
@@ -307,13 +314,13 @@ def test_nothing_that_ends_an_answer_is_drawn_before_its_least_length() -> None:
     for index in range(5):
         draws = [replace(draw(**({"temperature": 1.0, "min_tokens": 3} | kind)), index=index) for kind in kinds]
         before = logits.clone()
-        found = sample(logits, draws, EOS).tolist()
+        drawn = sample(logits, draws, EOS).tolist()
         assert torch.equal(logits, before), "log probabilities are the model's own"
         if index >= 3:
-            assert {5, 9, 11} >= {*found}
+            assert {5, 9, 11} >= {*drawn}
             continue
-        assert found[:5] == [11] * 5
-        assert found[5] not in {5, 9, 11}
+        assert drawn[:5] == [11] * 5
+        assert drawn[5] not in {5, 9, 11}
     assert sample(logits, [draw(min_tokens=0)] * 6, EOS).tolist() == sample(logits, [draw()] * 6).tolist()
 
 

@@ -41,7 +41,7 @@ def test_padded_rows_read_and_write_nothing() -> None:
     assert step.drawn is None
 
 
-def test_prompts_in_a_larger_step_leave_empty_rows_behind_their_tokens() -> None:
+def test_prompts_in_a_larger_step_leave_empty_rows_after_their_tokens() -> None:
     packer = StepPacker(LIMITS)
     batch = StepBatch([row([7, 8, 9], 5, [3, 8]), row([4, 5], 0, [1], draw=None)])
     sizes = StepSizes(tokens=8, rows=4, width=16, drawn=4)
@@ -117,20 +117,20 @@ def scattered(rows: list[StepRow], dice: random.Random) -> TokenRows:
     held = np.full(len(table), 16, dtype=np.int32)
     adapters = np.full(len(table), 77, dtype=np.int32)
     number = dice.randrange(20)
-    for place, each in zip(places, rows, strict=True):
-        table[place, : len(each.page_ids)] = each.page_ids
-        held[place] = len(each.page_ids)
-        adapters[place] = each.adapter
+    for place, row in zip(places, rows, strict=True):
+        table[place, : len(row.page_ids)] = row.page_ids
+        held[place] = len(row.page_ids)
+        adapters[place] = row.adapter
     columns = RowColumns(
-        np.array([each.token_ids[0] for each in rows]),
-        np.array([each.start - number for each in rows]),
+        np.array([row.token_ids[0] for row in rows]),
+        np.array([row.start - number for row in rows]),
         number,
-        np.array([FROM_HOST if each.source is None else each.source for each in rows], dtype=np.int32),
+        np.array([FROM_HOST if row.source is None else row.source for row in rows], dtype=np.int32),
         np.array(places),
         table,
         held,
         adapters,
-        max(each.start for each in rows) + 1,
+        max(row.start for row in rows) + 1,
         SamplingMetadata.of([DRAW] * len(rows)),
     )
     return TokenRows(len(rows), 0, lambda: columns)
@@ -150,41 +150,41 @@ def test_rows_are_packed_as_one_by_one(seed: int) -> None:
         ]
         lengths = dice.choices(range(2, 9), k=dice.choice((0, 0, 2)))
         prompts = [row([7] * count, 3, [5, 6, 8], draw=dice.choice((None, DRAW))) for count in lengths]
-        answers, prompts = ([each._replace(adapter=dice.randrange(4)) for each in some] for some in (answers, prompts))
+        answers, prompts = ([row._replace(adapter=dice.randrange(4)) for row in some] for some in (answers, prompts))
         batch = StepBatch(prompts, scattered(answers, dice))
         least = packer.sizes(batch)
-        pad, behind = dice.randrange(4), dice.randrange(3) if prompts else 0
+        pad, empty = dice.randrange(4), dice.randrange(3) if prompts else 0
         sizes = StepSizes(
-            least.tokens + pad + behind, least.rows + pad + behind, least.width + 2, least.drawn + pad + behind
+            least.tokens + pad + empty, least.rows + pad + empty, least.width + 2, least.drawn + pad + empty
         )
         here = words[: sizes.words]
         packer.pack(batch, sizes, here.numpy(), drawn_before, len(answers) + pad)
         step = view_step(here, sizes, max_row_tokens=8, max_context=64, single_rows=0)
-        assert_packed(step, [*answers, *[None] * pad, *prompts, *[None] * behind], len(answers) + pad, drawn_before)
+        assert_packed(step, [*answers, *[None] * pad, *prompts, *[None] * empty], len(answers) + pad, drawn_before)
 
 
 def assert_packed(step: PackedStep, rows: list[StepRow | None], singles: int, drawn_before: list[int]) -> None:
     """Checks `rows` one by one; padding rows have a token below `singles`."""
     at, drawn, layout = 0, [], step.layout
-    for number, each in enumerate(rows):
+    for number, row in enumerate(rows):
         assert layout.row_starts[number] == at
-        tokens = ([0] if number < singles else []) if each is None else each.token_ids
-        pages = [] if each is None else list(each.page_ids)
-        end = 0 if each is None else each.start + len(tokens)
+        tokens = ([0] if number < singles else []) if row is None else row.token_ids
+        pages = [] if row is None else list(row.page_ids)
+        end = 0 if row is None else row.start + len(tokens)
         used = pages if number < singles else pages[: -(-end // 4)]
         assert layout.context_lens[number] == end
         assert layout.page_table[number].tolist() == (used + [0] * 16)[: layout.page_table.shape[1]]
         for offset, token in enumerate(tokens):
-            position = 0 if each is None else each.start + offset
-            source = -1 if each is None or each.source is None else each.source
+            position = 0 if row is None else row.start + offset
+            source = -1 if row is None or row.source is None else row.source
             assert step.token_ids[at] == token
             assert layout.positions[at] == position
             assert layout.adapters is not None
-            assert layout.adapters[at] == (0 if each is None else each.adapter)
-            assert layout.slots[at] == (-1 if each is None else pages[position // 4] * 4 + position % 4)
+            assert layout.adapters[at] == (0 if row is None else row.adapter)
+            assert layout.slots[at] == (-1 if row is None else pages[position // 4] * 4 + position % 4)
             assert step.sources[at] == (drawn_before[source] if drawn_before and source >= 0 else source)
             at += 1
-        if each is not None and each.draw is not None:
+        if row is not None and row.draw is not None:
             drawn.append(at - 1)
     assert layout.row_starts[len(rows)] == at
     assert (layout.slots[at:] == -1).all()
@@ -215,12 +215,12 @@ def test_each_group_has_slots_and_a_table_of_its_own() -> None:
         step = view_step(words, sizes, max_row_tokens=2, max_context=14, single_rows=1)
         full, windowed = step.layouts
         assert [full.group, windowed.group] == [0, 1]
-        nothing, behind = [-1] * pad, [0] * pad
+        nothing, zeros = [-1] * pad, [0] * pad
         assert full.slots.tolist() == [6 * 4 + 1, *nothing, 22 * 4 + 1, 22 * 4 + 2, *nothing]
         assert windowed.slots.tolist() == [16 * 4 + 1, *nothing, 25 * 4 + 1, 25 * 4 + 2, *nothing]
         empty = [[0] * sizes.width] * pad
-        assert full.page_table.tolist() == [[3, 4, 5, 6, *behind], *empty, [20, 21, 22, 0, *behind], *empty]
-        assert windowed.page_table.tolist() == [[15, 15, 15, 16, *behind], *empty, [24, 24, 25, 0, *behind], *empty]
+        assert full.page_table.tolist() == [[3, 4, 5, 6, *zeros], *empty, [20, 21, 22, 0, *zeros], *empty]
+        assert windowed.page_table.tolist() == [[15, 15, 15, 16, *zeros], *empty, [24, 24, 25, 0, *zeros], *empty]
         assert all(layout.page_table.is_contiguous() for layout in step.layouts)
 
 

@@ -107,7 +107,7 @@ async def test_a_stranger_at_a_parts_address_learns_nothing() -> None:
     failure = await ask(rpc.open_channel(stranger.address, TOKEN))
     assert isinstance(failure, errors.Unavailable)
     stranger.assert_learned_nothing(TOKEN)
-    assert SECRET_CONTENT.encode() not in stranger.heard
+    assert SECRET_CONTENT.encode() not in stranger.received
     await stranger.stop()
 
 

@@ -9,7 +9,7 @@ from tandem.protocol.errors import InvalidArgument, RoleClosed, StaleEpoch, Unav
 from tandem.protocol.messages import Assignment, PeerRef, Role, SamplingParams
 from tandem.protocol.policy_name import PolicyName
 from tests.fake_engine import FakeEngine, answer_to
-from tests.worker_pair import End, Heard, WorkerPair, until
+from tests.worker_pair import End, RequestOutput, WorkerPair, until
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17]
 TEN = SamplingParams(max_tokens=10)
@@ -30,36 +30,36 @@ def state(end: End) -> tuple[Role, Role | None]:
     return end.worker.assignment.role, end.worker.assignment.closing
 
 
-async def waits_in_line(pair: WorkerPair) -> Heard:
+async def waits_in_line(pair: WorkerPair) -> RequestOutput:
     """Sends a prompt that waits at the prefill worker while another one is computed."""
     pair.prefill.engine.hold()
     pair.send("before", PROMPT[:3], ONE)
     await until(pair.prefill.engine.waiting.is_set)
-    del pair.heard["before"]
+    del pair.outputs["before"]
     return pair.send("q", PROMPT, TEN)
 
 
-async def is_computed(pair: WorkerPair) -> Heard:
+async def is_computed(pair: WorkerPair) -> RequestOutput:
     pair.prefill.engine.hold()
-    heard = pair.send("q", PROMPT, TEN)
+    output = pair.send("q", PROMPT, TEN)
     await until(pair.prefill.engine.waiting.is_set)
-    return heard
+    return output
 
 
-async def is_on_its_way(pair: WorkerPair) -> Heard:
+async def is_on_its_way(pair: WorkerPair) -> RequestOutput:
     """Its first token is out, its pages are not written."""
     pair.fabric.hold()
-    heard = pair.send("q", PROMPT, TEN)
-    await until(lambda: heard.tokens and pair.fabric.writes)
-    return heard
+    output = pair.send("q", PROMPT, TEN)
+    await until(lambda: output.tokens and pair.fabric.writes)
+    return output
 
 
-async def decodes(pair: WorkerPair) -> Heard:
+async def decodes(pair: WorkerPair) -> RequestOutput:
     pair.decode.engine.hold(after=2)
-    heard = pair.send("q", PROMPT, TEN)
-    await until(lambda: len(heard.tokens) > 1)
+    output = pair.send("q", PROMPT, TEN)
+    await until(lambda: len(output.tokens) > 1)
     await until(pair.decode.engine.waiting.is_set)
-    return heard
+    return output
 
 
 QUEUES = [waits_in_line, is_computed, is_on_its_way, decodes]
@@ -68,15 +68,15 @@ QUEUES = [waits_in_line, is_computed, is_on_its_way, decodes]
 def let_writes_land(pair: WorkerPair) -> None:
     pair.fabric.release()
     for end in pair.ends:
-        end.engine.let_go()
+        end.engine.resume()
 
 
 @pytest.mark.parametrize("queue", QUEUES)
 async def test_both_swap_roles_and_a_request_ends_where_it_began(queue: object) -> None:
     async with WorkerPair() as pair:
-        heard = await queue(pair)  # type: ignore[operator]
-        told: list[tuple[Role, Role | None]] = []
-        pair.decode.worker.assignment.on_change = lambda: told.append(state(pair.decode))
+        output = await queue(pair)  # type: ignore[operator]
+        changes: list[tuple[Role, Role | None]] = []
+        pair.decode.worker.assignment.on_change = lambda: changes.append(state(pair.decode))
         become(pair.prefill, Role.DECODE)
         become(pair.decode, Role.PREFILL)
         assert state(pair.decode) == (Role.BOTH, Role.DECODE)
@@ -87,34 +87,34 @@ async def test_both_swap_roles_and_a_request_ends_where_it_began(queue: object) 
         # The same call again is no new work.
         pair.decode.worker.reserve(pair.reservation("q", PROMPT, TEN))
         let_writes_land(pair)
-        await until(lambda: heard.finish)
-        assert heard.tokens == answer_to(PROMPT, TEN)
+        await until(lambda: output.finish)
+        assert output.tokens == answer_to(PROMPT, TEN)
         await until(lambda: state(pair.prefill) == (Role.DECODE, None))
         await until(lambda: state(pair.decode) == (Role.PREFILL, None))
-        assert told == [(Role.BOTH, Role.DECODE), (Role.PREFILL, None)]
+        assert changes == [(Role.BOTH, Role.DECODE), (Role.PREFILL, None)]
         await pair.empty()
 
 
 async def test_the_role_is_the_old_one_until_the_last_request_has_ended() -> None:
     async with WorkerPair() as pair:
-        heard = await decodes(pair)
+        output = await decodes(pair)
         become(pair.decode, Role.PREFILL)
         pair.decode.engine.hold(after=4)
         await until(pair.decode.engine.waiting.is_set)
         await asyncio.sleep(0.1)
-        assert not heard.finish
+        assert not output.finish
         assert state(pair.decode) == (Role.BOTH, Role.DECODE)
         let_writes_land(pair)
         await until(lambda: state(pair.decode) == (Role.PREFILL, None))
-        await until(lambda: heard.finish)  # its last words may be on their way
-        assert heard.tokens == answer_to(PROMPT, TEN)
+        await until(lambda: output.finish)  # its last words may be on their way
+        assert output.tokens == answer_to(PROMPT, TEN)
 
 
 async def test_a_scheduler_that_opens_is_ready_at_once() -> None:
     async with WorkerPair() as pair:
         waiting = await decodes(pair)
         become(pair.decode, Role.PREFILL)
-        one = pair.heard["one"] = Heard()
+        one = pair.outputs["one"] = RequestOutput()
         pair.decode.worker.prefill(pair.task("one", PROMPT, ONE, None))
         let_writes_land(pair)
         await until(lambda: one.finish and waiting.finish)
@@ -126,11 +126,11 @@ async def test_a_scheduler_that_opens_is_ready_at_once() -> None:
 @pytest.mark.parametrize("queue", QUEUES)
 async def test_what_takes_too_long_goes_on_elsewhere(queue: object) -> None:
     async with WorkerPair() as pair:
-        heard = await queue(pair)  # type: ignore[operator]
+        output = await queue(pair)  # type: ignore[operator]
         end = pair.decode if queue is decodes else pair.prefill
         become(end, Role.PREFILL if queue is decodes else Role.DECODE, grace_s=0.01)
-        await until(lambda: heard.error == RoleClosed.code)
-        assert heard.tokens == answer_to(PROMPT, TEN)[: len(heard.tokens)]
+        await until(lambda: output.error == RoleClosed.code)
+        assert output.tokens == answer_to(PROMPT, TEN)[: len(output.tokens)]
         pair.abort("q")  # as a router does before it sends the next attempt
         let_writes_land(pair)
         await until(lambda: state(end)[1] is None)
@@ -142,9 +142,9 @@ async def test_a_scheduler_whose_transfers_are_in_flight_says_so_and_closes_afte
 ) -> None:
     monkeypatch.setattr("tandem.worker.assignment.REST_S", 0.05)
     async with WorkerPair() as pair:
-        heard = await is_on_its_way(pair)
+        output = await is_on_its_way(pair)
         become(pair.prefill, Role.DECODE, grace_s=0.01)
-        await until(lambda: heard.error == RoleClosed.code)
+        await until(lambda: output.error == RoleClosed.code)
         pair.abort("q")
         await until(lambda: "still closes its prefill phase: transfers of 1 ended requests" in caplog.text)
         assert state(pair.prefill) == (Role.BOTH, Role.PREFILL)
@@ -155,13 +155,13 @@ async def test_a_scheduler_whose_transfers_are_in_flight_says_so_and_closes_afte
 
 async def test_a_scheduler_that_opens_again_before_it_was_empty_stays_open() -> None:
     async with WorkerPair() as pair:
-        heard = await decodes(pair)
+        output = await decodes(pair)
         become(pair.decode, Role.PREFILL)
         become(pair.decode, Role.BOTH)
         assert state(pair.decode) == (Role.BOTH, None)
         more = pair.send("more", PROMPT[:4], TEN)
         let_writes_land(pair)
-        await until(lambda: heard.finish and more.finish)
+        await until(lambda: output.finish and more.finish)
         assert more.tokens == answer_to(PROMPT[:4], TEN)
         await pair.empty()
         assert state(pair.decode) == (Role.BOTH, None)
@@ -187,19 +187,19 @@ async def test_limits_are_the_first_roles_at_the_start() -> None:
 async def test_steps_follow_the_policy() -> None:
     async with WorkerPair(both=True, pages=200) as pair:
         engine = pair.decode.engine
-        heard = await decodes(pair)
+        output = await decodes(pair)
         pair.decode.worker.assume(pair.decode.me, Assignment(Role.BOTH, PolicyName.CHUNKED, step_budget=3), LONG_S)
         late = pair.send("late", [7] * 12, TEN)
         await until(lambda: pair.decode.worker.report.load().prefill_requests)
         begun = len(engine.batches)
         let_writes_land(pair)
-        await until(lambda: heard.finish and late.finish)
-        assert (heard.tokens, late.tokens) == (answer_to(PROMPT, TEN), answer_to([7] * 12, TEN))
+        await until(lambda: output.finish and late.finish)
+        assert (output.tokens, late.tokens) == (answer_to(PROMPT, TEN), answer_to([7] * 12, TEN))
         # One step may have been planned before.
         assert max(sum(len(row.token_ids) for row in batch.rows) for batch in engine.batches[begun + 2 :]) == 3
 
 
-async def test_who_is_told_is_who_is_meant() -> None:
+async def test_an_assignment_for_another_incarnation_is_refused() -> None:
     async with WorkerPair() as pair:
         worker = pair.decode.worker
         with pytest.raises(StaleEpoch):
@@ -216,7 +216,7 @@ async def test_who_is_told_is_who_is_meant() -> None:
 @pytest.mark.parametrize("grace_s", [0.01, LONG_S])
 async def test_a_drain_finishes_or_hands_over_what_it_has(queue: object, grace_s: float) -> None:
     async with WorkerPair() as pair:
-        heard = await queue(pair)  # type: ignore[operator]
+        output = await queue(pair)  # type: ignore[operator]
         end = pair.decode if queue is decodes else pair.prefill
         draining = asyncio.ensure_future(end.worker.drain(grace_s))
         await until(partial(getattr, end.worker.assignment, "draining"))
@@ -224,11 +224,11 @@ async def test_a_drain_finishes_or_hands_over_what_it_has(queue: object, grace_s
         if grace_s == LONG_S:
             let_writes_land(pair)
             assert await draining == 0
-            await until(lambda: heard.finish)
-            assert heard.tokens == answer_to(PROMPT, TEN)
+            await until(lambda: output.finish)
+            assert output.tokens == answer_to(PROMPT, TEN)
         else:
             assert await draining == (2 if queue is waits_in_line else 1)
-            await until(lambda: heard.error == RoleClosed.code)
+            await until(lambda: output.error == RoleClosed.code)
             pair.abort("q")
             let_writes_land(pair)
         await pair.empty()

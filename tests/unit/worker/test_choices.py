@@ -29,12 +29,12 @@ async def test_full_pages_are_shared_and_the_last_is_private(tail: int) -> None:
         await until(lambda: LifecycleEvent.DECODE_ADMITTED in first.event_times)
         computed = sum(len(row.token_ids) for batch in pair.prefill.engine.batches for row in batch.rows)
         samplings = [SamplingParams(20, presence_penalty=0.1 * n) for n in (1, 2)]
-        others = [pair.send(f"c{n}", prompt, each) for n, each in enumerate(samplings, 1)]
-        await until(lambda: all(each.finish and each.pages for each in (first, *others)))
+        others = [pair.send(f"c{n}", prompt, sampling) for n, sampling in enumerate(samplings, 1)]
+        await until(lambda: all(choice.finish and choice.pages for choice in (first, *others)))
         assert first.tokens == answer_to(prompt, TWENTY)
-        for heard, sampling in zip(others, samplings, strict=True):
-            assert heard.tokens == answer_to(prompt, sampling) != first.tokens
-            assert heard.pages == 1
+        for output, sampling in zip(others, samplings, strict=True):
+            assert output.tokens == answer_to(prompt, sampling) != first.tokens
+            assert output.pages == 1
         again = sum(len(row.token_ids) for batch in pair.prefill.engine.batches for row in batch.rows) - computed
         assert again == 2 * (tail or PAGE_TOKENS)
         await pair.empty()

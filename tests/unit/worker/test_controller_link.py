@@ -156,7 +156,7 @@ async def test_a_replaced_incarnation_is_dead(scene: Scene) -> None:
     assert scene.gone == [PeerRef("prefill-0", 0), PeerRef("prefill-1", 0), PeerRef("prefill-0", 1)]
 
 
-async def test_whoever_appears_has_taken_the_place_of_runs_never_seen_here(scene: Scene) -> None:
+async def test_a_new_incarnation_replaces_earlier_ones_never_seen_here(scene: Scene) -> None:
     await scene.show(info(ME), info(PeerRef("prefill-0", 7)))
     assert scene.gone == [PeerRef("prefill-0", 6)]
     scene.controller.change(info(ME), info(PeerRef("prefill-0", 7)))
@@ -235,7 +235,7 @@ async def test_one_that_comes_back_is_alive(scene: Scene) -> None:
     assert peer not in scene.gone
 
 
-async def test_somebody_else_at_its_address_means_dead(scene: Scene) -> None:
+async def test_another_incarnation_at_its_address_means_dead(scene: Scene) -> None:
     there = await scene.neighbour(PeerRef("prefill-0", 2))
     await scene.show(info(PeerRef("prefill-0", 1), there.address))
     scene.controller.change()
@@ -247,7 +247,7 @@ async def test_somebody_else_at_its_address_means_dead(scene: Scene) -> None:
     [(False, TOKEN), (True, ""), (True, "another cluster's")],
     ids=["no worker", "no token", "not ours"],
 )
-async def test_so_does_a_stranger_who_was_given_its_port(scene: Scene, workers: bool, token: str) -> None:
+async def test_a_server_of_another_cluster_at_its_address_means_dead(scene: Scene, workers: bool, token: str) -> None:
     stranger, peer = rpc.open_server(), PeerRef("prefill-0", 1)
     if workers:
         worker_pb2_grpc.add_WorkerServicer_to_server(Neighbour(peer), stranger)
@@ -258,7 +258,7 @@ async def test_so_does_a_stranger_who_was_given_its_port(scene: Scene, workers: 
     await until(lambda: peer in scene.gone)
 
 
-async def test_and_that_stranger_is_not_shown_the_token(scene: Scene) -> None:
+async def test_the_server_of_another_cluster_does_not_get_the_token(scene: Scene) -> None:
     stranger, peer = await Stranger().start(), PeerRef("prefill-0", 1)
     await scene.show(info(peer, stranger.address))
     scene.controller.change()
@@ -278,7 +278,7 @@ async def test_one_that_is_there_and_says_nothing_is_alive(scene: Scene) -> None
     assert peer not in scene.gone
 
 
-async def test_a_controller_that_comes_back_hears_of_us_again(scene: Scene) -> None:
+async def test_the_worker_registers_again_when_its_controller_returns(scene: Scene) -> None:
     scene.controller.hang_up.set()
     scene.controller.changed.set()
     await until(lambda: len(scene.controller.registered) > 1)
@@ -287,15 +287,15 @@ async def test_a_controller_that_comes_back_hears_of_us_again(scene: Scene) -> N
 
 
 async def test_no_controller_is_unavailable() -> None:
-    nobody: list[Any] = []
+    calls: list[Any] = []
     link = ControllerLink(
         "127.0.0.1:1",
         "",
         lambda: info(ME),
         1.0,
-        on_peer_joined=nobody.append,
-        on_peer_gone=nobody.append,
-        on_superseded=nobody.append,
+        on_peer_joined=calls.append,
+        on_peer_gone=calls.append,
+        on_superseded=calls.append,
     )
     with pytest.raises(Unavailable):
         await link.register()
@@ -344,7 +344,7 @@ async def test_a_controller_that_does_not_answer_changes_nothing(scene: Scene) -
     assert scene.controller.registered == [ME]
 
 
-async def test_how_long_no_controller_was_heard_is_known(scene: Scene) -> None:
+async def test_the_time_without_a_controller_is_measured(scene: Scene) -> None:
     await scene.show(info(PeerRef("prefill-0", 1)))
     assert scene.link.silent_s == 0.0
     await scene.servers[0].stop(None)

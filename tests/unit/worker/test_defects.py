@@ -35,23 +35,23 @@ def defect(real: Callable[..., Any], of: Callable[..., str]) -> Callable[..., An
 
 async def others_are_whole(pair: WorkerPair, code: str) -> None:
     """Three at once: two have all their tokens, one fails with this code, and nothing is left of it."""
-    heard = {name: pair.send(name, PROMPT, TEN) for name in NAMES}
-    await until(lambda: all(each.finish for each in heard.values()))
-    assert (heard[BAD].finish, heard[BAD].error) == (FinishReason.ERROR, code)
+    outputs = {name: pair.send(name, PROMPT, TEN) for name in NAMES}
+    await until(lambda: all(output.finish for output in outputs.values()))
+    assert (outputs[BAD].finish, outputs[BAD].error) == (FinishReason.ERROR, code)
     for name in set(NAMES) - {BAD}:
-        assert heard[name].tokens == answer_to(PROMPT, TEN)
+        assert outputs[name].tokens == answer_to(PROMPT, TEN)
     assert not any(end.worker.died.done() for end in pair.ends)
     pair.abort(BAD)  # as its router does
     await pair.empty()
 
 
 @pytest.mark.parametrize("both", [False, True])
-async def test_a_token_that_cannot_be_told(
+async def test_a_token_whose_event_cannot_be_made_fails_its_request_alone(
     both: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def name(_batch: Any, step: Any, row: int, _scores: Any) -> str:
-        found: str = step.tokens(row)[0].reservation.ref.request_id
-        return found
+        request_id: str = step.tokens(row)[0].reservation.ref.request_id
+        return request_id
 
     monkeypatch.setattr(token_events, "_event_for", defect(token_events._event_for, name))
     async with WorkerPair(both=both) as pair:
@@ -99,7 +99,7 @@ async def test_a_call_that_fails_keeps_no_other_from_being_made(caplog: pytest.L
     assert "did not hear of its step" in caplog.text
 
 
-async def test_a_step_is_sent_without_the_cache_changes_that_cannot_be_told() -> None:
+async def test_a_step_is_sent_without_cache_changes_that_cannot_be_read() -> None:
     def broken() -> None:
         raise KeyError("defect")
 
@@ -125,5 +125,5 @@ async def test_an_event_that_cannot_be_written_ends_its_request_alone() -> None:
         for event in (bad, good):
             pair.decode.worker._streams.post(RoutedEvent("r", event))
         message = await anext(stream)
-        assert [(each.ref.request_id, each.error.code) for each in message.events] == [(BAD, "INTERNAL"), ("a", "")]
+        assert [(event.ref.request_id, event.error.code) for event in message.events] == [(BAD, "INTERNAL"), ("a", "")]
         call.cancel()

@@ -50,24 +50,26 @@ def sampling_of(number: int, prompt: list[int]) -> SamplingParams:
 def alive() -> list[object]:
     """Returns the objects of all requests in this process, those of other tests too."""
     gc.collect()
-    return [each for each in gc.get_objects() if isinstance(each, (DecodeRequest, PrefillRequest, BatchSlot))]
+    return [
+        instance for instance in gc.get_objects() if isinstance(instance, (DecodeRequest, PrefillRequest, BatchSlot))
+    ]
 
 
 async def test_no_ended_request_stays_alive(drafts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeEngine, "asynchronous", True)
     others = alive()  # kept, so that no other object gets the id of one
-    known = {id(each) for each in others}
+    known = {id(request) for request in others}
     async with WorkerPair(pages=100) as pair:
         if (speculation := pair.decode.worker._schedulers.decode.speculation) is not None:
             speculation.fixed_drafts = 3
         for first in range(0, REQUESTS, TOGETHER):
-            heard = {}
+            outputs = {}
             for number in range(first, first + TOGETHER):
                 prompt = [*PROMPT, 30 + number % 16]
-                heard[f"q{number}"] = pair.send(f"q{number}", prompt, sampling_of(number, prompt))
+                outputs[f"q{number}"] = pair.send(f"q{number}", prompt, sampling_of(number, prompt))
             pair.abort(f"q{first + 5}")
-            rest = [each for name, each in heard.items() if name != f"q{first + 5}"]
-            await until(lambda rest=rest: all(each.finish for each in rest))
+            rest = [output for name, output in outputs.items() if name != f"q{first + 5}"]
+            await until(lambda rest=rest: all(output.finish for output in rest))
         await pair.empty()
-        await until(lambda: all(id(each) in known for each in alive()))
+        await until(lambda: all(id(request) in known for request in alive()))
         assert speculation is None or drafts == "wrong drafts" or sum(speculation.counts.accepted.values())

@@ -31,10 +31,10 @@ async def test_hand_overs_do_not_wait_for_the_garbage_collector(monkeypatch: pyt
         gc.disable()
         try:
             for number in range(4):
-                heard = pair.send(f"q{number}", PROMPT, SamplingParams(max_tokens=2))
-                await until(lambda heard=heard: heard.finish)  # type: ignore[misc]
+                output = pair.send(f"q{number}", PROMPT, SamplingParams(max_tokens=2))
+                await until(lambda output=output: output.finish)  # type: ignore[misc]
             await pair.empty()
             assert len(made) == 4
-            await until(lambda: not any(each() for each in made))
+            await until(lambda: not any(reference() for reference in made))
         finally:
             gc.enable()

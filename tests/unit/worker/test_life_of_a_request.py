@@ -29,7 +29,7 @@ from tandem.protocol.messages import (
 )
 from tests.clocks import jump
 from tests.fake_engine import FACTS, PAGE_TOKENS, FakeEngine, answer_to, logprobs_of
-from tests.worker_pair import ROUTER, End, Heard, WorkerPair, until
+from tests.worker_pair import ROUTER, End, RequestOutput, WorkerPair, until
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17]
 TEN = SamplingParams(max_tokens=10)
@@ -56,21 +56,21 @@ def _engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 async def test_one_request(length: int, both: bool) -> None:
     async with WorkerPair(both=both) as pair:
         prompt = list(range(10, 10 + length))
-        heard = pair.send("q", prompt, TEN)
-        await until(lambda: heard.finish and (both or heard.pages))
-        assert heard.tokens == answer_to(prompt, TEN)
-        assert heard.finish is FinishReason.LENGTH
+        output = pair.send("q", prompt, TEN)
+        await until(lambda: output.finish and (both or output.pages))
+        assert output.tokens == answer_to(prompt, TEN)
+        assert output.finish is FinishReason.LENGTH
         event_times = [LifecycleEvent.PREFILL_QUEUED, LifecycleEvent.PREFILL_STARTED, LifecycleEvent.PREFILL_FINISHED]
-        assert heard.event_times[:3] == event_times
+        assert output.event_times[:3] == event_times
         transfer = [] if both else TRANSFER
-        assert set(heard.event_times) == {
+        assert set(output.event_times) == {
             *event_times,
             *transfer,
             LifecycleEvent.NOTICE_SEEN,
             LifecycleEvent.DECODE_ADMITTED,
             LifecycleEvent.DECODE_STARTED,
         }
-        assert heard.pages == (0 if both else -(-length // PAGE_TOKENS))
+        assert output.pages == (0 if both else -(-length // PAGE_TOKENS))
         await pair.empty()
 
 
@@ -78,10 +78,10 @@ async def test_one_request(length: int, both: bool) -> None:
 async def test_many_at_once(both: bool) -> None:
     async with WorkerPair(both=both, pages=400) as pair:
         asked = {f"q{n}": [n + 3, *range(20, 20 + n)] for n in range(30)}
-        heard = {name: pair.send(name, prompt, TEN) for name, prompt in asked.items()}
-        await until(lambda: all(each.finish for each in heard.values()))
+        outputs = {name: pair.send(name, prompt, TEN) for name, prompt in asked.items()}
+        await until(lambda: all(output.finish for output in outputs.values()))
         for name, prompt in asked.items():
-            assert heard[name].tokens == answer_to(prompt, TEN)
+            assert outputs[name].tokens == answer_to(prompt, TEN)
         assert max(len(batch.rows) for batch in pair.decode.engine.batches) <= 16
         await pair.empty()
 
@@ -90,10 +90,10 @@ async def test_many_at_once(both: bool) -> None:
 async def test_penalties_look_back_on_prompt_and_answer(both: bool) -> None:
     async with WorkerPair(both=both, max_step_tokens=8, max_batch_requests=4) as pair:
         sampling = [SamplingParams(10, presence_penalty=1.0), SamplingParams(10, repetition_penalty=1.1), TEN]
-        heard = [pair.send(f"q{n}", PROMPT, each) for n, each in enumerate(sampling)]
-        await until(lambda: all(each.finish for each in heard))
-        assert [each.tokens for each in heard] == [answer_to(PROMPT, each) for each in sampling]
-        assert heard[0].tokens == heard[1].tokens != heard[2].tokens
+        outputs = [pair.send(f"q{n}", PROMPT, params) for n, params in enumerate(sampling)]
+        await until(lambda: all(output.finish for output in outputs))
+        assert [params.tokens for params in outputs] == [answer_to(PROMPT, params) for params in sampling]
+        assert outputs[0].tokens == outputs[1].tokens != outputs[2].tokens
         await pair.empty()
 
 
@@ -101,11 +101,11 @@ async def test_penalties_look_back_on_prompt_and_answer(both: bool) -> None:
 async def test_logprobs_go_with_their_tokens(both: bool) -> None:
     async with WorkerPair(both=both) as pair:
         tops = (3, None, 0)
-        heard = [pair.send(f"q{n}", PROMPT, SamplingParams(10, logprobs=top)) for n, top in enumerate(tops)]
-        await until(lambda: all(each.finish for each in heard))
-        for each, top in zip(heard, tops, strict=True):
-            assert each.tokens == answer_to(PROMPT, TEN)
-            assert each.logprobs == ([] if top is None else [logprobs_of(token, top) for token in each.tokens])
+        outputs = [pair.send(f"q{n}", PROMPT, SamplingParams(10, logprobs=top)) for n, top in enumerate(tops)]
+        await until(lambda: all(output.finish for output in outputs))
+        for output, top in zip(outputs, tops, strict=True):
+            assert output.tokens == answer_to(PROMPT, TEN)
+            assert output.logprobs == ([] if top is None else [logprobs_of(token, top) for token in output.tokens])
         await pair.empty()
 
 
@@ -120,9 +120,9 @@ async def test_prompts_of_a_burst_share_their_first_step(monkeypatch: pytest.Mon
     monkeypatch.setattr("tandem.worker.loop.time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     async with WorkerPair(batch_wait_s=0.5, max_step_tokens=64) as pair:
         await until(lambda: pair.prefill.worker._loop._work._cond._waiters)  # type: ignore[attr-defined]
-        heard = [pair.send(f"q{n}", [n + 3, *PROMPT], TEN) for n in range(4)]
+        outputs = [pair.send(f"q{n}", [n + 3, *PROMPT], TEN) for n in range(4)]
         all_are_here.set()
-        await until(lambda: all(each.finish for each in heard))
+        await until(lambda: all(output.finish for output in outputs))
         assert slept == [0.5]
         assert len(pair.prefill.engine.batches[0].rows) == 4
         await pair.empty()
@@ -131,13 +131,13 @@ async def test_prompts_of_a_burst_share_their_first_step(monkeypatch: pytest.Mon
 async def test_a_chunked_prompt_is_written_while_it_computes() -> None:
     async with WorkerPair(max_step_tokens=8, max_batch_requests=4) as pair:
         pair.fabric.hold()
-        heard = pair.send("q", list(range(3, 33)), TEN)
-        await until(lambda: heard.tokens)
+        output = pair.send("q", list(range(3, 33)), TEN)
+        await until(lambda: output.tokens)
         assert [len(batch.rows[0].token_ids) for batch in pair.prefill.engine.batches] == [8, 8, 8, 6]
-        assert len(heard.tokens) == 1  # the first token does not wait for the transfer
+        assert len(output.tokens) == 1  # the first token does not wait for the transfer
         pair.fabric.release()
-        await until(lambda: heard.finish)
-        assert heard.tokens == answer_to(list(range(3, 33)), TEN)
+        await until(lambda: output.finish)
+        assert output.tokens == answer_to(list(range(3, 33)), TEN)
         await pair.empty()
 
 
@@ -155,12 +155,12 @@ async def test_hand_overs_that_outlast_their_permissions_renew_them_together(mon
 
         monkeypatch.setattr(admission, "prolong", watch)
         pair.fabric.hold()
-        heard = [pair.send(f"q{n}", [n + 3, *PROMPT], TEN) for n in range(3)]
+        outputs = [pair.send(f"q{n}", [n + 3, *PROMPT], TEN) for n in range(3)]
         await until(lambda: renewed[-3:] == [3, 3, 3])
         assert renewed[-1] == 3, "and not one by one"
         pair.fabric.release()
-        await until(lambda: all(each.finish for each in heard))
-        assert [each.tokens for each in heard] == [answer_to([n + 3, *PROMPT], TEN) for n in range(3)]
+        await until(lambda: all(output.finish for output in outputs))
+        assert [output.tokens for output in outputs] == [answer_to([n + 3, *PROMPT], TEN) for n in range(3)]
         await pair.empty()
 
 
@@ -170,20 +170,20 @@ async def test_an_answer_of_one_token_never_reaches_the_decode_half(both: bool) 
         one = SamplingParams(max_tokens=1)
         (first,) = answer_to(PROMPT, one)
         stops = SamplingParams(max_tokens=10, stop_token_ids=(first,))
-        heard = [pair.send("length", PROMPT, one), pair.send("stop", PROMPT, stops)]
-        await until(lambda: all(each.finish for each in heard))
-        assert [each.finish for each in heard] == [FinishReason.LENGTH, FinishReason.STOP]
-        assert [each.tokens for each in heard] == [[first], [first]]
+        outputs = [pair.send("length", PROMPT, one), pair.send("stop", PROMPT, stops)]
+        await until(lambda: all(output.finish for output in outputs))
+        assert [output.finish for output in outputs] == [FinishReason.LENGTH, FinishReason.STOP]
+        assert [output.tokens for output in outputs] == [[first], [first]]
         await pair.empty()
 
 
 async def test_no_destination_is_fine_for_one_token() -> None:
     async with WorkerPair() as pair:
         one = SamplingParams(max_tokens=1)
-        heard = pair.heard["q"] = Heard()
+        output = pair.outputs["q"] = RequestOutput()
         pair.prefill.worker.prefill(pair.task("q", PROMPT, one, None))
-        await until(lambda: heard.finish)
-        assert heard.tokens == answer_to(PROMPT, one)
+        await until(lambda: output.finish)
+        assert output.tokens == answer_to(PROMPT, one)
         with pytest.raises(InvalidArgument, match="destination"):
             pair.prefill.worker.prefill(pair.task("r", PROMPT, TEN, None))
         await pair.empty()
@@ -193,20 +193,20 @@ async def test_stop_token_ends_decoding() -> None:
     async with WorkerPair() as pair:
         expected = answer_to(PROMPT, TEN)
         sampling = SamplingParams(max_tokens=10, stop_token_ids=(expected[4],))
-        heard = pair.send("q", PROMPT, sampling)
-        await until(lambda: heard.finish)
-        assert heard.tokens == expected[:5]
-        assert heard.finish is FinishReason.STOP
+        output = pair.send("q", PROMPT, sampling)
+        await until(lambda: output.finish)
+        assert output.tokens == expected[:5]
+        assert output.finish is FinishReason.STOP
         await pair.empty()
 
 
 async def test_the_context_ends_decoding() -> None:
     async with WorkerPair(pages=200) as pair:
         prompt = [5] * 250
-        heard = pair.send("q", prompt, SamplingParams(max_tokens=1000))
-        await until(lambda: heard.finish)
-        assert len(heard.tokens) == 6  # 256 in all
-        assert heard.tokens == answer_to(prompt, SamplingParams(max_tokens=1000))
+        output = pair.send("q", prompt, SamplingParams(max_tokens=1000))
+        await until(lambda: output.finish)
+        assert len(output.tokens) == 6  # 256 in all
+        assert output.tokens == answer_to(prompt, SamplingParams(max_tokens=1000))
         await pair.empty()
 
 
@@ -221,8 +221,8 @@ async def test_abort_while_queued() -> None:
         second = pair.send("second", [8] * 30, TEN)  # no pages left for it
         pair.abort("second")
         await until(lambda: pair.prefill.worker.report.inspect().requests == 1)
-        pair.prefill.engine.let_go()
-        await until(lambda: pair.heard["first"].finish)
+        pair.prefill.engine.resume()
+        await until(lambda: pair.outputs["first"].finish)
         assert second.tokens == []
         await pair.empty()
 
@@ -231,15 +231,15 @@ async def test_abort_while_queued() -> None:
 async def test_abort_in_a_running_prefill_step(both: bool) -> None:
     async with WorkerPair(both=both) as pair:
         pair.prefill.engine.hold()
-        heard = pair.send("q", PROMPT, TEN)
+        output = pair.send("q", PROMPT, TEN)
         await until(pair.prefill.engine.waiting.is_set)
         pair.abort("q")
         await asyncio.sleep(0.01)
         counts = pair.prefill.engine.pool.counts()
         assert counts.free < counts.total  # the engine still writes them
-        pair.prefill.engine.let_go()
+        pair.prefill.engine.resume()
         await pair.empty()
-        assert heard.tokens == []
+        assert output.tokens == []
 
 
 async def test_abort_between_two_chunks() -> None:
@@ -248,19 +248,19 @@ async def test_abort_between_two_chunks() -> None:
         pair.send("q", list(range(3, 43)), TEN)
         await until(pair.prefill.engine.waiting.is_set)
         pair.send("other", PROMPT, TEN)
-        pair.prefill.engine.let_go()
+        pair.prefill.engine.resume()
         await until(lambda: len(pair.prefill.engine.batches) > 1)
         pair.abort("q")
-        await until(lambda: pair.heard["other"].finish)
-        assert pair.heard["other"].tokens == answer_to(PROMPT, TEN)
+        await until(lambda: pair.outputs["other"].finish)
+        assert pair.outputs["other"].tokens == answer_to(PROMPT, TEN)
         await pair.empty()
 
 
 async def test_abort_while_pages_are_on_the_way() -> None:
     async with WorkerPair() as pair:
         pair.fabric.hold()
-        heard = pair.send("q", PROMPT, TEN)
-        await until(lambda: heard.tokens)
+        output = pair.send("q", PROMPT, TEN)
+        await until(lambda: output.tokens)
         await until(lambda: pair.decode.engine.pool.counts().advertised)
         pair.abort("q")
         await until(lambda: pair.decode.engine.pool.counts().quarantined)
@@ -269,18 +269,18 @@ async def test_abort_while_pages_are_on_the_way() -> None:
             pair.reserve("r", PROMPT, SamplingParams(max_tokens=249))  # quarantined pages are nobody's
         pair.fabric.release()
         await pair.empty()
-        assert len(heard.tokens) == 1
+        assert len(output.tokens) == 1
 
 
 async def test_abort_of_a_running_request() -> None:
     async with WorkerPair() as pair:
         pair.decode.engine.hold(after=3)
-        heard = pair.send("q", PROMPT, LONG)
-        await until(lambda: len(heard.tokens) > 3)
+        output = pair.send("q", PROMPT, LONG)
+        await until(lambda: len(output.tokens) > 3)
         pair.abort("q")
-        pair.decode.engine.let_go()
+        pair.decode.engine.resume()
         await pair.empty()
-        assert heard.finish is None
+        assert output.finish is None
 
 
 async def test_abort_of_a_ready_request() -> None:
@@ -292,17 +292,17 @@ async def test_abort_of_a_ready_request() -> None:
         await until(lambda: second.pages)
         pair.fabric.wait_until_idle()
         pair.abort("second", "first")
-        pair.decode.engine.let_go()
+        pair.decode.engine.resume()
         await pair.empty()
         assert len(second.tokens) == 1
 
 
 async def test_abort_of_an_earlier_attempt_spares_the_later_one() -> None:
     async with WorkerPair() as pair:
-        heard = pair.send("q", PROMPT, TEN, attempt=3)
+        output = pair.send("q", PROMPT, TEN, attempt=3)
         pair.abort("q", attempt=2)
-        await until(lambda: heard.finish)
-        assert heard.tokens == answer_to(PROMPT, TEN)
+        await until(lambda: output.finish)
+        assert output.tokens == answer_to(PROMPT, TEN)
         pair.abort("nobody")
         await pair.empty()
 
@@ -310,12 +310,12 @@ async def test_abort_of_an_earlier_attempt_spares_the_later_one() -> None:
 async def test_a_closed_stream_ends_its_requests() -> None:
     async with WorkerPair(pages=200) as pair:
         pair.decode.engine.hold(after=10)
-        heard = [pair.send(f"q{n}", PROMPT, LONG) for n in range(4)]
-        await until(lambda: any(len(each.tokens) > 2 for each in heard))
+        outputs = [pair.send(f"q{n}", PROMPT, LONG) for n in range(4)]
+        await until(lambda: any(len(output.tokens) > 2 for output in outputs))
         pair.send("late", list(range(3, 80)), TEN)
         for end, stream in zip(pair.ends, pair.streams, strict=True):
             end.worker.detach(stream)
-        pair.decode.engine.let_go()
+        pair.decode.engine.resume()
         await pair.empty()
 
 
@@ -334,7 +334,7 @@ async def test_a_second_stream_takes_the_place_of_the_first() -> None:
         await until(lambda: len(old.tokens) > 2)
         for end in pair.ends:
             pair.attach(end)
-        pair.decode.engine.let_go()
+        pair.decode.engine.resume()
         await until(lambda: old.finish)
         assert old.error == "UNAVAILABLE"
         new = pair.send("new", PROMPT, TEN)
@@ -353,13 +353,13 @@ async def test_a_second_stream_takes_the_place_of_the_first() -> None:
 async def test_said_twice_is_said_once() -> None:
     async with WorkerPair() as pair:
         pair.prefill.engine.hold()
-        heard = pair.send("q", PROMPT, TEN)
+        output = pair.send("q", PROMPT, TEN)
         lease = pair.reserve("q", PROMPT, TEN)
         pair.prefill.worker.prefill(pair.task("q", PROMPT, TEN, lease))
         assert pair.decode.worker.report.inspect().leases == 1
-        pair.prefill.engine.let_go()
-        await until(lambda: heard.finish)
-        assert heard.tokens == answer_to(PROMPT, TEN)
+        pair.prefill.engine.resume()
+        await until(lambda: output.finish)
+        assert output.tokens == answer_to(PROMPT, TEN)
         await pair.empty()
 
 
@@ -385,13 +385,13 @@ async def test_a_later_attempt_replaces_and_an_earlier_one_is_stale() -> None:
 async def test_a_lease_without_heartbeat_expires() -> None:
     async with WorkerPair(kv_lease_s=30.0) as pair:
         pair.fabric.hold()
-        heard = pair.send("q", PROMPT, TEN)
+        output = pair.send("q", PROMPT, TEN)
         await until(lambda: pair.decode.engine.pool.counts().advertised)
         pair.decode.age(29.0)
-        assert heard.finish is None
+        assert output.finish is None
         pair.decode.age(1.0)
-        await until(lambda: heard.finish)
-        assert heard.error == "TRANSFER_FAILED"
+        await until(lambda: output.finish)
+        assert output.error == "TRANSFER_FAILED"
         assert pair.decode.engine.pool.counts().quarantined == 2
         pair.fabric.release()
         await pair.empty()
@@ -411,18 +411,18 @@ async def test_heartbeats_keep_a_lease_and_name_the_lost_ones() -> None:
 async def test_an_admitted_lease_is_not_lost() -> None:
     async with WorkerPair() as pair:
         lease = pair.reserve("q", PROMPT, TEN)
-        heard = pair.send("q", PROMPT, TEN)
-        await until(lambda: heard.finish)
+        output = pair.send("q", PROMPT, TEN)
+        await until(lambda: output.finish)
         assert pair.decode.worker.admission.heartbeat([lease]) == ()
         await pair.empty()
 
 
 async def test_what_does_not_fit_the_reservation_fails_closed() -> None:
     async with WorkerPair() as pair:
-        heard = pair.send("q", PROMPT, TEN)
-        await until(lambda: heard.finish)
+        output = pair.send("q", PROMPT, TEN)
+        await until(lambda: output.finish)
         lease = pair.reserve("r", PROMPT, TEN)
-        changed = pair.heard["r"] = Heard()
+        changed = pair.outputs["r"] = RequestOutput()
         pair.prefill.worker.prefill(pair.task("r", [*PROMPT[:-1], 99], TEN, lease))
         await until(lambda: changed.finish)
         assert changed.error == "TRANSFER_FAILED"
@@ -434,10 +434,10 @@ async def test_what_does_not_fit_the_reservation_fails_closed() -> None:
 async def test_an_allotment_that_is_too_large_is_refused() -> None:
     async with WorkerPair() as pair:
         lease = pair.reserve("q", PROMPT, TEN)
-        heard = pair.heard["q"] = Heard()
+        output = pair.outputs["q"] = RequestOutput()
         pair.prefill.worker.prefill(pair.task("q", PROMPT * 3, TEN, lease))
-        await until(lambda: heard.finish)
-        assert heard.error == "INVALID_ARGUMENT"
+        await until(lambda: output.finish)
+        assert output.error == "INVALID_ARGUMENT"
         await pair.empty()
 
 
@@ -468,12 +468,12 @@ async def test_prompts_wait_for_pages_the_short_ones_first_and_none_starves() ->
         pair.prefill.engine.hold()
         before = pair.send("before", [200] * 5, TEN)
         await until(pair.prefill.engine.waiting.is_set)
-        heard = {name: pair.send(name, prompt, TEN) for name, prompt in asked.items()}
-        pair.prefill.engine.let_go()
+        outputs = {name: pair.send(name, prompt, TEN) for name, prompt in asked.items()}
+        pair.prefill.engine.resume()
         await until(lambda: before.finish)
-        await until(lambda: all(each.finish for each in heard.values()))
+        await until(lambda: all(output.finish for output in outputs.values()))
         for name, prompt in asked.items():
-            assert heard[name].tokens == answer_to(prompt, TEN)
+            assert outputs[name].tokens == answer_to(prompt, TEN)
         started = [
             row.token_ids[0] - 3
             for batch in pair.prefill.engine.batches
@@ -490,27 +490,27 @@ async def test_prompts_wait_for_pages_the_short_ones_first_and_none_starves() ->
 async def test_drain_finishes_what_runs_and_refuses_what_comes() -> None:
     async with WorkerPair() as pair:
         pair.decode.engine.hold(after=3)
-        heard = pair.send("q", PROMPT, LONG)
-        await until(lambda: len(heard.tokens) > 1)
+        output = pair.send("q", PROMPT, LONG)
+        await until(lambda: len(output.tokens) > 1)
         draining = asyncio.create_task(pair.decode.worker.drain(60.0))
         await asyncio.sleep(0)
-        pair.decode.engine.let_go()
+        pair.decode.engine.resume()
         with pytest.raises(Unavailable):
             pair.reserve("r", PROMPT, TEN)
         assert await pair.prefill.worker.drain(60.0) == 0
         with pytest.raises(Unavailable):
             pair.prefill.worker.prefill(pair.task("r", PROMPT, SamplingParams(max_tokens=1), None))
         assert await draining == 0
-        await until(lambda: heard.finish)  # its last words may be on their way
-        assert heard.tokens == answer_to(PROMPT, LONG)
+        await until(lambda: output.finish)  # its last words may be on their way
+        assert output.tokens == answer_to(PROMPT, LONG)
         await pair.empty()
 
 
-async def test_drain_counts_what_it_leaves_behind() -> None:
+async def test_drain_counts_the_requests_that_are_left() -> None:
     async with WorkerPair() as pair:
         pair.decode.engine.hold()
-        heard = pair.send("q", PROMPT, TEN)
-        await until(lambda: heard.pages)
+        output = pair.send("q", PROMPT, TEN)
+        await until(lambda: output.pages)
         assert await pair.decode.worker.drain(0.01) == 1
 
 
@@ -520,8 +520,8 @@ async def test_drain_counts_what_it_leaves_behind() -> None:
 async def test_a_pool_that_lost_a_page_is_reported_when_the_worker_is_idle(caplog: pytest.LogCaptureFixture) -> None:
     async with WorkerPair() as pair:
         worker, pool = pair.decode.worker, pair.decode.engine.pool
-        heard = pair.send("q", PROMPT, TEN)
-        await until(lambda: heard.finish)
+        output = pair.send("q", PROMPT, TEN)
+        await until(lambda: output.finish)
         await pair.empty()
         pool._free.take(1)
         again = pair.send("r", PROMPT, TEN)
@@ -565,7 +565,7 @@ async def test_another_decode_worker_gives_the_same_answer_after_a_death() -> No
         first = pair.send("q", PROMPT, sampling)
         await until(lambda: len(first.tokens) > 3)
         dead = pair.ends.pop()
-        del pair.heard["q"]
+        del pair.outputs["q"]
         await dead.stop()
         pair.prefill.worker.peer_gone(dead.me)
         pair.decode = End("decode-1", Role.DECODE, pair.fabric, 64, {})
@@ -584,7 +584,7 @@ MOST = tuple(range(3, 950))
 
 
 @pytest.mark.parametrize("both", [False, True])
-async def test_an_attempt_goes_on_behind_any_token_of_an_answer(both: bool) -> None:
+async def test_an_attempt_continues_after_any_token_of_an_answer(both: bool) -> None:
     """Draws, penalties, limits and stop tokens count from the client's own prompt, wherever an attempt begins."""
     whole = answer_to(PROMPT, TEN)
     kinds = {
@@ -601,12 +601,12 @@ async def test_an_attempt_goes_on_behind_any_token_of_an_answer(both: bool) -> N
             for kind, sampling in kinds.items()
             for count in range(10)
         }
-        heard = {name: pair.send(name, PROMPT, kind, answer=out) for name, (kind, out) in asked.items()}
-        await until(lambda: all(each.finish for each in heard.values()))
+        outputs = {name: pair.send(name, PROMPT, kind, answer=out) for name, (kind, out) in asked.items()}
+        await until(lambda: all(output.finish for output in outputs.values()))
         for name, (sampling, _) in asked.items():
-            assert heard[name].tokens == answer_to(PROMPT, sampling), name
+            assert outputs[name].tokens == answer_to(PROMPT, sampling), name
             stopped = sampling.stop_token_ids
-            assert heard[name].finish is (FinishReason.STOP if stopped else FinishReason.LENGTH), name
+            assert outputs[name].finish is (FinishReason.STOP if stopped else FinishReason.LENGTH), name
         await pair.empty()
 
 
@@ -615,19 +615,19 @@ async def test_the_end_of_the_context_counts_what_was_answered_before() -> None:
         prompt = list(range(3, 3 + FACTS.max_context - 6))
         whole = answer_to(prompt, TEN)
         assert len(whole) == 6
-        heard = {n: pair.send(f"q{n}", prompt, TEN, answer=whole[:n]) for n in range(6)}
-        await until(lambda: all(each.finish for each in heard.values()))
-        assert [each.tokens for each in heard.values()] == [whole] * 6
+        outputs = {n: pair.send(f"q{n}", prompt, TEN, answer=whole[:n]) for n in range(6)}
+        await until(lambda: all(output.finish for output in outputs.values()))
+        assert [output.tokens for output in outputs.values()] == [whole] * 6
         await pair.empty()
 
 
 async def test_a_failed_write_is_reported_and_everything_freed() -> None:
     async with WorkerPair() as pair:
         pair.fabric.fail_next()
-        heard = pair.send("q", PROMPT, TEN)
-        await until(lambda: heard.finish)
-        assert heard.error == "TRANSFER_FAILED"
-        assert len(heard.tokens) == 1
+        output = pair.send("q", PROMPT, TEN)
+        await until(lambda: output.finish)
+        assert output.error == "TRANSFER_FAILED"
+        assert len(output.tokens) == 1
         await pair.empty()
         again = pair.send("q", PROMPT, TEN, attempt=2)
         await until(lambda: again.finish)
@@ -638,17 +638,17 @@ async def test_a_failed_write_is_reported_and_everything_freed() -> None:
 async def test_a_write_that_stands_still_fails_at_its_deadline_and_keeps_its_pages_until_it_is_quiet() -> None:
     async with WorkerPair(kv_transfer_deadline_s=30.0, kv_checksum_rate=0.0) as pair:
         pair.fabric.hold()
-        heard = pair.send("q", PROMPT, TEN)
-        await until(lambda: heard.tokens and pair.fabric.writes)
+        output = pair.send("q", PROMPT, TEN)
+        await until(lambda: output.tokens and pair.fabric.writes)
         jump(30.0)
-        await until(lambda: heard.finish)
-        assert heard.message == "pages were not written within 30 s; prefill again elsewhere"
-        assert heard.error == "TRANSFER_FAILED"
+        await until(lambda: output.finish)
+        assert output.message == "pages were not written within 30 s; prefill again elsewhere"
+        assert output.error == "TRANSFER_FAILED"
         pair.abort("q")  # as the router does before it tries again
         assert pair.prefill.engine.pool.counts().owned
         await until(lambda: pair.decode.engine.pool.counts().quarantined)
         pair.fabric.release()
-        again = pair.send("q", PROMPT, TEN, attempt=2, answer=heard.tokens)
+        again = pair.send("q", PROMPT, TEN, attempt=2, answer=output.tokens)
         await until(lambda: again.finish)
         assert again.tokens == answer_to(PROMPT, TEN)
         await pair.empty()
@@ -657,9 +657,9 @@ async def test_a_write_that_stands_still_fails_at_its_deadline_and_keeps_its_pag
 async def test_a_failed_chunk_stops_the_rest() -> None:
     async with WorkerPair(max_step_tokens=4, max_batch_requests=4) as pair:
         pair.fabric.fail_next()
-        heard = pair.send("q", list(range(3, 43)), TEN)
-        await until(lambda: heard.finish)
-        assert heard.error == "TRANSFER_FAILED"
+        output = pair.send("q", list(range(3, 43)), TEN)
+        await until(lambda: output.finish)
+        assert output.error == "TRANSFER_FAILED"
         await pair.empty()
 
 
@@ -668,13 +668,13 @@ async def test_a_lost_notice_costs_a_prefill_and_no_page(period_s: float, monkey
     monkeypatch.setattr("tandem.worker.peers.peers.DELIVERY_PERIOD_S", period_s)
     async with WorkerPair(kv_lease_s=30.0) as pair:
         pair.fabric.drop_notices()
-        heard = pair.send("q", PROMPT, TEN)
+        output = pair.send("q", PROMPT, TEN)
         if period_s > pair.decode.config.kv_lease_s:
-            await until(lambda: heard.pages)
-            assert heard.finish is None
+            await until(lambda: output.pages)
+            assert output.finish is None
             pair.decode.age(30.0)
-        await until(lambda: heard.finish)
-        assert heard.error == "TRANSFER_FAILED"
+        await until(lambda: output.finish)
+        assert output.error == "TRANSFER_FAILED"
         if period_s > pair.decode.config.kv_lease_s:
             pair.prefill.worker.peers._deliveries._period_s = 0.01
             jump(period_s)  # the writer's word frees the pages
@@ -684,13 +684,13 @@ async def test_a_lost_notice_costs_a_prefill_and_no_page(period_s: float, monkey
 async def test_a_dead_prefill_worker_is_survived() -> None:
     async with WorkerPair() as pair:
         pair.fabric.hold()
-        heard = pair.send("q", PROMPT, TEN)
+        output = pair.send("q", PROMPT, TEN)
         await until(lambda: pair.decode.engine.pool.counts().advertised)
         pair.fabric.kill(pair.prefill.me)
         pair.fabric.release()
         pair.decode.worker.peer_gone(pair.prefill.me)
-        await until(lambda: heard.finish)
-        assert heard.error == "TRANSFER_FAILED"
+        await until(lambda: output.finish)
+        assert output.error == "TRANSFER_FAILED"
         await pair.decode.empty()
         with pytest.raises(Unavailable):
             pair.reserve("r", PROMPT, TEN)
@@ -701,10 +701,10 @@ async def test_a_decode_worker_that_restarted_is_not_mistaken_for_the_old_one() 
     async with WorkerPair() as pair:
         lease = pair.reserve("q", PROMPT, TEN)
         moved = Destination(PeerRef("decode-0", 0), pair.decode.address, lease)
-        heard = pair.heard["q"] = Heard()
+        output = pair.outputs["q"] = RequestOutput()
         pair.prefill.worker.prefill(PrefillTask(ROUTER, RequestRef("q", 1), tuple(PROMPT), TEN, moved))
-        await until(lambda: heard.finish)
-        assert heard.error == "STALE_EPOCH"
+        await until(lambda: output.finish)
+        assert output.error == "STALE_EPOCH"
         pair.abort("q")
         await pair.empty()
 
@@ -712,9 +712,9 @@ async def test_a_decode_worker_that_restarted_is_not_mistaken_for_the_old_one() 
 async def test_a_decode_worker_that_is_not_there() -> None:
     async with WorkerPair() as pair:
         pair.decode.address = "127.0.0.1:1"
-        heard = pair.send("q", PROMPT, TEN)
-        await until(lambda: heard.finish)
-        assert heard.error == "UNAVAILABLE"
+        output = pair.send("q", PROMPT, TEN)
+        await until(lambda: output.finish)
+        assert output.error == "UNAVAILABLE"
         pair.abort("q")
         await pair.empty()
 
@@ -723,9 +723,9 @@ async def test_workers_that_do_not_fit_refuse_in_words() -> None:
     async with WorkerPair() as pair:
         mine = pair.decode.worker.peers._mine
         pair.decode.worker.peers._mine = replace(mine, compatibility_hash="0" * 64)
-        heard = pair.send("q", PROMPT, TEN)
-        await until(lambda: heard.finish)
-        assert heard.error == "FAILED_PRECONDITION"
+        output = pair.send("q", PROMPT, TEN)
+        await until(lambda: output.finish)
+        assert output.error == "FAILED_PRECONDITION"
         await pair.empty()
 
 
@@ -735,7 +735,7 @@ async def test_a_step_that_fails_ends_the_worker_loudly() -> None:
         running = pair.send("running", PROMPT, LONG)
         await until(lambda: len(running.tokens) > 2)
         pair.decode.engine.error = RuntimeError("a defect")
-        pair.decode.engine.let_go()
+        pair.decode.engine.resume()
         await until(pair.decode.worker.died.done)
         await until(lambda: running.finish)
         assert running.error == "INTERNAL"
@@ -756,6 +756,6 @@ async def test_one_prefill_token_ends_without_waiting_for_a_full_house() -> None
         pair.send("q", PROMPT, TEN)
         with pytest.raises(ResourceExhausted):
             pair.prefill.worker.prefill(pair.task("r", PROMPT, SamplingParams(max_tokens=1), None))
-        pair.prefill.engine.let_go()
-        await until(lambda: pair.heard["q"].finish)
+        pair.prefill.engine.resume()
+        await until(lambda: pair.outputs["q"].finish)
         await pair.empty()

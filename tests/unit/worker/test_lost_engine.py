@@ -20,7 +20,7 @@ from tandem.protocol.messages import FinishReason, Role, SamplingParams
 from tandem.worker.config import WorkerConfig
 from tandem.worker.process import WorkerProcess
 from tests.fake_engine import FakeEngine, answer_to
-from tests.worker_pair import End, Heard, WorkerPair, until
+from tests.worker_pair import End, RequestOutput, WorkerPair, until
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17]
 TEN = SamplingParams(max_tokens=10)
@@ -36,12 +36,12 @@ def _engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def fail_at_launch(end: End) -> None:
     end.engine.launch_error = RuntimeError(CUDA_WORDS)
-    end.engine.let_go()
+    end.engine.resume()
 
 
 def fail_at_result(end: End) -> None:
     end.engine.error = RuntimeError(CUDA_WORDS)
-    end.engine.let_go()
+    end.engine.resume()
 
 
 def never_end(end: End) -> None:
@@ -53,12 +53,12 @@ def never_end(end: End) -> None:
 FAULTS = [fail_at_launch, fail_at_result, never_end]
 
 
-async def decoding(pair: WorkerPair, name: str) -> Heard:
+async def decoding(pair: WorkerPair, name: str) -> RequestOutput:
     """A request in the decode worker's batch, whose next step is held."""
     pair.decode.engine.hold(after=3)
-    heard = pair.send(name, PROMPT, LONG)
-    await until(lambda: len(heard.tokens) > 2 and pair.decode.engine.waiting.is_set())
-    return heard
+    output = pair.send(name, PROMPT, LONG)
+    await until(lambda: len(output.tokens) > 2 and pair.decode.engine.waiting.is_set())
+    return output
 
 
 @pytest.mark.parametrize("break_it", FAULTS)
@@ -76,7 +76,7 @@ async def test_the_batch_fails_and_the_rest_is_left_to_the_router(break_it: Call
         with pytest.raises(Unavailable):
             pair.reserve("late", PROMPT, TEN)
         one = SamplingParams(max_tokens=1)
-        elsewhere = pair.heard["elsewhere"] = Heard()
+        elsewhere = pair.outputs["elsewhere"] = RequestOutput()
         pair.prefill.worker.prefill(pair.task("elsewhere", PROMPT, one, None))
         await until(lambda: elsewhere.finish)
         assert elsewhere.tokens == answer_to(PROMPT, one)
@@ -109,7 +109,7 @@ async def test_heartbeats_are_answered_while_a_step_computes() -> None:
             reply = await stub.Heartbeat(worker_pb2.HeartbeatRequest(), timeout=60)
         assert not reply.unknown
         assert running.finish is None
-        pair.decode.engine.let_go()
+        pair.decode.engine.resume()
         await until(lambda: running.finish)
         assert running.tokens == answer_to(PROMPT, LONG)
 
@@ -180,7 +180,7 @@ async def test_a_check_of_the_pool_that_hangs_ends_the_worker(monkeypatch: pytes
         monkeypatch.undo()
 
 
-async def test_whoever_asks_for_a_sign_of_life_finds_a_stuck_step() -> None:
+async def test_a_liveness_probe_finds_a_stuck_step() -> None:
     """Also where the worker's own timer is gone."""
     async with WorkerPair(step_deadline_s=DEADLINE_S) as pair:
         await decoding(pair, "running")
@@ -210,14 +210,14 @@ async def test_a_sign_of_life_comes_from_the_worker_s_own_event_loop() -> None:
         await process.works()  # it has ended: nobody is asked
 
 
-async def test_a_step_that_comes_back_too_late_is_not_heard() -> None:
+async def test_the_result_of_a_step_that_ends_too_late_is_ignored() -> None:
     async with WorkerPair(step_deadline_s=DEADLINE_S) as pair:
         running = await decoding(pair, "running")
         worker = pair.decode.worker
         never_end(pair.decode)
         await until(worker.died.done)
         steps, tokens = worker._loop.steps, len(running.tokens)
-        pair.decode.engine.let_go()
+        pair.decode.engine.resume()
         await until(lambda: not worker._loop._thread.is_alive())
         assert (worker._loop.steps, len(running.tokens)) == (steps, tokens)
         assert "did not end" in str(worker.died.result())
@@ -230,7 +230,7 @@ async def test_a_slow_step_is_waited_for() -> None:
         running = await decoding(pair, "running")
         never_end(pair.decode)
         assert not pair.decode.worker._loop.abandon_stuck_step()
-        pair.decode.engine.let_go()
+        pair.decode.engine.resume()
         await until(lambda: running.finish)
         assert running.tokens == answer_to(PROMPT, LONG)
         await pair.empty()
@@ -244,7 +244,7 @@ async def test_an_idle_engine_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> N
             clock = SimpleNamespace(monotonic=lambda later_s=later_s: time.monotonic() + later_s)
             monkeypatch.setattr("tandem.worker.loop.time", clock)
             assert not any(loop.abandon_stuck_step() for loop in loops)
-            heard = pair.send(name, PROMPT, TEN)
-            await until(lambda heard=heard: heard.finish)
-            assert heard.tokens == answer_to(PROMPT, TEN)
+            output = pair.send(name, PROMPT, TEN)
+            await until(lambda output=output: output.finish)
+            assert output.tokens == answer_to(PROMPT, TEN)
             await pair.empty()

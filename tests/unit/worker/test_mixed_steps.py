@@ -12,7 +12,7 @@ from tandem.protocol.messages import SamplingParams
 from tandem.protocol.policy_name import PolicyName
 from tandem.worker.step_policy import FORCED_CHUNK_INTERVAL
 from tests.fake_engine import ComputedStep, FakeEngine, answer_to
-from tests.worker_pair import Heard, WorkerPair, until
+from tests.worker_pair import RequestOutput, WorkerPair, until
 
 LONG = SamplingParams(max_tokens=150, speculate=False)
 LONGER = SamplingParams(max_tokens=150 + 2 * FORCED_CHUNK_INTERVAL, speculate=False)
@@ -42,7 +42,7 @@ def _engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 async def decoding(
     pair: WorkerPair, count: int, sampling: SamplingParams = LONG
-) -> tuple[dict[str, list[int]], dict[str, Heard]]:
+) -> tuple[dict[str, list[int]], dict[str, RequestOutput]]:
     """`count` requests that decode, and will for a while; the engine is held.
 
     Who comes after the first steps waits for long where no time is to spare; then they are all asked once more.
@@ -50,11 +50,11 @@ async def decoding(
     for attempt in range(ATTEMPTS):
         asked = {f"d{attempt}.{n}": [n + 3, n + 4, n + 5] for n in range(count)}
         pair.decode.engine.hold()
-        heard = {name: pair.send(name, prompt, sampling) for name, prompt in asked.items()}
+        outputs = {name: pair.send(name, prompt, sampling) for name, prompt in asked.items()}
         if await together(pair.decode.engine, count):
-            return asked, heard
-        pair.abort(*heard)
-        pair.decode.engine.let_go()
+            return asked, outputs
+        pair.abort(*outputs)
+        pair.decode.engine.resume()
         await pair.empty()
     raise AssertionError(f"{count} requests do not decode together")
 
@@ -85,13 +85,13 @@ def is_mixed(batch: ComputedStep) -> bool:
 @pytest.mark.parametrize("policy", POLICIES)
 async def test_answers_are_the_same(policy: str) -> None:
     async with WorkerPair(both=True, pages=600, max_step_tokens=STEP_TOKENS, **POLICIES[policy]) as pair:
-        asked, heard = await decoding(pair, 3)
+        asked, outputs = await decoding(pair, 3)
         prompts = {f"p{n}": [n + 40] * (5 + 9 * (n % 4)) for n in range(9)}
-        heard |= {name: pair.send(name, prompt, TEN) for name, prompt in prompts.items()}
-        pair.decode.engine.let_go()
-        await until(lambda: all(each.finish for each in heard.values()))
-        assert {name: heard[name].tokens for name in asked} == {n: answer_to(p, LONG) for n, p in asked.items()}
-        assert {name: heard[name].tokens for name in prompts} == {n: answer_to(p, TEN) for n, p in prompts.items()}
+        outputs |= {name: pair.send(name, prompt, TEN) for name, prompt in prompts.items()}
+        pair.decode.engine.resume()
+        await until(lambda: all(output.finish for output in outputs.values()))
+        assert {name: outputs[name].tokens for name in asked} == {n: answer_to(p, LONG) for n, p in asked.items()}
+        assert {name: outputs[name].tokens for name in prompts} == {n: answer_to(p, TEN) for n, p in prompts.items()}
         batches = pair.decode.engine.batches
         assert any(is_mixed(batch) for batch in batches)
         most = POLICIES[policy].get("step_budget", STEP_TOKENS)
@@ -104,12 +104,12 @@ async def test_a_prompt_is_begun_within_a_bounded_number_of_steps(changes: dict[
     """Seven decode: a budget of seven tokens leaves nothing, nor does the target."""
     settings = POLICIES["chunked"] | changes
     async with WorkerPair(both=True, pages=600, max_step_tokens=STEP_TOKENS, **settings) as pair:
-        _, heard = await decoding(pair, 7, LONGER)
+        _, outputs = await decoding(pair, 7, LONGER)
         before = len(pair.decode.engine.batches)
         prompt = [99] * 12
         waits = pair.send("p", prompt, TEN)
         await until(lambda: pair.decode.worker.report.load().prefill_requests)
-        pair.decode.engine.let_go()
+        pair.decode.engine.resume()
         await until(lambda: waits.finish)
         assert waits.tokens == answer_to(prompt, TEN)
         begun = [number for number, batch in enumerate(pair.decode.engine.batches) if is_mixed(batch)]
@@ -118,32 +118,32 @@ async def test_a_prompt_is_begun_within_a_bounded_number_of_steps(changes: dict[
         assert first <= FORCED_CHUNK_INTERVAL + 2
         # It did not just wait for the others to end: all seven have a row beside its first.
         assert len(pair.decode.engine.batches[before + first].rows) == 7 + 1
-        pair.abort(*heard)
+        pair.abort(*outputs)
         await pair.empty()
 
 
-async def test_a_batch_that_is_slow_enough_takes_nobody_else() -> None:
+async def test_a_batch_at_its_target_latency_takes_no_other_request() -> None:
     async with WorkerPair(both=True, pages=600, max_step_tokens=STEP_TOKENS, itl_target_s=1.0) as pair:
         worker = pair.decode.worker
-        _, heard = await decoding(pair, 3)
+        _, outputs = await decoding(pair, 3)
         growth = worker._loop._scheduler._growth
         growth.rows = lambda running, most, targets: running.decode_rows or most  # type: ignore[method-assign]
         late = pair.send("late", [9, 9, 9], TEN)
-        pair.decode.engine.let_go()
+        pair.decode.engine.resume()
         await until(lambda: late.tokens)
-        await until(lambda: all(each.finish for each in heard.values()) and late.finish)
+        await until(lambda: all(output.finish for output in outputs.values()) and late.finish)
         assert late.tokens == answer_to([9, 9, 9], TEN)
         assert max(batch.newest_rows for batch in pair.decode.engine.batches if not is_mixed(batch)) <= 3
         await pair.empty()
 
 
-async def test_a_worker_tells_what_its_steps_take() -> None:
+async def test_a_worker_reports_the_load_of_its_steps() -> None:
     async with WorkerPair(both=True, pages=600) as pair:
         _, answers = await decoding(pair, 1)
         assert 3 < pair.decode.worker.report.load().decode_context_tokens <= 3 + LONG.max_tokens
-        pair.decode.engine.let_go()
-        (heard,) = answers.values()
-        await until(lambda: heard.finish)
+        pair.decode.engine.resume()
+        (output,) = answers.values()
+        await until(lambda: output.finish)
         await pair.empty()
         # A step is learned from behind its news.
         await until(lambda: pair.decode.worker._loop._busy_since is None)

@@ -13,7 +13,7 @@ from tandem.engine.steps.sampling_metadata import NO_TOKEN
 from tandem.protocol.errors import NonFiniteLogits
 from tandem.protocol.messages import FinishReason, SamplingParams
 from tests.fake_engine import FakeEngine, answer_to, whole_text
-from tests.worker_pair import Heard, WorkerPair, until
+from tests.worker_pair import RequestOutput, WorkerPair, until
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17]
 OTHER = [21, 22, 23, 24, 25, 26, 27]
@@ -37,18 +37,18 @@ def break_at(monkeypatch: pytest.MonkeyPatch, index: int) -> None:
     monkeypatch.setattr(FakeEngine, "run", run)
 
 
-async def fails_alone(pair: WorkerPair, broken: SamplingParams = BROKEN) -> Heard:
+async def fails_alone(pair: WorkerPair, broken: SamplingParams = BROKEN) -> RequestOutput:
     """Sends a broken request between two others; returns what came of it."""
     sent = ((OTHER, TEN), (PROMPT, broken), (OTHER, TEN))
-    heard = [pair.send(f"q{number}", *each) for number, each in enumerate(sent)]
-    await until(lambda: all(each.finish for each in heard))
-    assert heard[0].tokens == heard[2].tokens == answer_to(OTHER, TEN)
-    assert (heard[1].finish, heard[1].error) == (FinishReason.ERROR, NonFiniteLogits.code)
-    assert NO_TOKEN not in heard[1].tokens
+    outputs = [pair.send(f"q{number}", *arguments) for number, arguments in enumerate(sent)]
+    await until(lambda: all(output.finish for output in outputs))
+    assert outputs[0].tokens == outputs[2].tokens == answer_to(OTHER, TEN)
+    assert (outputs[1].finish, outputs[1].error) == (FinishReason.ERROR, NonFiniteLogits.code)
+    assert NO_TOKEN not in outputs[1].tokens
     assert not any(end.worker.died.done() for end in pair.ends)
     pair.abort("q1")  # as its router does
     await pair.empty()
-    return heard[1]
+    return outputs[1]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -83,8 +83,8 @@ async def test_its_answer_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None
     """Whoever sends the prompt and the answer again has the answer computed: its KV may not be finite."""
     break_at(monkeypatch, 9)
     async with WorkerPair(both=True) as pair:
-        heard = await fails_alone(pair)
-        again = pair.send("again", [*PROMPT, *heard.tokens], TEN)
+        output = await fails_alone(pair)
+        again = pair.send("again", [*PROMPT, *output.tokens], TEN)
         await until(lambda: again.finish)
         assert again.cached_tokens <= len(PROMPT)
 
@@ -101,5 +101,5 @@ async def test_a_scored_prompt_with_such_logits_fails(both: bool, monkeypatch: p
 
     monkeypatch.setattr(prompt_scoring.PromptScores, "take", take)
     async with WorkerPair(both=both) as pair:
-        heard = await fails_alone(pair, replace(TEN, prompt_logprobs=1))
-        assert heard.prompt_logprobs is None
+        output = await fails_alone(pair, replace(TEN, prompt_logprobs=1))
+        assert output.prompt_logprobs is None

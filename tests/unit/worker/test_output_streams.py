@@ -76,7 +76,7 @@ async def test_a_slow_reader_gets_several_steps_as_one_message() -> None:
     assert await anext(messages) == StepOutput(3, (event("1"), event("2"), event("3")), LOAD)
 
 
-async def test_tokens_of_a_step_go_to_their_router_behind_its_events() -> None:
+async def test_tokens_of_a_step_go_to_their_router_after_its_events() -> None:
     office = Office()
     (one, _), (two, _) = await read(office.streams.attach("1")), await read(office.streams.attach("2"))
     some, others, lost = tokens(3, "a", "b"), tokens(5, "c"), tokens(0, "d")
@@ -85,7 +85,7 @@ async def test_tokens_of_a_step_go_to_their_router_behind_its_events() -> None:
     assert await anext(one) == StepOutput(7, (), LOAD, tokens=(some,))
     second = await anext(two)
     assert second == StepOutput(7, (event("z"),), LOAD, tokens=(others,))
-    assert [each.ref.request_id for each in second.each()] == ["z", "c"]
+    assert [event.ref.request_id for event in second.each()] == ["z", "c"]
 
 
 async def test_a_slow_reader_gets_tokens_before_what_came_later() -> None:
@@ -101,13 +101,13 @@ async def test_a_slow_reader_gets_tokens_before_what_came_later() -> None:
     message = await anext(messages)
     assert message.step == 4
     assert message.tokens == (tokens(5, "b"), tokens(6, "b"))
-    heard = [(each.ref.request_id, each.first_index, each.finish_reason) for each in message.each()]
-    assert [index for name, index, _ in heard if name == "a"] == [3, 4, 5]
-    assert [index for name, index, _ in heard if name == "b"] == [3, 4, 5, 6]
-    assert [reason for name, _, reason in heard if name == "a"] == [None, None, FinishReason.STOP]
+    events = [(event.ref.request_id, event.first_index, event.finish_reason) for event in message.each()]
+    assert [index for name, index, _ in events if name == "a"] == [3, 4, 5]
+    assert [index for name, index, _ in events if name == "b"] == [3, 4, 5, 6]
+    assert [reason for name, _, reason in events if name == "a"] == [None, None, FinishReason.STOP]
 
 
-async def test_an_event_between_steps_comes_behind_tokens_that_wait() -> None:
+async def test_an_event_between_steps_comes_after_waiting_tokens() -> None:
     office = Office(grace_s=60.0)
     office.streams.expect("1")
     office.publish(1, [], [RoutedTokens("1", tokens(3, "a"))])
@@ -116,7 +116,7 @@ async def test_an_event_between_steps_comes_behind_tokens_that_wait() -> None:
     office.publish(2, [], [RoutedTokens("1", tokens(3, "b"))])
     await asyncio.sleep(0)
     _, first = await read(office.streams.attach("1"))  # takes over what the stream that was expected had
-    assert [(each.ref.request_id, each.first_index) for each in first.each()] == [("a", 3), ("a", 4), ("b", 3)]
+    assert [(event.ref.request_id, event.first_index) for event in first.each()] == [("a", 3), ("a", 4), ("b", 3)]
 
 
 async def test_a_router_is_gone_with_its_stream() -> None:
@@ -146,7 +146,7 @@ async def test_a_router_that_does_not_come_is_gone() -> None:
     assert office.gone == ["1"]
 
 
-async def test_a_second_stream_ends_the_first_and_hears_what_was_lost() -> None:
+async def test_a_second_stream_ends_the_first_and_gets_the_lost_events() -> None:
     office = Office()
     old = office.streams.attach("1")
     messages, _ = await read(old)
@@ -176,7 +176,7 @@ async def test_tokens_that_wait_when_the_worker_closes_are_sent_before_the_strea
     assert [message.tokens async for message in messages] == [(tokens(3, "a"),)]
 
 
-async def test_changes_of_the_prefix_cache_go_to_those_who_asked() -> None:
+async def test_changes_of_the_prefix_cache_go_to_streams_that_request_them() -> None:
     office = Office()
     office.batches = 1
     asked, _ = await read(office.streams.attach("1", prefixes=True))
@@ -201,7 +201,7 @@ async def test_a_router_that_does_not_read_loses_the_oldest_changes_and_can_see_
     assert numbers == list(range(4, PREFIX_BATCHES_MAX + 4))
 
 
-async def test_what_follows_a_step_is_called_behind_its_events_and_runs_before_they_are_sent() -> None:
+async def test_the_callback_of_a_step_is_queued_after_its_events_and_runs_before_they_are_sent() -> None:
     office = Office()
     messages, _ = await read(office.streams.attach("1"))
     order: list[str] = []
@@ -219,9 +219,9 @@ async def test_what_follows_a_step_is_called_behind_its_events_and_runs_before_t
     await asyncio.sleep(0)
 
     def call() -> None:
-        order.append(f"call behind {len(office.streams._streams['1'].pending)} event")
+        order.append(f"call after {len(office.streams._streams['1'].pending)} event")
         woken.set()
 
     office.publish(1, [RoutedEvent("1", event("a"))], (), [call])
     await asyncio.gather(*tasks)
-    assert order == ["call behind 1 event", "handoff", "message"]
+    assert order == ["call after 1 event", "handoff", "message"]

@@ -9,7 +9,7 @@ from tandem.cost_model.answer_length import SEEN_MIN
 from tandem.protocol.errors import ResourceExhausted
 from tandem.protocol.messages import SamplingParams
 from tests.fake_engine import FakeEngine, answer_to, logprobs_of
-from tests.worker_pair import Heard, WorkerPair, until
+from tests.worker_pair import RequestOutput, WorkerPair, until
 
 SAMPLINGS = [
     SamplingParams(60),
@@ -34,20 +34,20 @@ class Sender:
         for _ in range(SEEN_MIN):
             lengths.learn(60, 1)
 
-    async def run(self, name: str, prompt: list[int], sampling: SamplingParams) -> Heard:
-        so_far = Heard()
+    async def run(self, name: str, prompt: list[int], sampling: SamplingParams) -> RequestOutput:
+        so_far = RequestOutput()
         for attempt in range(1, 100):
-            heard = await self._placed(name, prompt, sampling, attempt, so_far)
-            await until(lambda heard=heard: heard.finish or 0 <= heard.preempted_at <= len(heard.tokens))
-            heard.logprobs[:0] = so_far.logprobs
-            so_far, self.attempts[name] = heard, attempt
-            if heard.finish:
+            output = await self._placed(name, prompt, sampling, attempt, so_far)
+            await until(lambda output=output: output.finish or 0 <= output.preempted_at <= len(output.tokens))
+            output.logprobs[:0] = so_far.logprobs
+            so_far, self.attempts[name] = output, attempt
+            if output.finish:
                 break
         return so_far
 
     async def _placed(
-        self, name: str, prompt: list[int], sampling: SamplingParams, attempt: int, so_far: Heard
-    ) -> Heard:
+        self, name: str, prompt: list[int], sampling: SamplingParams, attempt: int, so_far: RequestOutput
+    ) -> RequestOutput:
         async with asyncio.timeout(60):
             while True:
                 try:
@@ -63,11 +63,11 @@ async def test_answers_are_the_same(changes: dict[str, Any]) -> None:
             pair.decode.worker.admission._budget._reservations._limit = 26
         sender = Sender(pair)
         asked = {f"q{n}": ([n + 3, *range(20, 25)], SAMPLINGS[n % 3]) for n in range(7)}
-        answers = await asyncio.gather(*(sender.run(name, *each) for name, each in asked.items()))
-        for (prompt, sampling), heard in zip(asked.values(), answers, strict=True):
-            assert heard.tokens == answer_to(prompt, sampling)
-            scores = [logprobs_of(token, 2) for token in heard.tokens] if sampling.logprobs else []
-            assert heard.logprobs == scores
+        answers = await asyncio.gather(*(sender.run(name, *arguments) for name, arguments in asked.items()))
+        for (prompt, sampling), output in zip(asked.values(), answers, strict=True):
+            assert output.tokens == answer_to(prompt, sampling)
+            scores = [logprobs_of(token, 2) for token in output.tokens] if sampling.logprobs else []
+            assert output.logprobs == scores
         preemptions = pair.decode.worker.report.load().preemptions
         assert preemptions == sum(sender.attempts.values()) - len(asked) > 0
         await pair.empty()
@@ -81,5 +81,5 @@ async def test_a_router_that_leaves_takes_those_that_gave_way_with_it() -> None:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        pair.abort(*pair.heard, attempt=99)
+        pair.abort(*pair.outputs, attempt=99)
         await pair.empty()

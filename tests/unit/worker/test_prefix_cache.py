@@ -15,7 +15,7 @@ from tandem.protocol.messages import FinishReason, SamplingParams, TransferNotic
 from tandem.protocol.page_digests import page_digests, root_digest
 from tandem.protocol.prefixes import PrefixChanges
 from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to, logprobs_of
-from tests.worker_pair import End, Heard, WorkerPair, until
+from tests.worker_pair import End, RequestOutput, WorkerPair, until
 
 PROMPT = list(range(11, 11 + 4 * PAGE_TOKENS + 2))
 """Four full pages and two tokens."""
@@ -30,14 +30,14 @@ def _engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 async def ask(
     pair: WorkerPair, name: str, prompt: Sequence[int] = PROMPT, sampling: SamplingParams = TEN, salt: str = ""
-) -> Heard:
+) -> RequestOutput:
     """Runs a request to its end, and waits until every page is free."""
-    heard = pair.send(name, list(prompt), sampling, salt=salt)
+    output = pair.send(name, list(prompt), sampling, salt=salt)
     stays = sampling.max_tokens == 1 or pair.prefill is pair.decode
-    await until(lambda: heard.finish and (stays or heard.pages))
-    assert heard.tokens == answer_to(list(prompt), sampling), name
+    await until(lambda: output.finish and (stays or output.pages))
+    assert output.tokens == answer_to(list(prompt), sampling), name
     await pair.empty()
-    return heard
+    return output
 
 
 def computed(end: End, since: int = 0) -> int:
@@ -55,12 +55,12 @@ async def test_the_second_time_one_page_is_computed_and_sent() -> None:
         assert (second.cached_tokens, second.pages) == (FULL * PAGE_TOKENS, 1)
         assert computed(pair.prefill, steps) == 2
         for end in pair.ends:
-            found = end.worker.report.inspect()
-            assert (found.prefix_query_tokens, found.prefix_hit_tokens) == (2 * len(PROMPT), FULL * PAGE_TOKENS)
+            state = end.worker.report.inspect()
+            assert (state.prefix_query_tokens, state.prefix_hit_tokens) == (2 * len(PROMPT), FULL * PAGE_TOKENS)
             load = end.worker.report.load()
             assert (load.prefix_query_tokens, load.prefix_hit_tokens) == (2 * len(PROMPT), FULL * PAGE_TOKENS)
             assert load.pages_used == 0, "what nobody reads is as good as free"
-            assert found.pages_cached >= FULL
+            assert state.pages_cached >= FULL
 
 
 @pytest.mark.parametrize("both", [False, True])
@@ -79,9 +79,9 @@ async def test_a_conversation_finds_what_decode_has_generated(both: bool) -> Non
         history = list(PROMPT)
         sent = []
         for turn in range(4):
-            heard = await ask(pair, f"turn {turn}", history, SamplingParams(max_tokens=9))
-            sent.append((heard.cached_tokens, heard.pages, len(history)))
-            history += [*heard.tokens, 700 + turn, 701, 702]
+            output = await ask(pair, f"turn {turn}", history, SamplingParams(max_tokens=9))
+            sent.append((output.cached_tokens, output.pages, len(history)))
+            history += [*output.tokens, 700 + turn, 701, 702]
         for before, (cached, pages, length) in itertools.pairwise(sent):
             # All but the last token of the answer have their KV at the decode worker.
             stored = (before[2] + 8) // PAGE_TOKENS
@@ -103,16 +103,16 @@ async def test_conversations_hit_what_a_reference_says() -> None:
             chat = rng.choice(chats)
             chat += [rng.randrange(3, 900) for _ in range(rng.randrange(1, 9))]
             before = [end.worker.report.inspect().prefix_hit_tokens for end in pair.ends]
-            heard = await ask(pair, f"q{number}", chat)
+            output = await ask(pair, f"q{number}", chat)
             for end, pages, hit in zip(pair.ends, known, before, strict=True):
                 expected = 0
                 while expected < len(chat) - PAGE_TOKENS and tuple(chat[: expected + PAGE_TOKENS]) in pages:
                     expected += PAGE_TOKENS
                 assert end.worker.report.inspect().prefix_hit_tokens - hit == expected
-            stored = [*chat, *heard.tokens[:-1]]
+            stored = [*chat, *output.tokens[:-1]]
             known[0].update(tuple(chat[:n]) for n in range(0, len(chat) + 1, PAGE_TOKENS))
             known[1].update(tuple(stored[:n]) for n in range(0, len(stored) + 1, PAGE_TOKENS))
-            chat += heard.tokens
+            chat += output.tokens
         assert (
             pair.decode.worker.report.inspect().prefix_hit_tokens
             > pair.prefill.worker.report.inspect().prefix_hit_tokens
@@ -131,64 +131,64 @@ async def test_conversations_hit_what_a_reference_says() -> None:
     ],
     ids=["penalty", "logprobs", "seed", "one token"],
 )
-async def test_with_and_without_the_same_is_heard(both: bool, sampling: SamplingParams) -> None:
-    heard = []
+async def test_answers_are_the_same_with_and_without_the_cache(both: bool, sampling: SamplingParams) -> None:
+    outputs = []
     for enabled in (False, True):
         async with WorkerPair(both=both, prefix_cache=enabled) as pair:
             for name in ("first", "second"):
                 one = await ask(pair, name, PROMPT, sampling)
-                heard.append((one.tokens, one.logprobs, one.finish))
+                outputs.append((one.tokens, one.logprobs, one.finish))
             assert bool(one.cached_tokens) == enabled or (both and sampling.max_tokens == 1)
             assert enabled or not pair.prefill.worker.report.inspect().pages_cached
-    assert heard.count(heard[0]) == 4
+    assert outputs.count(outputs[0]) == 4
 
 
 async def test_many_at_once_that_begin_alike() -> None:
     async with WorkerPair(pages=120) as pair:
         asked = {f"q{n}": [*PROMPT[: 3 + 2 * (n % 9)], 800 + n % 4, *range(20, 20 + n % 5)] for n in range(60)}
-        heard = {}
+        outputs = {}
         for n, (name, prompt) in enumerate(asked.items()):
-            heard[name] = pair.send(name, prompt, SamplingParams(1 + n % 7))
+            outputs[name] = pair.send(name, prompt, SamplingParams(1 + n % 7))
             if n % 9 == 0:
-                await until(lambda: sum(not each.finish for each in heard.values()) < 4)
-        await until(lambda: all(each.finish for each in heard.values()))
+                await until(lambda: sum(not output.finish for output in outputs.values()) < 4)
+        await until(lambda: all(output.finish for output in outputs.values()))
         for n, (name, prompt) in enumerate(asked.items()):
-            assert heard[name].tokens == answer_to(prompt, SamplingParams(1 + n % 7))
+            assert outputs[name].tokens == answer_to(prompt, SamplingParams(1 + n % 7))
         assert pair.prefill.worker.report.inspect().prefix_hit_tokens > 0
         assert pair.decode.worker.report.inspect().prefix_hit_tokens > 0
         await pair.empty()
 
 
-async def test_those_behind_in_the_queue_find_what_was_computed_before_them() -> None:
+async def test_queued_prompts_reuse_pages_computed_for_earlier_ones() -> None:
     """While the first one's pages are still on their way."""
     async with WorkerPair(max_step_tokens=18, max_batch_requests=4) as pair:
         pair.fabric.hold()
-        heard = [pair.send(f"q{n}", PROMPT, TEN) for n in range(3)]
-        await until(lambda: all(each.tokens for each in heard))
-        first, second, third = (each.cached_tokens for each in heard)
+        outputs = [pair.send(f"q{n}", PROMPT, TEN) for n in range(3)]
+        await until(lambda: all(output.tokens for output in outputs))
+        first, second, third = (output.cached_tokens for output in outputs)
         assert (first, third) == (0, FULL * PAGE_TOKENS)
         # An asynchronous engine's second step is planned before the first one is over, if its prompt is queued by then.
         assert second == third or (FakeEngine.asynchronous and second == 0)
         assert pair.prefill.engine.pool.counts().shared == FULL
         pair.fabric.release()
-        await until(lambda: all(each.finish and each.pages for each in heard))
-        assert all(each.tokens == answer_to(PROMPT, TEN) for each in heard)
-        assert [each.pages for each in heard] == [FULL + 1] * 3, "the decode worker promised before it had any"
+        await until(lambda: all(output.finish and output.pages for output in outputs))
+        assert all(output.tokens == answer_to(PROMPT, TEN) for output in outputs)
+        assert [output.pages for output in outputs] == [FULL + 1] * 3, "the decode worker promised before it had any"
         await pair.empty()
 
 
 async def test_cached_pages_are_sent_while_the_rest_is_computed() -> None:
     async with WorkerPair() as pair:
         lease = None
-        heard = pair.heard["alone"] = Heard()
+        output = pair.outputs["alone"] = RequestOutput()
         one = SamplingParams(max_tokens=1)
         pair.prefill.worker.prefill(pair.task("alone", PROMPT, one, lease))
-        await until(lambda: heard.finish)  # now the prefill worker knows the prompt, the decode worker does not
+        await until(lambda: output.finish)  # now the prefill worker knows the prompt, the decode worker does not
         pair.prefill.engine.hold()
         second = pair.send("q", PROMPT, TEN)
         await until(pair.decode.engine.memory.any)
         assert not second.tokens
-        pair.prefill.engine.let_go()
+        pair.prefill.engine.resume()
         await until(lambda: second.finish and second.pages)
         assert second.tokens == answer_to(PROMPT, TEN)
         assert (second.cached_tokens, second.pages) == (FULL * PAGE_TOKENS, FULL + 1)
@@ -206,39 +206,39 @@ async def test_the_decode_worker_alone_has_it() -> None:
         pair.prefill = fresh
         pair.ends.append(fresh)
         pair.attach(fresh)
-        heard = await ask(pair, "second")
-        assert (heard.cached_tokens, heard.pages) == (0, 1)
+        output = await ask(pair, "second")
+        assert (output.cached_tokens, output.pages) == (0, 1)
 
 
 # ---- salts ----
 
 
 @pytest.mark.parametrize("both", [False, True])
-async def test_nobody_reads_what_was_computed_under_another_salt(both: bool) -> None:
+async def test_pages_computed_under_another_salt_are_not_reused(both: bool) -> None:
     async with WorkerPair(both=both) as pair:
         await ask(pair, "a", salt="alice")
         for name, salt, hit in (("b", "bob", 0), ("c", "", 0), ("d", "alice", FULL * PAGE_TOKENS)):
-            heard = await ask(pair, name, salt=salt)
-            assert heard.cached_tokens == hit
-            assert both or heard.pages == (1 if hit else FULL + 1)
+            output = await ask(pair, name, salt=salt)
+            assert output.cached_tokens == hit
+            assert both or output.pages == (1 if hit else FULL + 1)
 
 
 async def test_a_prefill_task_of_another_salt_than_its_local_lease_fails() -> None:
     async with WorkerPair(both=True) as pair:
         await ask(pair, "first", salt="alice")
-        heard = pair.heard["q"] = Heard()
+        output = pair.outputs["q"] = RequestOutput()
         reservation = replace(pair.reservation("q", PROMPT, TEN), cache_salt="alice")
         lease = pair.decode.worker.reserve(reservation).lease
         pair.prefill.worker.prefill(replace(pair.task("q", PROMPT, TEN, lease), cache_salt="bob"))
-        await until(lambda: heard.finish)
-        assert heard.error == "STALE_EPOCH"
+        await until(lambda: output.finish)
+        assert output.error == "STALE_EPOCH"
         await pair.empty()
 
 
 # ---- room ----
 
 
-async def test_what_nobody_reads_never_refuses_a_request() -> None:
+async def test_unread_cached_pages_never_refuse_a_request() -> None:
     async with WorkerPair(pages=12) as pair:
         for n in range(8):
             await ask(pair, f"q{n}", [n + 3] * 30, SamplingParams(max_tokens=17))
@@ -277,12 +277,12 @@ async def test_an_abort_lets_everything_go(moment: str, both: bool) -> None:
                 pair.fabric.hold()
             else:
                 held.engine.hold(after=(1 if both else 0) if moment == "decoding" else 0)
-            heard = pair.send("q", PROMPT, SamplingParams(max_tokens=30))
-            await until(held.engine.waiting.is_set if moment != "handing over" else lambda: heard.tokens)
+            output = pair.send("q", PROMPT, SamplingParams(max_tokens=30))
+            await until(held.engine.waiting.is_set if moment != "handing over" else lambda: output.tokens)
         pair.abort("q")
         pair.fabric.release()
         for end in pair.ends:
-            end.engine.let_go()
+            end.engine.resume()
         await pair.empty()
         again = await ask(pair, "again")
         assert again.cached_tokens == FULL * PAGE_TOKENS
@@ -292,11 +292,11 @@ async def test_an_expired_lease_lets_its_pages_go_at_once() -> None:
     async with WorkerPair(kv_lease_s=30.0) as pair:
         await ask(pair, "first")
         pair.fabric.hold()
-        heard = pair.send("q", PROMPT, TEN)
+        output = pair.send("q", PROMPT, TEN)
         await until(lambda: pair.decode.engine.pool.counts().advertised)
         pair.decode.age(30.0)
-        await until(lambda: heard.finish)
-        assert heard.error == "TRANSFER_FAILED"
+        await until(lambda: output.finish)
+        assert output.error == "TRANSFER_FAILED"
         counts = pair.decode.engine.pool.counts()
         assert (counts.shared, counts.quarantined) == (0, 1), "only the page that was to be sent"
         pair.fabric.release()
@@ -309,9 +309,9 @@ async def test_the_next_attempt_goes_on_from_the_cache() -> None:
         first = pair.send("q", PROMPT, SamplingParams(max_tokens=20))
         await until(lambda: len(first.tokens) > 5)
         out = list(first.tokens)
-        del pair.heard["q"]
+        del pair.outputs["q"]
         pair.abort("q")
-        pair.decode.engine.let_go()
+        pair.decode.engine.resume()
         await pair.empty()
         second = pair.send("q", PROMPT, SamplingParams(max_tokens=20), attempt=2, answer=out)
         await until(lambda: second.finish and second.pages)
@@ -357,16 +357,16 @@ async def test_a_notice_says_how_much_was_left_out(skipped: int, fits: bool) -> 
         notice = pair.decode.worker.admission.notice
         taken: list[TransferNotice] = []
 
-        def change(told: TransferNotice) -> None:
-            taken.append(told)
-            notice(replace(told, skipped=skipped))
+        def change(received: TransferNotice) -> None:
+            taken.append(received)
+            notice(replace(received, skipped=skipped))
 
         pair.decode.worker.transport.on_notice = change  # type: ignore[attr-defined]
-        heard = pair.send("q", PROMPT, TEN)
-        await until(lambda: heard.finish)
+        output = pair.send("q", PROMPT, TEN)
+        await until(lambda: output.finish)
         assert (taken[0].pages, taken[0].skipped) == (FULL + 1, FULL)
-        assert [each.page for each in taken[0].checksums] == [FULL], "of the page that was sent alone"
-        assert heard.finish is (FinishReason.LENGTH if fits else FinishReason.ERROR)
+        assert [checksum.page for checksum in taken[0].checksums] == [FULL], "of the page that was sent alone"
+        assert output.finish is (FinishReason.LENGTH if fits else FinishReason.ERROR)
         await pair.empty()
 
 
@@ -377,19 +377,19 @@ async def test_what_is_held_does_not_change_while_it_is_reserved() -> None:
         reservation = pair.reservation("q", PROMPT, TEN)
         granted = pair.decode.worker.reserve(reservation)
         assert granted.held_tokens == 2 * PAGE_TOKENS
-        await asyncio.gather(*(until_heard(pair, f"other {n}") for n in range(2)))
+        await asyncio.gather(*(until_answered(pair, f"other {n}") for n in range(2)))
         assert pair.decode.worker.reserve(reservation) == granted
-        heard = pair.heard["q"] = Heard()
+        output = pair.outputs["q"] = RequestOutput()
         pair.prefill.worker.prefill(pair.task("q", PROMPT, TEN, granted.lease))
-        await until(lambda: heard.finish and heard.pages)
-        assert heard.tokens == answer_to(PROMPT, TEN)
-        assert heard.pages == FULL + 1 - 2
+        await until(lambda: output.finish and output.pages)
+        assert output.tokens == answer_to(PROMPT, TEN)
+        assert output.pages == FULL + 1 - 2
         await pair.empty()
 
 
-async def until_heard(pair: WorkerPair, name: str) -> None:
-    heard = pair.send(name, PROMPT, TEN)
-    await until(lambda: heard.finish)
+async def until_answered(pair: WorkerPair, name: str) -> None:
+    output = pair.send(name, PROMPT, TEN)
+    await until(lambda: output.finish)
 
 
 # ---- prompts that are scored ----
@@ -432,14 +432,14 @@ async def test_a_later_attempt_of_a_scored_request_reads_the_cache() -> None:
 # ---- what routers hear of it ----
 
 
-async def test_routers_that_ask_hear_what_is_known() -> None:
+async def test_routers_that_request_it_get_the_cached_prefixes() -> None:
     async with WorkerPair(pages=12) as pair:
-        heard: list[PrefixChanges] = []
+        received: list[PrefixChanges] = []
         stream = pair.decode.worker.attach("indexer", prefixes=True)
 
         async def read() -> None:
             async for step in stream.messages():
-                heard.extend(step.prefixes)
+                received.extend(step.prefixes)
 
         reader = asyncio.create_task(read())
         index: set[bytes] = set()
@@ -448,14 +448,14 @@ async def test_routers_that_ask_hear_what_is_known() -> None:
         await ask(pair, "last", PROMPT)
         known = pair.decode.worker.report.known_prefixes()
         everything = {digest for run in known.stored for digest in run.digests}
-        await until(lambda: heard and heard[-1].sequence >= known.sequence)
+        await until(lambda: received and received[-1].sequence >= known.sequence)
         pair.decode.worker.detach(stream)
         await reader
-        for changes in heard:
+        for changes in received:
             index -= set(changes.removed)
             index |= {digest for run in changes.stored for digest in run.digests}
-        assert [changes.sequence for changes in heard] == list(range(1, len(heard) + 1))
+        assert [changes.sequence for changes in received] == list(range(1, len(received) + 1))
         assert index == everything
         assert set(page_digests(PROMPT, PAGE_TOKENS, root_digest(""))) <= index
-        assert any(changes.removed for changes in heard)
+        assert any(changes.removed for changes in received)
         assert all(not step.prefixes for step in pair.steps)

@@ -65,7 +65,7 @@ def rows_of_step(assignment: Assignment, *, steered: bool) -> tuple[int, int]:
     [(SHARED, STEP, STEP), (BOUND, 32, STEP), (CHUNKED, STEP, 300), (PRIORITY, 125, STEP)],
     ids=["shared", "bound", "chunked", "priority"],
 )
-def test_an_assignment_says_who_decodes_and_how_much_of_a_step_is_prompts(
+def test_an_assignment_sets_the_rows_and_the_prompt_tokens_of_a_step(
     assignment: Assignment, rows: int, tokens: int, steered: bool
 ) -> None:
     assert rows_of_step(assignment, steered=steered) == (rows, tokens)

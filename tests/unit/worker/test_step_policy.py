@@ -149,7 +149,7 @@ def test_the_batch_grows_up_to_the_tightest_target_that_holds() -> None:
     assert BatchGrowth(cost, 0.02).rows(DECODING, 2048, strict) == free.rows(DECODING, 2048, strict)
 
 
-def test_nobody_who_decodes_means_nobody_to_spare() -> None:
+def test_prefill_gets_the_whole_step_when_no_request_decodes() -> None:
     assert priority(1e-6).prefill_tokens(NOTHING, MANY) == STEP
 
 
@@ -163,7 +163,7 @@ def test_no_prompt_starves(policy: StepPolicy, beside: StepWork, enough: int) ->
     assert granted == 3 * [enough, *[0] * FORCED_CHUNK_INTERVAL]
 
 
-def test_long_steps_are_less_than_one_in_a_hundred_whoever_waits_when() -> None:
+def test_fewer_than_one_in_a_hundred_steps_are_long_for_any_arrivals() -> None:
     policy = chunked(512)
     beside, full = StepWork(decode_rows=512 - MIN_CHUNK_TOKENS), StepWork(decode_rows=512)
     assert policy.prefill_tokens(full, MANY) == 512
@@ -194,7 +194,7 @@ def test_the_batch_grows_up_to_the_target() -> None:
     )
 
 
-def test_a_burst_that_finds_nobody_does_not_join_as_one() -> None:
+def test_a_burst_without_running_requests_does_not_join_at_once() -> None:
     growth = BatchGrowth(cost, 9e-3)
     assert growth.rows(NOTHING, 2048) == pytest.approx(500, abs=1)  # of rows without context, before any was seen
     many = growth.rows(DECODING, 2048)
@@ -216,7 +216,7 @@ def test_the_batch_never_shrinks_and_a_target_out_of_reach_limits_nothing(
     ("policy", "budget", "tokens"),
     [(PolicyName.UNCHUNKED, 9, STEP), (PolicyName.CHUNKED, 700, 700), (PolicyName.CHUNKED, None, 512)],
 )
-def test_routers_hear_of_the_chunks_that_prompts_are_cut_to(
+def test_the_prompt_tokens_of_a_step_follow_the_policy_and_its_budget(
     policy: PolicyName, budget: int | None, tokens: int
 ) -> None:
     engine = EngineConfig.of(Path("m"), max_step_tokens=STEP)

@@ -9,7 +9,7 @@ from tandem.protocol.errors import ResourceExhausted
 from tandem.protocol.kv_pages import KvPages, held_pages
 from tandem.protocol.messages import SamplingParams
 from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to
-from tests.worker_pair import End, Heard, WorkerPair, until
+from tests.worker_pair import End, RequestOutput, WorkerPair, until
 
 WINDOWS = (None, 3 * PAGE_TOKENS, PAGE_TOKENS + 1)
 STEP = 2 * PAGE_TOKENS
@@ -49,21 +49,21 @@ class Watch:
             self.most = max(self.most, request.held)
 
 
-async def ask(pair: WorkerPair, name: str, prompt: Sequence[int], sampling: SamplingParams = ANSWER) -> Heard:
-    heard = pair.send(name, list(prompt), sampling)
+async def ask(pair: WorkerPair, name: str, prompt: Sequence[int], sampling: SamplingParams = ANSWER) -> RequestOutput:
+    output = pair.send(name, list(prompt), sampling)
     stays = pair.prefill is pair.decode
-    await until(lambda: heard.finish and (stays or heard.pages))
-    assert not heard.error, heard.message
-    assert heard.tokens == answer_to(list(prompt), sampling), name
+    await until(lambda: output.finish and (stays or output.pages))
+    assert not output.error, output.message
+    assert output.tokens == answer_to(list(prompt), sampling), name
     await pair.empty()
-    return heard
+    return output
 
 
 async def test_no_more_is_held_or_sent_than_the_windows_need() -> None:
     async with WorkerPair(pages=200, max_step_tokens=STEP) as pair:
         prefill, decode = Watch(pair.prefill), Watch(pair.decode)
-        heard = await ask(pair, "q", PROMPT)
-        assert heard.pages == len(KV.sent(len(PROMPT), 0)) == 21 + 4 + 2
+        output = await ask(pair, "q", PROMPT)
+        assert output.pages == len(KV.sent(len(PROMPT), 0)) == 21 + 4 + 2
         total = len(PROMPT) + ANSWER.max_tokens - 1
         assert 21 + 4 + 2 < prefill.most <= KV.held(len(PROMPT))
         assert 21 + 4 + 2 < decode.most <= KV.held(total, decoding=True) < 3 * KV.numbers(total)
@@ -94,7 +94,7 @@ async def test_a_changed_tail_finds_the_prefix_and_its_windows(both: bool, tail:
         assert second.cached_tokens == (len(PROMPT) - tail) // PAGE_TOKENS * PAGE_TOKENS
 
 
-async def test_a_system_prompt_is_found_behind_any_tail() -> None:
+async def test_a_system_prompt_is_reused_before_any_tail() -> None:
     """What was behind the windows is cached, not lost, while there is room."""
     async with WorkerPair(pages=300, max_step_tokens=STEP) as pair:
         await ask(pair, "first", PROMPT, SamplingParams(max_tokens=2))
@@ -107,18 +107,18 @@ async def test_many_requests_in_a_small_pool(both: bool) -> None:
     async with WorkerPair(pages=110, max_step_tokens=STEP, both=both) as pair:
         prompts = [PROMPT[: (5 + 3 * number) * PAGE_TOKENS // 2] for number in range(12)]
         sampling = SamplingParams(max_tokens=3 * PAGE_TOKENS)
-        heard = []
+        outputs = []
         for number, prompt in enumerate(prompts):
             while True:
                 try:
-                    heard.append(pair.send(f"q{number}", prompt, sampling))
+                    outputs.append(pair.send(f"q{number}", prompt, sampling))
                     break
                 except ResourceExhausted:
                     await asyncio.sleep(0.01)
-        await until(lambda: all(each.finish or each.preempted_at >= 0 for each in heard))
-        for prompt, each in zip(prompts, heard, strict=True):
-            if each.preempted_at < 0:
-                assert each.tokens == answer_to(prompt, sampling)
+        await until(lambda: all(output.finish or output.preempted_at >= 0 for output in outputs))
+        for prompt, output in zip(prompts, outputs, strict=True):
+            if output.preempted_at < 0:
+                assert output.tokens == answer_to(prompt, sampling)
         await pair.empty()
 
 
@@ -149,9 +149,9 @@ class TestOneWindow:
         kv = KvPages(PAGE_TOKENS, (3 * PAGE_TOKENS,), STEP)
         async with WorkerPair(pages=2 * kv.held(10_000), max_step_tokens=STEP, both=both) as pair:
             for name in ("first", "second"):
-                heard = pair.send(name, list(PROMPT), SamplingParams(max_tokens=30))
-                await until(lambda heard=heard: heard.finish and (both or heard.pages))
-                assert not heard.error, heard.message
-                assert len(heard.tokens) == 30
+                output = pair.send(name, list(PROMPT), SamplingParams(max_tokens=30))
+                await until(lambda output=output: output.finish and (both or output.pages))
+                assert not output.error, output.message
+                assert len(output.tokens) == 30
                 await pair.empty()
-            assert heard.cached_tokens == 20 * PAGE_TOKENS
+            assert output.cached_tokens == 20 * PAGE_TOKENS

@@ -58,9 +58,9 @@ def rows_of(adapters: list[int], *, start: int, tokens: int, share: int = 4) -> 
 def logits_of(runner: ModelRunner, adapters: list[int]) -> torch.Tensor:
     """Returns the logits of a prompt in chunks, and of two tokens behind it, [3, rows, vocab]."""
     runner.logits(StepBatch(rows_of(adapters, start=0, tokens=20)))
-    found = [runner.logits(StepBatch(rows_of(adapters, start=20, tokens=15))).clone()]
-    found += [runner.logits(StepBatch(rows_of(adapters, start=at, tokens=1))).clone() for at in (35, 36)]
-    return torch.stack(found)
+    steps = [runner.logits(StepBatch(rows_of(adapters, start=20, tokens=15))).clone()]
+    steps += [runner.logits(StepBatch(rows_of(adapters, start=at, tokens=1))).clone() for at in (35, 36)]
+    return torch.stack(steps)
 
 
 @pytest.fixture(scope="module")
@@ -81,12 +81,12 @@ def test_eight_adapters_in_one_batch_equal_the_merged_models(
     base: Path, eight: list[Path], kernels: Callable[[], Kernels | None], tmp_path: Path
 ) -> None:
     order = [0, 3, 8, 1, 2, 7, 0, 5, 4, 6]
-    found = logits_of(load(base, eight, kernels()), order)
+    actual = logits_of(load(base, eight, kernels()), order)
     for row, number in enumerate(order):
         merged = EIGHT[number - 1].merged(tmp_path / str(row)) if number else base
         wanted = logits_of(ModelRunner.load(tiny_engine_config(merged)), [0])[:, 0]
-        torch.testing.assert_close(found[:, row], wanted, atol=TOLERANCE, rtol=TOLERANCE)
-    assert (found[:, 1] - found[:, 0]).abs().max() > 0.1  # the adapters do change the model
+        torch.testing.assert_close(actual[:, row], wanted, atol=TOLERANCE, rtol=TOLERANCE)
+    assert (actual[:, 1] - actual[:, 0]).abs().max() > 0.1  # the adapters do change the model
 
 
 def test_one_batch_equals_each_adapter_alone(base: Path, eight: list[Path]) -> None:
@@ -122,13 +122,13 @@ def test_attention_of_models_with_experts(family: str, tmp_path: Path) -> None:
 
 def check(folder: Path, adapter: TinyAdapter, tmp_path: Path, **scale: Callable[[str], float]) -> None:
     share = 8
-    found = load(folder, [adapter.write(tmp_path / "adapter")])
+    runner = load(folder, [adapter.write(tmp_path / "adapter")])
     wanted = ModelRunner.load(tiny_engine_config(adapter.merged(tmp_path / "merged", **scale)))
-    pages = range(share * found.kv_pages.groups)
+    pages = range(share * runner.kv_pages.groups)
     for start, tokens in ((0, 20), (20, 15), (35, 1)):
         row = StepRow(ids(1)[start : start + tokens], start, pages, draw(), adapter=1)
         logits = wanted.logits(StepBatch([row._replace(adapter=0)]))
-        torch.testing.assert_close(found.logits(StepBatch([row])), logits, atol=TOLERANCE, rtol=TOLERANCE)
+        torch.testing.assert_close(runner.logits(StepBatch([row])), logits, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def test_scales(base: Path, tmp_path: Path) -> None:
@@ -142,9 +142,9 @@ def test_beside_quantized_weights(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model", **changes)
     adapter = TinyAdapter(changes=changes).write(tmp_path / "adapter")
     packed, plain = load(folder, [adapter], quantization="int8"), load(folder, [adapter])
-    found, wanted = logits_of(packed, [0, 1]), logits_of(plain, [0, 1])
-    torch.testing.assert_close(found[:, 1] - found[:, 0], wanted[:, 1] - wanted[:, 0], atol=0.2, rtol=0)
-    assert (found[:, 1] - found[:, 0]).abs().max() > 0.5
+    actual, wanted = logits_of(packed, [0, 1]), logits_of(plain, [0, 1])
+    torch.testing.assert_close(actual[:, 1] - actual[:, 0], wanted[:, 1] - wanted[:, 0], atol=0.2, rtol=0)
+    assert (actual[:, 1] - actual[:, 0]).abs().max() > 0.5
 
 
 def test_identity_is_that_of_the_bytes(base: Path, tmp_path: Path) -> None:

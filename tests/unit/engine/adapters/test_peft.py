@@ -49,5 +49,5 @@ def test_logits_are_pefts(name: str, family: str, tmp_path: Path) -> None:
             assert (model(torch.tensor([IDS])).logits[0, -1:] - wanted).abs().max() > 0.05
     sources = (NamedPath("one", tmp_path / "adapter"),)
     runner = ModelRunner.load(tiny_engine_config(folder, loras=sources))
-    found = runner.logits(StepBatch([StepRow(IDS, 0, [0], draw(), adapter=1)]))
-    torch.testing.assert_close(found, wanted, atol=3e-5, rtol=3e-5)
+    actual = runner.logits(StepBatch([StepRow(IDS, 0, [0], draw(), adapter=1)]))
+    torch.testing.assert_close(actual, wanted, atol=3e-5, rtol=3e-5)

@@ -45,8 +45,8 @@ def test_a_loaded_adapter_equals_the_merged_model_and_so_does_the_next_in_its_sl
     config = tiny_engine_config(base, runtime_loras=True, max_loras=1)
     runner, without = ModelRunner.load(config), ModelRunner.load(tiny_engine_config(base))
     for number, adapter in enumerate((FIRST, SECOND)):
-        found = put(runner.adapters, "it", adapter.write(tmp_path / f"adapter {number}"))
-        assert runner.adapters.number(found.identity) == 1
+        adapter_read = put(runner.adapters, "it", adapter.write(tmp_path / f"adapter {number}"))
+        assert runner.adapters.number(adapter_read.identity) == 1
         merged = ModelRunner.load(tiny_engine_config(adapter.merged(tmp_path / f"merged {number}")))
         wanted = torch.cat((logits_of(merged, [0]), logits_of(without, [0])), dim=1)
         torch.testing.assert_close(logits_of(runner, [1, 0]), wanted, atol=TOLERANCE, rtol=TOLERANCE)
@@ -100,7 +100,7 @@ def test_requests_that_came_before_keep_an_unloaded_adapter() -> None:
         put(slots, name, Path(name))
     assert slots.unload("a")
     assert not slots.unload("a")
-    assert [each.name for each in slots.facts] == ["b"]
+    assert [facts.name for facts in slots.facts] == ["b"]
     assert slots.number("a") == 1
     with pytest.raises(ResourceExhausted, match="all 2 slots for adapters are in use, 1 of them loaded; 'a' still"):
         put(slots, "c", Path("c"), used=("", "a"))
@@ -118,7 +118,7 @@ def test_an_adapter_that_comes_back_finds_its_slot() -> None:
     put(slots, "a", Path("a"))
     slots.unload("a")
     put(slots, "other name", Path("a"), used=("a",))
-    assert [(each.name, each.identity) for each in slots.facts] == [("other name", "a")]
+    assert [(facts.name, facts.identity) for facts in slots.facts] == [("other name", "a")]
     assert files.written == [(0, "a")]
 
 

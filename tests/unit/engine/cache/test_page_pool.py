@@ -77,7 +77,7 @@ def test_a_lease_is_adopted_in_order() -> None:
     pool.check_integrity()
 
 
-def test_quarantined_pages_are_nobodys_until_freed() -> None:
+def test_quarantined_pages_have_no_owner_until_freed() -> None:
     pool = PagePool(4)
     pool.reserve(2)
     pages = pool.advertise(LEASE, 2)
@@ -147,7 +147,7 @@ def test_cached_pages_are_room_and_are_taken_in_the_order_they_were_left() -> No
     pool.check_integrity()
 
 
-def test_a_cached_page_that_is_promised_to_somebody_is_not_retained() -> None:
+def test_a_reserved_cached_page_is_not_retained() -> None:
     pool = PagePool(4)
     pages = cached(pool, 3)
     pool.reserve(2)
@@ -158,7 +158,7 @@ def test_a_cached_page_that_is_promised_to_somebody_is_not_retained() -> None:
     pool.check_integrity()
 
 
-def test_strangers_pages_are_refused_whole() -> None:
+def test_a_call_with_pages_of_another_owner_changes_nothing() -> None:
     pool = PagePool(4)
     mine, theirs = pool.allocate(ALICE, 2), pool.allocate(BOB, 1)
     for pages in ([mine[0], theirs[0]], [mine[0], mine[0]], [99]):

@@ -30,7 +30,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.on_eviction(self.taken)
 
     def held(self, state: object) -> list[int]:
-        return [page for page, each in self.state.items() if each == state]
+        return [page for page, page_state in self.state.items() if page_state == state]
 
     def taken(self, page: int) -> None:
         assert len(self.held("free")) < self.asked, "there are enough that hold nothing"
@@ -165,7 +165,7 @@ class PoolMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         self.pool.check_integrity()
         counts = self.pool.counts()
-        kinds = [each[0] if isinstance(each, tuple) else each for each in self.state.values()]
+        kinds = [page_state[0] if isinstance(page_state, tuple) else page_state for page_state in self.state.values()]
         assert counts.free == kinds.count("free")
         assert counts.shared == kinds.count("shared")
         assert counts.cached == kinds.count("cached")

@@ -19,7 +19,7 @@ def cache_of(folder: Path, capacity_bytes: int) -> PagedCache:
     return PagedCache(check_model(folder), 16, capacity_bytes, torch.float32, torch.device("cpu"))
 
 
-def test_the_page_that_is_nobody_s_is_within_the_budget(tmp_path: Path) -> None:
+def test_the_spare_page_is_within_the_budget(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "tiny")
     one, seven = (cache_bytes(check_model(folder), pages, 16, torch.float32) for pages in (1, 7))
     cache = cache_of(folder, seven)

@@ -81,7 +81,7 @@ def test_at_least_one_token_is_computed() -> None:
     assert desk.run("e", [1]) == 0
 
 
-def test_a_page_counts_behind_the_same_prefix_alone() -> None:
+def test_a_page_is_reused_only_after_the_same_prefix() -> None:
     desk = Desk()
     desk.run("a", PROMPT)
     assert desk.run("b", [9, 2, 3, 4, 5, 6, 7]) == 0
@@ -112,7 +112,7 @@ def test_the_second_writer_keeps_its_page_and_reads_the_first_one_s() -> None:
     assert (desk.pool.counts().cached, desk.pool.counts().owned) == (3, 0)
 
 
-def test_an_answer_s_pages_are_known_behind_the_prompt_s() -> None:
+def test_pages_of_an_answer_are_cached_after_those_of_its_prompt() -> None:
     desk = Desk()
     desk.begin("a")
     desk.publish("a")
@@ -124,7 +124,7 @@ def test_an_answer_s_pages_are_known_behind_the_prompt_s() -> None:
     assert desk.run("b", [*PROMPT, 8, 9, 10, 11]) == 10
 
 
-def test_room_is_made_from_the_ends_of_what_nobody_reads() -> None:
+def test_eviction_takes_the_ends_of_unread_prefixes() -> None:
     desk = Desk(8)
     desk.run("a", [1, 2, 3, 4, 5])
     desk.run("b", [1, 2, 6, 7, 8])
@@ -203,7 +203,7 @@ def names(*runs: PrefixRun) -> set[bytes]:
     return {digest for run in runs for digest in run.digests}
 
 
-def test_what_is_known_and_what_is_forgotten_is_told_in_batches() -> None:
+def test_stored_and_removed_pages_are_reported_in_batches() -> None:
     desk = Desk(8)
     assert desk.cache.changes() is None
     desk.run("a")
@@ -223,7 +223,7 @@ def test_what_is_known_and_what_is_forgotten_is_told_in_batches() -> None:
     assert names(*known.stored) == names(*first.stored, *second.stored) - set(second.removed)
 
 
-def test_a_page_that_came_and_went_is_told_as_gone() -> None:
+def test_a_page_stored_and_evicted_between_reports_is_reported_as_removed() -> None:
     desk = Desk(3)
     desk.run("a", [1, 2, 3])
     desk.run("b", [4, 5, 6, 7, 8])

@@ -43,7 +43,7 @@ class Reference:
             read.append(path)
         return read
 
-    def let_go(self, paths: list[Path]) -> None:
+    def release(self, paths: list[Path]) -> None:
         self.clock += 1
         for path in paths:
             self.readers[path] -= 1
@@ -93,7 +93,7 @@ class CacheMachine(RuleBasedStateMachine):
         if needed - len(read) > self.reference.room:
             with pytest.raises(ResourceExhausted):
                 self.cache.allocate(ref, prefix, needed, len(tokens))
-            self.reference.let_go(read)
+            self.reference.release(read)
             return
         pages, _ = self.cache.allocate(ref, prefix, needed, len(tokens))
         self.reference.take(needed - len(read))
@@ -105,7 +105,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(not request.published for request in self.requests))
     @rule(data=st.data())
     def publish(self, data: st.DataObject) -> None:
-        request = data.draw(st.sampled_from([each for each in self.requests if not each.published]))
+        request = data.draw(st.sampled_from([request for request in self.requests if not request.published]))
         request.published = True
         self.cache.publish(request.ref, request.prefix, request.pages)
         for path in request.paths[len(request.read) :]:
@@ -126,7 +126,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.requests.remove(request)
         self.cache.leave(request.ref, request.prefix, request.pages)
         self.reference.owned -= request.owned
-        self.reference.let_go(request.read)
+        self.reference.release(request.read)
 
     @rule(pages=st.integers(0, 3))
     def reserve(self, pages: int) -> None:

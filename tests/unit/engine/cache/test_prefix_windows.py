@@ -76,7 +76,7 @@ def test_any_prefix_is_found_whatever_follows_it(shared: int) -> None:
     assert desk.run("b", [*PROMPT[: shared * PAGE], *[99] * 9]) == shared
 
 
-def test_what_is_behind_a_window_is_evicted_first_and_costs_the_prefixes_that_end_there_alone() -> None:
+def test_pages_before_a_window_are_evicted_first_and_only_prefixes_that_end_there_miss() -> None:
     desk = Desk()
     desk.run("a")
     desk.evict(2)  # the first pages that were given up
@@ -84,7 +84,7 @@ def test_what_is_behind_a_window_is_evicted_first_and_costs_the_prefixes_that_en
     assert desk.run("c") == 8
 
 
-def test_who_computes_a_missing_page_gives_it_back() -> None:
+def test_a_missing_page_is_cached_again_once_computed() -> None:
     desk = Desk()
     desk.run("a")
     desk.evict(2)

@@ -31,8 +31,8 @@ def test_what_is_compiled_ahead_fits_into_the_context_and_the_step(
     whole = shape_config("qwen3-0.6b")
     shape = replace(whole, max_context=context, layers=whole.layers[:1])
     config = EngineConfig.of(Path(), max_step_tokens=step, cuda_graphs=False)
-    told: list[str] = []
-    over = partial(told.append, "trials are over")
+    events: list[str] = []
+    over = partial(events.append, "trials are over")
     kernels, trial_tokens = SimpleNamespace(end_trials=over), (16, 96, 97)
     model = cast(Any, SimpleNamespace(spec=shape, dtype=torch.bfloat16, kernels=kernels, trial_tokens=trial_tokens))
     probe = cuda_start._one_row(config, model, PAGE, torch.float32, CPU)
@@ -48,23 +48,23 @@ def test_what_is_compiled_ahead_fits_into_the_context_and_the_step(
     def run_all(trials: Mapping[str, Trial], device: torch.device) -> None:
         for trial in trials.values():
             trial()
-        assert not told
+        assert not events
 
     monkeypatch.setattr(cuda_start, "_make_stepper", lambda *_: stepper)
     monkeypatch.setattr(cuda_start, "run_side_by_side", run_all)
     cuda_start._compile(config, model, probe)
-    assert told == ["trials are over"]
-    asked = [each for each in trial_tokens if each <= tokens]
+    assert events == ["trials are over"]
+    asked = [trial for trial in trial_tokens if trial <= tokens]
     prompt, *mixed, later = sizes[:1] + sizes[1 + len(asked) :]
-    assert [each.tokens for each in sizes[1 : 1 + len(asked)]] == asked
+    assert [size.tokens for size in sizes[1 : 1 + len(asked)]] == asked
     assert prompt.tokens == tokens
     assert later.tokens == tokens - tokens // 2, "behind as many cached ones"
-    beside = [each.rows - 1 for each in mixed]
+    beside = [size.rows - 1 for size in mixed]
     assert beside == [16, 32, min(step - 2, config.batch_requests)], "decode rows with a prompt of two tokens"
-    assert [each.tokens for each in mixed] == [answers + 2 for answers in beside]
+    assert [size.tokens for size in mixed] == [answers + 2 for answers in beside]
 
 
-def test_a_gpu_without_room_for_the_tiles_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_memory_for_the_tiles_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def too_large(*_: object) -> None:
         raise OutOfResources(147_968, 101_376, "shared memory")
 

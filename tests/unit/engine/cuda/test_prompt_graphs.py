@@ -30,7 +30,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> PromptGraphs:
         return StepGraph(made.step_sizes(size), nothing, nothing, nothing, chunks_at=size.answers)
 
     monkeypatch.setattr(made, "_capture", capture)
-    made.capture([PromptSize(*each) for each in SIZES])
+    made.capture([PromptSize(*size) for size in SIZES])
     return made
 
 
@@ -50,8 +50,8 @@ def size_of(graphs: PromptGraphs, *rows: StepRow) -> tuple[int | None, int] | No
 
 
 def tokens_of(graphs: PromptGraphs, *rows: StepRow) -> int | None:
-    found = size_of(graphs, *rows)
-    return None if found is None else found[1]
+    match = size_of(graphs, *rows)
+    return None if match is None else match[1]
 
 
 def test_the_smallest_that_holds_all_tokens(graphs: PromptGraphs) -> None:
@@ -111,7 +111,7 @@ def test_wide_layers_are_worth_graphs_of_fewer_tokens(name: str, most: int) -> N
     assert alone[-1] == most
     assert sorted({size.answers for size in sizes}) == [0, 16, 32, 64, 100]
     totals = {size.answers + size.tokens for size in sizes if size.answers}
-    assert totals == {each for each in (*range(128, 1024, 128), *range(1024, 2049, 256)) if each <= most}
+    assert totals == {total for total in (*range(128, 1024, 128), *range(1024, 2049, 256)) if total <= most}
     assert len(sizes) < 75, "each takes its time at the start"
 
 

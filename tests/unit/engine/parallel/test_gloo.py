@@ -54,8 +54,8 @@ def test_processes_give_the_tokens_of_one(ranks: int, tmp_path: Path) -> None:
     ]
     for process in (leader, *others):
         process.start()
-    for each in (end for pair in pairs for end in pair):
-        each.close()
+    for group in (end for pair in pairs for end in pair):
+        group.close()
     for process in (leader, *others):
         process.join(LIMIT_S)
     assert [process.exitcode for process in (leader, *others)] == [0] * ranks

@@ -63,8 +63,8 @@ def changed(family: str, ranks: int) -> dict[str, Any]:
 def assert_same_logits(config: EngineConfig, ranks: int, tolerance: float = TOLERANCE) -> None:
     wanted = logits_of(ModelRunner.load(config, kernels=ReferenceKernels()))
     with group_runner(config, ranks) as (runner, _):
-        found = logits_of(runner)
-    for mine, theirs in zip(found, wanted, strict=True):
+        actual = logits_of(runner)
+    for mine, theirs in zip(actual, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=tolerance)
 
 
@@ -124,7 +124,7 @@ def test_each_rank_holds_its_heads_of_the_cache(tmp_path: Path) -> None:
         logits_of(runner)
         caches = [runner.cache, *(follower.cache for follower in followers)]
     pages = 4
-    parts = [each.tensor[:pages] for each in caches]
+    parts = [cache.tensor[:pages] for cache in caches]
     assert [part.shape[3] for part in parts] == [1, 1]
     torch.testing.assert_close(torch.cat(parts, dim=3), alone.cache.tensor[:pages], atol=TOLERANCE, rtol=TOLERANCE)
 
@@ -141,9 +141,9 @@ def test_prompts_are_scored_on_the_first_rank(tmp_path: Path) -> None:
 
     wanted = scores(ModelRunner.load(config, kernels=ReferenceKernels()))
     with group_runner(config, 2) as (runner, _):
-        found = scores(runner)
-    assert found.top_ids == wanted.top_ids
-    assert found.chosen == pytest.approx(wanted.chosen, abs=1e-4)
+        actual = scores(runner)
+    assert actual.top_ids == wanted.top_ids
+    assert actual.chosen == pytest.approx(wanted.chosen, abs=1e-4)
 
 
 @pytest.mark.parametrize("setting", [{"draft": Path("x")}, {"runtime_loras": True}, {"keep_hidden": True}])

@@ -35,7 +35,7 @@ pytestmark = soak
 SAMPLES, TOKENS = 8, 64
 LAYERS = 2
 """The first layers, which alone are quantized to 4 bits: calibrating all takes minutes."""
-Tell = Callable[[str], None]
+ReportLine = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class Yardstick:
 
     def kl(self, runner: ModelRunner) -> float:
         """The mean over the positions of both phases, from the model in float32."""
-        found = compare(self.runner, runner, self.samples("evaluation"))
-        phases = (found.prefill, found.decode)
-        return sum(each.kl * each.positions for each in phases) / sum(each.positions for each in phases)
+        comparison = compare(self.runner, runner, self.samples("evaluation"))
+        phases = (comparison.prefill, comparison.decode)
+        return sum(phase.kl * phase.positions for phase in phases) / sum(phase.positions for phase in phases)
 
 
 @pytest.fixture(scope="module")
@@ -90,29 +90,29 @@ def _remembered(runner: ModelRunner) -> Callable[..., Tensor]:
     [({"quantization": "int8"}, 0.005), ({"quantization": "fp8"}, 0.03), ({"kv_cache_dtype": "int8"}, 0.002)],
     ids=["weights int8", "weights fp8", "KV int8"],
 )
-def test_codes_of_8_bits(changes: dict[str, str], limit: float, full: Yardstick, tell: Tell) -> None:
+def test_codes_of_8_bits(changes: dict[str, str], limit: float, full: Yardstick, report_line: ReportLine) -> None:
     """With kernels that keep the inputs of products as they are: what the codes alone cost."""
     kernels = ReferenceKernels() if changes == {"quantization": "int8"} else None
     kl = full.kl(full.load(full.folder, kernels, **changes))
-    tell(f"KL {kl:.4f}, at most {limit}")
+    report_line(f"KL {kl:.4f}, at most {limit}")
     assert kl <= limit
 
 
-def test_fp8_weights_and_inputs(full: Yardstick, tell: Tell) -> None:
+def test_fp8_weights_and_inputs(full: Yardstick, report_line: ReportLine) -> None:
     """With the plain kernels, whose products have inputs of 8 bits as those of GPUs do."""
     kl = full.kl(full.load(full.folder, ReferenceKernels(), quantization="fp8"))
-    tell(f"KL {kl:.4f}, at most 0.045")
+    report_line(f"KL {kl:.4f}, at most 0.045")
     assert kl <= 0.045
 
 
-def test_the_cpu_rounds_inputs_to_8_bits_too(full: Yardstick, tell: Tell) -> None:
+def test_the_cpu_rounds_inputs_to_8_bits_too(full: Yardstick, report_line: ReportLine) -> None:
     """Products as served on a CPU. Those whose weights and inputs both have 8 bits may cost 0.045; seen were 0.0072."""
     kl = full.kl(full.load(full.folder, quantization="int8", kv_cache_dtype="int8"))
-    tell(f"KL {kl:.4f}, at most 0.015")
+    report_line(f"KL {kl:.4f}, at most 0.015")
     assert kl <= 0.015
 
 
-def test_gptq_halves_what_rounding_to_4_bits_costs(full: Yardstick, tmp_path: Path, tell: Tell) -> None:
+def test_gptq_halves_what_rounding_to_4_bits_costs(full: Yardstick, tmp_path: Path, report_line: ReportLine) -> None:
     first = _first_layers(full.folder, tmp_path / "first")
     kl = {}
     for method in ("rtn", "gptq"):
@@ -121,9 +121,9 @@ def test_gptq_halves_what_rounding_to_4_bits_costs(full: Yardstick, tmp_path: Pa
         quantize(first, out, QuantizationRecipe(SCHEMES["w4a16"], method), samples, device=torch.device("cpu"))
         shutil.copytree(full.folder, whole, ignore=shutil.ignore_patterns("*.safetensors"))
         weights = load_file(full.folder / "model.safetensors") | read_plainly(out)
-        save_file({name: each.contiguous() for name, each in weights.items()}, whole / "model.safetensors")
+        save_file({name: weight.contiguous() for name, weight in weights.items()}, whole / "model.safetensors")
         kl[method] = full.kl(full.load(whole))
-    tell(f"KL of {LAYERS} layers: GPTQ {kl['gptq']:.4f}, RTN {kl['rtn']:.4f}")
+    report_line(f"KL of {LAYERS} layers: GPTQ {kl['gptq']:.4f}, RTN {kl['rtn']:.4f}")
     assert kl["gptq"] <= kl["rtn"] / 2
 
 
@@ -133,6 +133,8 @@ def _first_layers(folder: Path, made: Path) -> Path:
     config = json.loads((folder / "config.json").read_text())
     (made / "config.json").write_text(json.dumps(config | {"num_hidden_layers": LAYERS}))
     weights = load_file(folder / "model.safetensors")
-    kept = {name: each for name, each in weights.items() if "layers." not in name or int(name.split(".")[2]) < LAYERS}
+    kept = {
+        name: weight for name, weight in weights.items() if "layers." not in name or int(name.split(".")[2]) < LAYERS
+    }
     save_file(kept, made / "model.safetensors")
     return made

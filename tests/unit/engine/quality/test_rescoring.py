@@ -46,20 +46,22 @@ def difference(folder: Path, kernels: Kernels | None, **settings: Any) -> float:
     count, length = len(SAMPLES), len(SAMPLES[0])
     rows = StepRows(runner, length, 2 * count)
     whole = [
-        runner.logits(StepBatch([rows.row(number, each, 0)]), every_token=True).clone()
-        for number, each in enumerate(SAMPLES)
+        runner.logits(StepBatch([rows.row(number, sample, 0)]), every_token=True).clone()
+        for number, sample in enumerate(SAMPLES)
     ]
-    for number, each in enumerate(SAMPLES):
-        runner.logits(StepBatch([rows.row(count + number, each[:PROMPT], 0)]))
+    for number, sample in enumerate(SAMPLES):
+        runner.logits(StepBatch([rows.row(count + number, sample[:PROMPT], 0)]))
     total = DivergenceSum()
     for at in range(PROMPT, length - 1):
-        step = [rows.row(count + number, each[at : at + 1], at) for number, each in enumerate(SAMPLES)]
+        step = [rows.row(count + number, sample[at : at + 1], at) for number, sample in enumerate(SAMPLES)]
         decoded = runner.logits(StepBatch(step))
-        total.add(torch.stack([each[at] for each in whole]), decoded, torch.tensor([each[at + 1] for each in SAMPLES]))
+        total.add(
+            torch.stack([row[at] for row in whole]), decoded, torch.tensor([sample[at + 1] for sample in SAMPLES])
+        )
     return total.result().kl
 
 
-@pytest.mark.parametrize("form", [name for name, each in FORMS.items() if "fp8" not in each.values()])
+@pytest.mark.parametrize("form", [name for name, form in FORMS.items() if "fp8" not in form.values()])
 def test_the_cpu_agrees_with_itself(form: str, folder: Path) -> None:
     compare(folder, folder, None, FORMS[form])
 
@@ -76,6 +78,6 @@ def test_what_gpus_serve(form: str, folder: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def compare(plain: Path, other: Path, kernels: Kernels | None, form: dict[str, Any]) -> None:
-    wanted, found = difference(plain, kernels), difference(other, kernels, **form)
-    print(f"KL {found:.2e}, in bfloat16 {wanted:.2e}")
-    assert found <= 2 * max(wanted, 1e-6)
+    wanted, actual = difference(plain, kernels), difference(other, kernels, **form)
+    print(f"KL {actual:.2e}, in bfloat16 {wanted:.2e}")
+    assert actual <= 2 * max(wanted, 1e-6)

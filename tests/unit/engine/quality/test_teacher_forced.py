@@ -36,27 +36,27 @@ def test_the_figures_are_those_of_their_definitions() -> None:
     total = DivergenceSum()
     total.add(p[:2], q[:2], following[:2])
     total.add(p[2:], q[2:], following[2:])
-    found = total.result()
+    figures = total.result()
     p, q = p.softmax(-1), q.softmax(-1)
     kl = (p * (p / q).log()).sum(-1)
-    assert found.positions == 6
-    assert found.kl == pytest.approx(kl.mean().item(), rel=1e-5)
-    assert found.kl_error == pytest.approx(kl.std(correction=0).item() / 6**0.5, rel=1e-5)
-    assert found.top1 == (p.argmax(-1) == q.argmax(-1)).double().mean().item()
+    assert figures.positions == 6
+    assert figures.kl == pytest.approx(kl.mean().item(), rel=1e-5)
+    assert figures.kl_error == pytest.approx(kl.std(correction=0).item() / 6**0.5, rel=1e-5)
+    assert figures.top1 == (p.argmax(-1) == q.argmax(-1)).double().mean().item()
     likely = p[torch.arange(6), following].log().mean()
-    assert found.reference_perplexity == pytest.approx((-likely).exp().item(), rel=1e-5)
+    assert figures.reference_perplexity == pytest.approx((-likely).exp().item(), rel=1e-5)
 
 
 def test_an_engine_does_not_differ_from_itself(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teacher_forced, "CHUNK_TOKENS", 5)
     monkeypatch.setattr(teacher_forced, "COMPANY", 3)
     done: list[float] = []
-    found = compare(_runner(models / "one"), _runner(models / "one"), SAMPLES, done.append)
-    for each in (found.prefill, found.decode):
-        assert abs(each.kl) < 1e-6
-        assert each.top1 == 1.0
-    assert found.prefill.positions == 5 * 12
-    assert found.decode.positions == 5 * 11
+    comparison = compare(_runner(models / "one"), _runner(models / "one"), SAMPLES, done.append)
+    for phase in (comparison.prefill, comparison.decode):
+        assert abs(phase.kl) < 1e-6
+        assert phase.top1 == 1.0
+    assert comparison.prefill.positions == 5 * 12
+    assert comparison.decode.positions == 5 * 11
     assert done == sorted(done)
     assert done[-1] == pytest.approx(1.0)
 

@@ -44,7 +44,7 @@ def write_plain_copy(folder: Path, copy: Path) -> Path:
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     (copy / "config.json").write_text(json.dumps(config))
-    save_file({name: each.contiguous() for name, each in read_plainly(folder).items()}, copy / "model.safetensors")
+    save_file({name: tensor.contiguous() for name, tensor in read_plainly(folder).items()}, copy / "model.safetensors")
     return copy
 
 

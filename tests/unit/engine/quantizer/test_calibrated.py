@@ -45,10 +45,10 @@ def _inputs(tokens: int, width: int, seed: int = 0) -> tuple[Tensor, InputStatis
     x = (x + torch.randn(tokens, width, generator=generator)) * torch.logspace(-1, 1, width)[
         torch.randperm(width, generator=generator)
     ]
-    found = InputStatistics.zero(width, CPU)
-    found.add(x[: tokens // 2])
-    found.add(x[tokens // 2 :])
-    return x, found
+    statistics = InputStatistics.zero(width, CPU)
+    statistics.add(x[: tokens // 2])
+    statistics.add(x[tokens // 2 :])
+    return x, statistics
 
 
 def _layers(folder: Path) -> Iterator[tuple[CalibratedLayer, list[Tensor]]]:
@@ -61,12 +61,12 @@ def _layers(folder: Path) -> Iterator[tuple[CalibratedLayer, list[Tensor]]]:
 
 
 def test_statistics_are_sums_over_the_inputs() -> None:
-    x, found = _inputs(64, 16)
-    assert torch.allclose(found.gram, x.T @ x, rtol=1e-4)
-    assert torch.allclose(found.mean, x.abs().mean(0), rtol=1e-5)
-    assert torch.equal(found.largest, x.abs().amax(0))
+    x, statistics = _inputs(64, 16)
+    assert torch.allclose(statistics.gram, x.T @ x, rtol=1e-4)
+    assert torch.allclose(statistics.mean, x.abs().mean(0), rtol=1e-5)
+    assert torch.equal(statistics.largest, x.abs().amax(0))
     difference = torch.randn(5, 16, generator=torch.Generator().manual_seed(1))
-    assert torch.allclose(found.error(difference), (x @ difference.T).square().sum(), rtol=1e-3)
+    assert torch.allclose(statistics.error(difference), (x @ difference.T).square().sum(), rtol=1e-3)
 
 
 @pytest.mark.parametrize("scheme", ["w4a16", "w4a16-asym", "w8a8", "fp8"])
@@ -76,8 +76,8 @@ def test_gptq_loses_less_than_rounding(scheme: str) -> None:
     _, inputs = _inputs(2048, 256)
     weight = torch.randn(48, 256, generator=torch.Generator().manual_seed(2))
     errors = [
-        inputs.error(found.values() - weight)
-        for found in (
+        inputs.error(codes.values() - weight)
+        for codes in (
             gptq(weight, inputs, chosen, group, torch.float32),
             round_to_nearest(weight, chosen, group, torch.float32),
         )
@@ -93,12 +93,12 @@ def test_the_error_of_a_block_of_columns_is_made_up_for_by_those_of_the_next(
     _, inputs = _inputs(2048, 320)
     weight = torch.randn(48, 320, generator=torch.Generator().manual_seed(2))
     chosen, group = SCHEMES[scheme], 64 if SCHEMES[scheme].grouped else None
-    found = {}
+    codes = {}
     for block in (320, 128, 7):
         monkeypatch.setattr("tandem.engine.quantizer.gptq._BLOCK", block)
-        found[block] = gptq(weight, inputs, chosen, group, torch.float32).codes
+        codes[block] = gptq(weight, inputs, chosen, group, torch.float32).codes
     for block in (128, 7):
-        assert (found[block] == found[320]).float().mean() > 0.99
+        assert (codes[block] == codes[320]).float().mean() > 0.99
 
 
 def test_inputs_that_no_token_has_are_rounded_to_nearest() -> None:
@@ -107,10 +107,10 @@ def test_inputs_that_no_token_has_are_rounded_to_nearest() -> None:
     inputs = InputStatistics.zero(64, CPU)
     inputs.add(x)
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(2))
-    found = gptq(weight, inputs, SCHEMES["w4a16"], 32, torch.float32)
+    quantized = gptq(weight, inputs, SCHEMES["w4a16"], 32, torch.float32)
     nearest = round_to_nearest(weight, SCHEMES["w4a16"], 32, torch.float32)
-    assert torch.equal(found.codes[:, 7], nearest.codes[:, 7])
-    assert not torch.equal(found.codes, nearest.codes)
+    assert torch.equal(quantized.codes[:, 7], nearest.codes[:, 7])
+    assert not torch.equal(quantized.codes, nearest.codes)
 
 
 @pytest.mark.parametrize("family", DENSE)
@@ -134,8 +134,8 @@ def test_layers_compute_what_the_engine_computes(family: str, tmp_path: Path) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_folding_changes_no_layer(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     for layer, hidden in _layers(write_tiny_model(tmp_path / "tiny", family)):
-        before = [each.clone() for each in hidden]
-        after = [each.clone() for each in hidden]
+        before = [states.clone() for states in hidden]
+        after = [states.clone() for states in hidden]
         layer.run(before)
         for number, fold in enumerate(folds(layer, dtype)):
             scales = torch.rand(len(fold.divided[0]), generator=torch.Generator().manual_seed(number)) + 0.5
@@ -170,7 +170,7 @@ def test_awq_loses_less_than_rounding() -> None:
 @pytest.mark.parametrize("family", ["llama3", "phi3"])
 def test_a_calibrated_folder_is_whole(method: str, scheme: str, family: str, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "tiny", family)
-    weights = {name: each.bfloat16() for name, each in load_file(folder / "model.safetensors").items()}
+    weights = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
     save_file(weights, folder / "model.safetensors")
     done: list[float] = []
     quantize(
@@ -187,9 +187,9 @@ def test_a_calibrated_folder_is_whole(method: str, scheme: str, family: str, tmp
     quantized = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert quantized["format"] == SCHEMES[scheme].layout
     copy = write_plain_copy(tmp_path / "out", tmp_path / "copy")
-    runners = [ModelRunner.load(tiny_engine_config(each), kernels=ReferenceKernels()) for each in (folder, copy)]
-    found = compare(runners[0], runners[1], SAMPLES[:4])
-    assert found.decode.kl < (0.005 if scheme == "w8a8" else 0.2)
+    runners = [ModelRunner.load(tiny_engine_config(path), kernels=ReferenceKernels()) for path in (folder, copy)]
+    comparison = compare(runners[0], runners[1], SAMPLES[:4])
+    assert comparison.decode.kl < (0.005 if scheme == "w8a8" else 0.2)
 
 
 def test_what_has_no_calibration_is_refused(tmp_path: Path) -> None:

@@ -28,28 +28,28 @@ def _products(weights: dict[str, Tensor]) -> list[str]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_written_bytes_are_the_values_meant(scheme: str, dtype: torch.dtype, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "tiny")
-    weights = {name: each.to(dtype) for name, each in load_file(folder / "model.safetensors").items()}
+    weights = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
     save_file(weights, folder / "model.safetensors")
     chosen = SCHEMES[scheme]
     written = quantize(folder, tmp_path / "out", QuantizationRecipe(chosen), device=CPU)
-    found = read_plainly(tmp_path / "out")
-    assert found.keys() == weights.keys()
+    tensors = read_plainly(tmp_path / "out")
+    assert tensors.keys() == weights.keys()
     assert written.group == (32 if chosen.grouped else None)
     scales = torch.float32 if chosen.activations else dtype
     for name, weight in weights.items():
         meant = weight.float()
         if name in _products(weights):
             meant = round_to_nearest(meant, chosen, written.group, scales).values()
-        assert torch.equal(found[name], meant), name
+        assert torch.equal(tensors[name], meant), name
 
 
 @pytest.mark.parametrize("scheme", HALF_STEPS)
 def test_each_weight_is_within_half_a_step(scheme: str, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "tiny")
     quantize(folder, tmp_path / "out", QuantizationRecipe(SCHEMES[scheme]), device=CPU)
-    weight, found = load_file(folder / "model.safetensors")[PRODUCT], read_plainly(tmp_path / "out")[PRODUCT]
+    weight, written = load_file(folder / "model.safetensors")[PRODUCT], read_plainly(tmp_path / "out")[PRODUCT]
     width = 32 if SCHEMES[scheme].grouped else weight.shape[1]
-    groups, errors = (each.view(len(weight), -1, width) for each in (weight, (found - weight).abs()))
+    groups, errors = (tensor.view(len(weight), -1, width) for tensor in (weight, (written - weight).abs()))
     reach = groups.abs().amax(-1)
     if not SCHEMES[scheme].symmetric:
         # The zero point is rounded, too: a code more may be needed than there is.
@@ -59,8 +59,8 @@ def test_each_weight_is_within_half_a_step(scheme: str, tmp_path: Path) -> None:
 
 def test_e4m3_is_rounded_to_the_nearest() -> None:
     weight = torch.tensor([[448.0, 1.0625, 1.0624, -300.0]])
-    found = round_to_nearest(weight, SCHEMES["fp8"], None, torch.float32)
-    assert found.values().tolist() == [[448.0, 1.0, 1.0, -288.0]]
+    quantized = round_to_nearest(weight, SCHEMES["fp8"], None, torch.float32)
+    assert quantized.values().tolist() == [[448.0, 1.0, 1.0, -288.0]]
 
 
 def test_a_group_of_zeros_stays_zero() -> None:
@@ -83,7 +83,7 @@ def test_the_configuration_is_that_of_compressed_tensors(tmp_path: Path) -> None
     assert group["weights"]["group_size"] == 32
     assert group["input_activations"] is None
     base = "model.layers.1.mlp.experts.3.up_proj.weight"
-    shapes = {name.removeprefix(base): tuple(each.shape) for name, each in stored.items() if name.startswith(base)}
+    shapes = {name.removeprefix(base): tuple(tensor.shape) for name, tensor in stored.items() if name.startswith(base)}
     assert shapes == {"_packed": (32, 8), "_scale": (32, 2), "_shape": (2,), "_zero_point": (4, 2)}
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
 

@@ -24,12 +24,12 @@ def test_transformers_loads_the_folder(scheme: str, family: str, tmp_path: Path)
     folder = write_tiny_model(tmp_path / "tiny", family)
     quantize(folder, tmp_path / "out", QuantizationRecipe(SCHEMES[scheme]), device=torch.device("cpu"))
     plain = AutoModelForCausalLM.from_pretrained(write_plain_copy(tmp_path / "out", tmp_path / "copy"))
-    found = AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", quantization_config=CompressedTensorsConfig(run_compressed=False), dtype=torch.float32
     )
     for name, weight in read_plainly(tmp_path / "out").items():
-        assert torch.allclose(found.get_parameter(name), weight, atol=1e-6), name
+        assert torch.allclose(model.get_parameter(name), weight, atol=1e-6), name
     with torch.no_grad():
-        logits, wanted = found(IDS).logits, plain(IDS).logits
+        logits, wanted = model(IDS).logits, plain(IDS).logits
     # Activations of 8 bits are rounded, too.
     assert (logits - wanted).abs().mean() < (0.2 if SCHEMES[scheme].activations else 1e-4) * wanted.std()

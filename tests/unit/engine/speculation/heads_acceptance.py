@@ -39,7 +39,7 @@ def heads_tokens_a_step(
     for start in range(0, len(prompts), BATCH):
         some = prompts[start : start + BATCH]
         of_batch = [[] for _ in some]
-        answers += [each.token_ids for found in answering.answers(some, most) for each in found]
+        answers += [output.token_ids for outputs in answering.answers(some, most) for output in outputs]
         guesses += of_batch
         for number in range(len(some)):
             proposer.leave(number)

@@ -57,9 +57,9 @@ def test_drafts_are_the_models_own_tokens_whatever_was_accepted(
         late = {name: model.missing(name) - 1 for name in wanted if model.missing(name) > 8}
         if late:
             model.store_context({name: dice.randint(1, tokens) for name, tokens in late.items()})
-        found = dict(zip(wanted, computed(model, wanted), strict=True))
+        drafts = dict(zip(wanted, computed(model, wanted), strict=True))
         for name, text in texts.items():
-            drafted = list(found.get(name, ()))
+            drafted = list(drafts.get(name, ()))
             assert drafted == expected(text, step, len(drafted))
             accepted = dice.randint(0, len(drafted))
             gained = [*drafted[:accepted], dice.randrange(3, 900)]
@@ -181,7 +181,7 @@ def test_both_models_hold_as_many_tokens(folders: Path, dtype: str) -> None:
 
 def test_memory_counts_before_it_is_taken(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = folders / "target", folders / "draft"
-    free = [sum(weight_bytes(load_spec(each), torch.float32) for each in (target, draft)) - 1]
+    free = [sum(weight_bytes(load_spec(path), torch.float32) for path in (target, draft)) - 1]
     monkeypatch.setattr("tandem.engine.memory.free_bytes", lambda _: free[0])
     with pytest.raises(InvalidArgument, match="device: the weights take"):
         ModelRunner.load(tiny_engine_config(target, draft=draft))

@@ -70,8 +70,8 @@ def test_heads_are_measured_while_the_model_answers(write: Callable[..., Path], 
     spec = load_spec(model)
     heads = write(tmp_path / "heads", spec.hidden_size, spec.vocab_size)
     runner = ModelRunner.load(tiny_engine_config(model, draft=heads))
-    found = heads_tokens_a_step(runner, PROMPTS, 12, (1, 2))
-    assert 1.0 <= found[1] <= found[2] <= 3.0
+    rates = heads_tokens_a_step(runner, PROMPTS, 12, (1, 2))
+    assert 1.0 <= rates[1] <= rates[2] <= 3.0
 
 
 @pytest.mark.parametrize("family", ["llama3", "smollm2", "gemma3"])

@@ -111,8 +111,8 @@ def test_a_context_as_long_as_the_head_allows_begins_anew(model: Path, tmp_path:
     for token in range(6, 26):
         proposer.extend("a", [token])
         assert proposer.capacity("a", 3) == 3
-        (found,) = proposer.compute([WantedDraft("a", [SamplingInput(GREEDY, 0)] * 3, [0])])
-        assert len(found) == 3
+        (draft,) = proposer.compute([WantedDraft("a", [SamplingInput(GREEDY, 0)] * 3, [0])])
+        assert len(draft) == 3
         assert len(proposer._requests["a"].tokens) + 2 <= 8
 
 
@@ -158,14 +158,14 @@ def test_drafts_are_the_guesses_of_the_head(model: Path, tmp_path: Path, form: d
     for step in range(8):
         taken = {name: dice.sample(range(3, 90), dice.randint(0, 3)) for name in answers}
         rows = {name: answer.rows(taken[name]) for name, answer in answers.items()}
-        found = runner.run(StepBatch([each for some in rows.values() for each in some])).token_ids
+        token_ids = runner.run(StepBatch([row for some in rows.values() for row in some])).token_ids
         states = rms_norm(runner.drawn_hidden, (HIDDEN,), norm, 1e-5).clone()
         wanted, first = [], 0
         for name, answer in answers.items():
             numbers = range(first, first + len(rows[name]))
             first += len(rows[name])
             # As if all were accepted: the tokens are those that the rows had, and the last one's draw.
-            gained = [*taken[name], found[numbers[-1]]]
+            gained = [*taken[name], token_ids[numbers[-1]]]
             answer.tokens += gained
             proposer.extend(name, gained)
             if step == 4:
@@ -174,8 +174,8 @@ def test_drafts_are_the_guesses_of_the_head(model: Path, tmp_path: Path, form: d
             assert proposer.capacity(name, 3) == 3
             wanted.append(WantedDraft(name, [SamplingInput(GREEDY, 0)] * dice.randint(1, 3), numbers))
         drafted = proposer.compute(wanted)
-        assert [list(each) for each in drafted] == [
-            layer_guesses(layer, contexts[str(each.key)], len(each.draws)) for each in wanted
+        assert [list(draft) for draft in drafted] == [
+            layer_guesses(layer, contexts[str(request.key)], len(request.draws)) for request in wanted
         ]
     for name in answers:
         proposer.leave(name)
@@ -197,10 +197,10 @@ def layer_of(folder: Path, model: Path, form: dict[str, Any]) -> EagleLayer:
     name = "layers.0."
     stacked = {
         "fc.weight": mine["fc.weight"],
-        "qkv.weight": torch.cat([mine[f"{name}self_attn.{each}_proj.weight"] for each in "qkv"]),
+        "qkv.weight": torch.cat([mine[f"{name}self_attn.{part}_proj.weight"] for part in "qkv"]),
         "output.weight": mine[f"{name}self_attn.o_proj.weight"],
         "norm": mine[f"{name}post_attention_layernorm.weight"],
-        "gate_up.weight": torch.cat([mine[f"{name}mlp.{each}_proj.weight"] for each in ("gate", "up")]),
+        "gate_up.weight": torch.cat([mine[f"{name}mlp.{part}_proj.weight"] for part in ("gate", "up")]),
         "down.weight": mine[f"{name}mlp.down_proj.weight"],
     }
     if "fc.bias" in mine:
@@ -214,11 +214,11 @@ def layer_of(folder: Path, model: Path, form: dict[str, Any]) -> EagleLayer:
 def layer_guesses(layer: EagleLayer, context: Sequence[tuple[Tensor, int]], steps: int) -> list[int]:
     """Returns the guesses behind a context of states, each with the token that it drew."""
     known = torch.stack([state for state, _ in context])[None]
-    drawn, found = torch.tensor([[token for _, token in context]]), list[Tensor]()
+    drawn, guesses = torch.tensor([[token for _, token in context]]), list[Tensor]()
 
     def tokens(step: int, states: Tensor) -> Tensor:
-        found.extend([layer.guesses(states)] if step else [])
-        return found[-1] if step else drawn
+        guesses.extend([layer.guesses(states)] if step else [])
+        return guesses[-1] if step else drawn
 
-    found.append(layer.guesses(layer.chain(known, tokens, steps)[-1]))
-    return [int(each[0, -1]) for each in found]
+    guesses.append(layer.guesses(layer.chain(known, tokens, steps)[-1]))
+    return [int(guess[0, -1]) for guess in guesses]

@@ -111,9 +111,9 @@ def test_drafts_are_the_guesses_of_the_heads(model: Path, tmp_path: Path, form: 
     all_heads = form.get("heads", 2)
     draws = [SamplingInput(SamplingParams(1), 0)] * all_heads
     later = WantedDraft("c", draws[:1])
-    found = proposer.compute([WantedDraft("a", draws, (1, 2)), WantedDraft("b", draws[:1], (0,)), later])
+    drafts = proposer.compute([WantedDraft("a", draws, (1, 2)), WantedDraft("b", draws[:1], (0,)), later])
     guesses = [[read.guess(head, hidden[row], lm_head) for head in range(all_heads)] for row in (2, 0)]
-    assert [list(each) for each in found] == [guesses[0], guesses[1][:1], []]
+    assert [list(draft) for draft in drafts] == [guesses[0], guesses[1][:1], []]
     assert proposer.compute([later]) == [()]
     assert (proposer.longest, proposer.source) == (all_heads, DraftSource(ProposerName.MEDUSA))
     assert proposer.cost.rows_seconds(1, 0) > 0
@@ -128,13 +128,13 @@ def test_memory_counts_before_it_is_taken(
     assert config.draft is not None
     read = load_file(config.draft / "medusa_lm_head.safetensors").values()
     copied = len(MAP) * HIDDEN * 4 if form == FORMS["few of the model's rows"] else 0
-    found = draft_bytes(config, spec, torch.float32, cpu)
-    assert found == sum(each.nbytes for each in read) + copied + config.max_step_tokens * HIDDEN * 4
-    free = [weight_bytes(spec, torch.float32) + found]
+    counted = draft_bytes(config, spec, torch.float32, cpu)
+    assert counted == sum(tensor.nbytes for tensor in read) + copied + config.max_step_tokens * HIDDEN * 4
+    free = [weight_bytes(spec, torch.float32) + counted]
     monkeypatch.setattr("tandem.engine.memory.free_bytes", lambda _: free[0])
     proposer = ModelRunner.load(config).draft_proposer
     assert proposer is not None
-    assert proposer().memory == {"weights": found}
+    assert proposer().memory == {"weights": counted}
     free[0] -= 1
     with pytest.raises(InvalidArgument, match="device: the weights take"):
         ModelRunner.load(config)

@@ -48,7 +48,7 @@ def test_of_equal_matches_the_newest_is_taken() -> None:
     assert begun(2, 3, 4, 9, 2, 3, 5, 7, 2, 3).propose("a", 1) == ngram_draft([5], 2)
 
 
-def test_the_match_is_told_apart_up_to_a_limit() -> None:
+def test_match_lengths_are_counted_up_to_a_limit() -> None:
     run = list(range(20, 20 + MATCH_MAX + 3))
     assert begun(*run, 7, *run).propose("a", 1) == ngram_draft([7], MATCH_MAX)
 

@@ -63,7 +63,7 @@ def test_an_earlier_answer_is_followed() -> None:
     assert asked(proposer, [60, 61, 62, 5], 1) == NO_DRAFT
 
 
-def test_the_beginning_of_an_answer_is_found_behind_the_end_of_its_prompt() -> None:
+def test_the_beginning_of_an_answer_is_found_after_the_end_of_its_prompt() -> None:
     proposer = SuffixProposer()
     prior_output_tokens(proposer, [1, 2])
     assert asked(proposer, [60, 7, 8, 9], 2) == suffix_draft([1, 2], 3)
@@ -161,9 +161,9 @@ def test_equals_a_search_of_what_is_kept(
             prior_output_tokens(proposer, answer, theirs, [9, *prompt])
             if answer:
                 kept.append((theirs, [*([-1] * NGRAM_MAX + [9, *prompt])[-NGRAM_MAX:], *answer]))
-            while sum(len(each) - NGRAM_MAX for _, each in kept) > limit:
+            while sum(len(answer) - NGRAM_MAX for _, answer in kept) > limit:
                 kept.pop(0)
         same = [answer for theirs, answer in kept if theirs == salt]
         assert asked(proposer, [9, *tokens], most, salt) == searched([9, *tokens], same, most)
-        assert proposer._answers.tokens == sum(len(each) - NGRAM_MAX for _, each in kept)
+        assert proposer._answers.tokens == sum(len(answer) - NGRAM_MAX for _, answer in kept)
         assert proposer._answers._occurrences.keys() == {theirs for theirs, _ in kept}

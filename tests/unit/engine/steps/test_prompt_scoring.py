@@ -25,8 +25,8 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def pages(runner: ModelRunner, first: int = 0) -> list[int]:
     groups = runner.kv_pages.groups
-    each = -(-len(PROMPT) // runner.page_tokens) * groups
-    return list(range(first * each, (first + 1) * each))
+    count = -(-len(PROMPT) // runner.page_tokens) * groups
+    return list(range(first * count, (first + 1) * count))
 
 
 def expected(runner: ModelRunner, prompt: Sequence[int]) -> list[TokenLogprobs]:
@@ -39,8 +39,8 @@ def expected(runner: ModelRunner, prompt: Sequence[int]) -> list[TokenLogprobs]:
     ]
 
 
-def assert_same(found: Sequence[TokenLogprobs], wanted: Sequence[TokenLogprobs]) -> None:
-    for here, there in zip(found, wanted, strict=True):
+def assert_same(actual: Sequence[TokenLogprobs], wanted: Sequence[TokenLogprobs]) -> None:
+    for here, there in zip(actual, wanted, strict=True):
         assert here.top_ids == there.top_ids
         assert (here.chosen, *here.top) == pytest.approx((there.chosen, *there.top), abs=1e-4)
 
@@ -54,8 +54,8 @@ def test_chunks_of_a_prompt(runner: ModelRunner, chunk: int) -> None:
         assert len(scores.chosen) == start
         result = runner.run(StepBatch([StepRow(some, start, pages(runner), draw() if last else None, scores=scores)]))
         assert (result.token_ids[0] is None) != last
-    found = scores.result()
-    assert_same(list(found.tokens()), expected(runner, PROMPT))
+    prompt_logprobs = scores.result()
+    assert_same(list(prompt_logprobs.tokens()), expected(runner, PROMPT))
     plain = runner.run(StepBatch([row(PROMPT, 0, pages(runner))]))
     assert result.token_ids == plain.token_ids, "the answer is the same as without scores"
 
@@ -75,9 +75,9 @@ def test_scored_and_other_rows_in_one_step(runner: ModelRunner) -> None:
     result = runner.run(StepBatch(rows))
     assert (result.token_ids[0], result.token_ids[2]) == (plain[0].token_ids[0], plain[1].token_ids[0])
     assert_same(list(both[0].result().tokens()), wanted[0])
-    found = both[1].result()
-    assert (found.top_count, found.top_ids, found.top) == (0, (), ())
-    assert found.chosen == pytest.approx([each.chosen for each in wanted[1]], abs=1e-4)
+    prompt_logprobs = both[1].result()
+    assert (prompt_logprobs.top_count, prompt_logprobs.top_ids, prompt_logprobs.top) == (0, (), ())
+    assert prompt_logprobs.chosen == pytest.approx([logprobs.chosen for logprobs in wanted[1]], abs=1e-4)
 
 
 def test_logits_exist_for_a_piece_at_a_time(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:

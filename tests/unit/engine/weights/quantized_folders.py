@@ -114,7 +114,7 @@ def byte_codes(kind: str, strategy: str, *, block: int = 64, sym: bool = True, n
         scales = torch.from_numpy(rng.uniform(0.0005, 0.001, shape)).to(torch.float32)
         zeros = torch.from_numpy(rng.integers(-9, 9, shape)).to(torch.int8)
         weight = np.zeros((n, k), np.float32)
-        numbers, factors, points = (each.double().numpy() for each in (codes, scales, zeros))
+        numbers, factors, points = (tensor.double().numpy() for tensor in (codes, scales, zeros))
         for row in range(n):
             for column in range(k):
                 at = {"tensor": (0,), "channel": (row, 0), "block": (row // block, column // block)}[strategy]
@@ -130,8 +130,8 @@ def without(write: Writer, *names: str, **more: torch.Tensor) -> Writer:
 
     def changed(rng: np.random.Generator, n: int, k: int) -> tuple[Tensors, np.ndarray]:
         tensors, weight = write(rng, n, k)
-        return {name: each for name, each in tensors.items() if name not in names} | {
-            name: each.clone() for name, each in more.items()
+        return {name: tensor for name, tensor in tensors.items() if name not in names} | {
+            name: tensor.clone() for name, tensor in more.items()
         }, weight
 
     return changed

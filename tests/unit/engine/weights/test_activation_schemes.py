@@ -74,16 +74,16 @@ def test_fp8(activations: str | None, quantized: bool, block: list[int] | None) 
 
 
 def test_at_load_fp8_quantizes_inputs_and_integers_do_not() -> None:
-    found = {name: at_load(name).rules[0][1] for name in ("fp8", "int8", "int4")}
-    assert {name for name, scheme in found.items() if scheme and scheme.quantized_inputs} == {"fp8"}
+    schemes = {name: at_load(name).rules[0][1] for name in ("fp8", "int8", "int4")}
+    assert {name for name, scheme in schemes.items() if scheme and scheme.quantized_inputs} == {"fp8"}
 
 
 def test_experts_keep_their_inputs(tmp_path: Path) -> None:
     spec = quantized_at_load(load_spec(write_tiny_model(tmp_path, "qwen2_moe")), "fp8")
     weights = dict(named_weights(allocate_parameters(spec, torch.float32, torch.device("meta"))))
-    packed = {path: each for path, each in weights.items() if isinstance(each, PackedWeight)}
-    assert {len(each.shape) for each in packed.values()} == {2, 3}
-    assert all(each.quantized_inputs == (len(each.shape) == 2) for each in packed.values())
+    packed = {path: weight for path, weight in weights.items() if isinstance(weight, PackedWeight)}
+    assert {len(weight.shape) for weight in packed.values()} == {2, 3}
+    assert all(weight.quantized_inputs == (len(weight.shape) == 2) for weight in packed.values())
 
 
 @pytest.mark.parametrize("case", ["fp8 of one scale", "fp8 channel"])
@@ -97,9 +97,11 @@ def test_a_stored_scale_of_inputs_is_not_used(case: str, tmp_path: Path) -> None
     spec = check_model(folder)
     parameters = allocate_parameters(spec, torch.float32, torch.device("cpu"))
     load_weights(folder, spec, parameters)
-    packed = [each for _, each in named_weights(parameters) if isinstance(each, PackedWeight)]
+    packed = [weight for _, weight in named_weights(parameters) if isinstance(weight, PackedWeight)]
     assert packed
-    assert {each.quantized_inputs for each in packed} == {"activation_scheme" in (folder / "config.json").read_text()}
+    assert {weight.quantized_inputs for weight in packed} == {
+        "activation_scheme" in (folder / "config.json").read_text()
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -110,7 +112,7 @@ def test_the_plain_product_by_hand(group: int, dtype: torch.dtype) -> None:
     codes = torch.tensor([[1, -2, 3, 4, 5, -6, 7, 8], [100, 90, 80, 70, 60, 50, 40, 30]], dtype=torch.int8)
     scales = torch.tensor([[0.5] * (8 // group), [0.25] * (8 // group)])
     weight = PackedWeight(codes, scales, None, group, quantized_inputs=True)
-    found = ReferenceKernels().linear(x, Linear(weight, torch.tensor([10.0, 20.0], dtype=dtype)))
+    actual = ReferenceKernels().linear(x, Linear(weight, torch.tensor([10.0, 20.0], dtype=dtype)))
     wanted = torch.zeros(2, 2, dtype=torch.float64)
     for token in range(2):
         for row in range(2):
@@ -122,7 +124,7 @@ def test_the_plain_product_by_hand(group: int, dtype: torch.dtype) -> None:
                     total += code * int(codes[row, column])
                 wanted[token, row] += total * most / 127 * float(scales[row, first // group])
             wanted[token, row] += (10.0, 20.0)[row]
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-6 if dtype == torch.float32 else 4e-3, atol=1e-6)
+    torch.testing.assert_close(actual.double(), wanted, rtol=1e-6 if dtype == torch.float32 else 4e-3, atol=1e-6)
 
 
 def test_config_json_of_a_quantizer_says_so(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def refusal(folder: Path) -> str:
 
 
 def without(part: str) -> Callable[[Tensors], Tensors]:
-    return lambda tensors: {name: each for name, each in tensors.items() if part not in name}
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if part not in name}
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def without(part: str) -> Callable[[Tensors], Tensors]:
     [
         ("qwen3_moe", without(".experts."), ["model.layers.0.mlp.experts.0.gate_proj.weight", " and 69 more"]),
         ("qwen3_moe", without(".experts.7.up_proj"), ["model.layers.2.mlp.experts.7.up_proj.weight"]),
-        ("qwen3_moe", lambda found: found | {ROUTER: torch.ones(4, 64)}, [ROUTER, "[4, 64]", "[8, 64]", WEIGHTS]),
+        ("qwen3_moe", lambda tensors: tensors | {ROUTER: torch.ones(4, 64)}, [ROUTER, "[4, 64]", "[8, 64]", WEIGHTS]),
         ("gpt_oss", without("sinks"), ["lacks tensor model.layers.0.self_attn.sinks", " and 1 more"]),
         ("gpt_oss", without("router.bias"), ["model.layers.0.mlp.router.bias", " and 1 more"]),
         ("deepseek_v3", without("e_score_correction_bias"), ["mlp.gate.e_score_correction_bias"]),
@@ -196,7 +196,7 @@ def write_multimodal(folder: Path, rename: Callable[[str], str]) -> Path:
     inner = {key: value for key, value in FAMILIES["gemma3"].items() if value is not None and key != "eos_token_id"}
     config = outer | {"text_config": inner, "vision_config": {"model_type": "siglip_vision_model"}}
     (folder / "config.json").write_text(json.dumps(config))
-    tensors = {rename(name): each for name, each in load_file(text / WEIGHTS).items()}
+    tensors = {rename(name): tensor for name, tensor in load_file(text / WEIGHTS).items()}
     tower = {"vision_tower.patch.weight": torch.ones(3), "model.multi_modal_projector.weight": torch.ones(2)}
     save_file(tensors | tower, folder / WEIGHTS)
     return folder
@@ -227,7 +227,7 @@ def test_the_text_part_of_a_multimodal_model(
     load_weights(tmp_path / "alone", alone, loaded[1])
     for (name, ours), (_, theirs) in zip(*map(tensors_of, loaded), strict=True):
         assert torch.equal(ours, theirs), name
-    (line,) = [each.message for each in caplog.records if "text part" in each.message]
+    (line,) = [record.message for record in caplog.records if "text part" in record.message]
     assert "images and the like are not (vision_config)" in line
 
 
@@ -246,7 +246,7 @@ def test_the_outer_configuration_may_tie_the_embeddings(tmp_path: Path, family: 
     inner = json.loads((alone / "config.json").read_text()) | {"tie_word_embeddings": False}
     config = outer | {"tie_word_embeddings": True, "text_config": inner, "vision_config": {"model_type": "pixtral"}}
     (folder / "config.json").write_text(json.dumps(config))
-    text = {f"language_model.{name}": each for name, each in load_file(alone / WEIGHTS).items()}
+    text = {f"language_model.{name}": tensor for name, tensor in load_file(alone / WEIGHTS).items()}
     save_file(text | {"vision_tower.patch.weight": torch.ones(3)}, folder / WEIGHTS)
     assert not any("lm_head" in name for name in text)
     spec = check_model(folder)

@@ -54,10 +54,10 @@ def rewrite(folder: Path, change: Callable[[Tensors], object]) -> None:
 
 def test_every_tensor_arrives_in_its_place(folder: Path) -> None:
     wanted = load_file(folder / WEIGHTS)
-    found = load(folder)
-    assert found.keys() == wanted.keys()
+    loaded = load(folder)
+    assert loaded.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(loaded[name], tensor), name
 
 
 def test_shards_load_as_one(folder: Path) -> None:
@@ -69,7 +69,7 @@ def test_shards_load_as_one(folder: Path) -> None:
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64])
 def test_weights_are_cast_on_the_way(folder: Path, stored: torch.dtype) -> None:
-    rewrite(folder, lambda tensors: tensors.update({name: each.to(stored) for name, each in tensors.items()}))
+    rewrite(folder, lambda tensors: tensors.update({name: tensor.to(stored) for name, tensor in tensors.items()}))
     wanted = load_file(folder / WEIGHTS)
     assert stored_dtype(folder) == str(stored).removeprefix("torch.")
     for target in (torch.float32, torch.bfloat16):

@@ -77,8 +77,8 @@ def test_smollm2_has_the_logits_of_transformers(smollm2: Path, converted: Path, 
     pages = list(range(len(ids)))
     for at in (len(ids) - 3, len(ids) - 2, len(ids) - 1):
         start = 0 if at == len(ids) - 3 else at
-        found = runner.logits(StepBatch([row(ids[start : at + 1], start, pages)]))
-        torch.testing.assert_close(found[0], wanted[at], atol=5e-4, rtol=1e-4)
+        actual = runner.logits(StepBatch([row(ids[start : at + 1], start, pages)]))
+        torch.testing.assert_close(actual[0], wanted[at], atol=5e-4, rtol=1e-4)
 
 
 @soak
@@ -87,15 +87,15 @@ def test_smollm2_has_the_logits_of_its_dequantized_weights(smollm2: Path, conver
     """Codes in the product against all weights dequantized to float32 beforehand, by the gguf package."""
     folder = prepare_model(smollm2, tmp_path, codes=True)
     batch = StepBatch([row(list(range(100, 140)), 0, list(range(40)))])
-    found, wanted = (
-        ModelRunner.load(tiny_engine_config(each, kv_cache_bytes=64 << 20), kernels=ReferenceKernels()).logits(batch)
-        for each in (folder, converted)
+    actual, wanted = (
+        ModelRunner.load(tiny_engine_config(path, kv_cache_bytes=64 << 20), kernels=ReferenceKernels()).logits(batch)
+        for path in (folder, converted)
     )
-    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
-    ends = [base_weights(tiny_engine_config(each), check_model(each)) for each in (folder, converted)]
+    torch.testing.assert_close(actual, wanted, atol=1e-4, rtol=1e-4)
+    ends = [base_weights(tiny_engine_config(path), check_model(path)) for path in (folder, converted)]
     assert torch.equal(ends[0].projection, ends[1].projection), "also of the ends alone"
     spec = check_model(folder)
-    stored = sum(each.stat().st_size for each in folder.glob("*.safetensors"))
+    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     assert weight_bytes(spec, torch.bfloat16, on_cpu=True) < 1.01 * stored < 100e6
 
 
@@ -186,8 +186,8 @@ def test_weights_come_back_as_they_went_in(family: str, tmp_path: Path) -> None:
     assert folder.name == "tiny"
     twin = write_tiny_model(tmp_path / "twin", family, rope_scaling=None)
     batch = StepBatch([row(list(range(3, 40)), 0, [4, 2, 5])])
-    found, wanted = (ModelRunner.load(tiny_engine_config(each)).logits(batch) for each in (folder, twin))
-    assert torch.equal(found, wanted)
+    actual, wanted = (ModelRunner.load(tiny_engine_config(path)).logits(batch) for path in (folder, twin))
+    assert torch.equal(actual, wanted)
 
 
 @pytest.mark.usefixtures("_no_tokenizer")
@@ -204,26 +204,26 @@ def test_codes_are_kept(family: str, tmp_path: Path) -> None:
     folder = prepare_model(path, tmp_path / "cache", codes=True)
     twin = write_tiny_model(tmp_path / "twin", family, rope_scaling=None)
     tensors = load_file(twin / "model.safetensors")
-    for name, each in tensors.items():
-        if each.dim() == 2:
-            blocks = gguf.quants.quantize(each.numpy(), kind_of(name))
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2:
+            blocks = gguf.quants.quantize(tensor.numpy(), kind_of(name))
             tensors[name] = torch.from_numpy(gguf.quants.dequantize(blocks, kind_of(name)))
     save_file(tensors, twin / "model.safetensors")
     batch = StepBatch([row(list(range(3, 40)), 0, [4, 2, 5])])
     dequantized = prepare_model(path, tmp_path / "cache")
     assert check_model(dequantized).quantization is None
-    found, plain, wanted = (
-        ModelRunner.load(tiny_engine_config(each), kernels=ReferenceKernels()).logits(batch)
-        for each in (folder, dequantized, twin)
+    actual, plain, wanted = (
+        ModelRunner.load(tiny_engine_config(path), kernels=ReferenceKernels()).logits(batch)
+        for path in (folder, dequantized, twin)
     )
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(actual, wanted, atol=1e-5, rtol=1e-5)
     assert torch.equal(plain, wanted)
     spec = check_model(folder)
     parameters = allocate_parameters(spec, torch.float32, torch.device("cpu"))
     forms = {
-        path.removeprefix("layers.1."): (each.bits, each.group, each.offsets is not None)
-        for path, each in named_weights(parameters)
-        if isinstance(each, PackedWeight) and not path.startswith(("layers.0", "layers.2"))
+        path.removeprefix("layers.1."): (weight.bits, weight.group, weight.offsets is not None)
+        for path, weight in named_weights(parameters)
+        if isinstance(weight, PackedWeight) and not path.startswith(("layers.0", "layers.2"))
     }
     tables = {"embedding": (8, 32, False)} | ({} if spec.tied_embeddings else {"lm_head": (4, 32, True)})
     assert forms == tables | {"attention.output": (4, 32, True), "feed_forward.gate_up": (4, 32, False)}
@@ -239,7 +239,7 @@ def test_a_broken_conversion_is_done_again(tmp_path: Path) -> None:
     (folder.parent / ".partial-old").mkdir()
     assert prepare_model(path, cache) == folder
     assert (folder / "model.safetensors").read_bytes() == before
-    assert sorted(each.name for each in folder.parent.iterdir()) == ["lock", "tiny"]
+    assert sorted(entry.name for entry in folder.parent.iterdir()) == ["lock", "tiny"]
 
 
 def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="tokenizer cannot be converted") as caught:
         prepare_model(path, tmp_path / "cache")
     assert str(path) in caught.value.message
-    assert [each.name for each in (tmp_path / "cache").rglob("*") if each.is_file()] == ["lock"]
+    assert [entry.name for entry in (tmp_path / "cache").rglob("*") if entry.is_file()] == ["lock"]
 
 
 @pytest.mark.usefixtures("_no_tokenizer")

@@ -40,7 +40,7 @@ def four_bits(pairs: np.ndarray) -> list[int]:
 
 
 def q4_k(block: np.ndarray) -> list[float]:
-    packed = [int(each) for each in block[4:16]]
+    packed = [int(byte) for byte in block[4:16]]
     values = []
     for part in range(8):
         if part < 4:
@@ -96,5 +96,5 @@ def test_blocks_mean_what_the_format_says(kind: str) -> None:
     codes = FORMATS[scheme.format].read(scheme, {"weight": weight}, (ROWS, COLUMNS))
     packing = scheme.packing(COLUMNS)
     assert packing is not None
-    for found in (codes.matrix(), codes.packed(packing, None).dequantized(torch.float32)):
-        torch.testing.assert_close(found, torch.from_numpy(wanted), rtol=1e-5, atol=1e-6)
+    for actual in (codes.matrix(), codes.packed(packing, None).dequantized(torch.float32)):
+        torch.testing.assert_close(actual, torch.from_numpy(wanted), rtol=1e-5, atol=1e-6)

@@ -52,10 +52,10 @@ def test_no_weight_is_further_from_its_code_than_another_code(name: str, group: 
 @pytest.mark.parametrize("family", ["llama3", "biased", "gpt_oss", "deepseek_v3", "qwen2_moe", "glm4"])
 def test_the_products_of_the_layers_are_quantized(name: str, family: str, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, family)
-    plain, found = (dict(named_weights(load(folder, each))) for each in (None, name))
-    assert list(found) == list(plain)
-    packed = {path for path, weight in found.items() if isinstance(weight, PackedWeight)}
-    for path, weight in found.items():
+    plain, quantized = (dict(named_weights(load(folder, quantization))) for quantization in (None, name))
+    assert list(quantized) == list(plain)
+    packed = {path for path, weight in quantized.items() if isinstance(weight, PackedWeight)}
+    for path, weight in quantized.items():
         wanted = plain[path]
         assert isinstance(wanted, torch.Tensor)
         if isinstance(weight, PackedWeight):
@@ -76,12 +76,12 @@ def test_a_quantized_model_computes_nearly_the_same(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, "llama3")
     batch = StepBatch([row(list(range(3, 40)), 0, [4, 2, 5])])
     runners = [
-        ModelRunner.load(tiny_engine_config(folder, quantization=each), kernels=ReferenceKernels())
-        for each in (None, *NAMES)
+        ModelRunner.load(tiny_engine_config(folder, quantization=quantization), kernels=ReferenceKernels())
+        for quantization in (None, *NAMES)
     ]
-    plain, *found = (runner.logits(batch).log_softmax(-1) for runner in runners)
-    for name, each in zip(NAMES, found, strict=True):
-        divergence = (plain.exp() * (plain - each)).sum()
+    plain, *quantized = (runner.logits(batch).log_softmax(-1) for runner in runners)
+    for name, logprobs in zip(NAMES, quantized, strict=True):
+        divergence = (plain.exp() * (plain - logprobs)).sum()
         assert 0 < divergence < {"int8": 1e-3, "fp8": 1e-2, "int4": 0.3}[name]
     # Workers of one folder exchange KV, however each of them keeps its weights.
     assert len({runner.compatibility_facts() for runner in runners}) == 1
@@ -99,8 +99,8 @@ def test_unknown_names_and_quantized_checkpoints_are_refused(tmp_path: Path) -> 
 def test_random_codes_have_the_spread_of_random_weights(name: str, tmp_path: Path) -> None:
     spec = quantized_at_load(load_spec(write_tiny_model(tmp_path)), name)
     first, second = (allocate_parameters(spec, torch.bfloat16, CPU) for _ in range(2))
-    for each in (first, second):
-        fill_randomly(each)
+    for parameters in (first, second):
+        fill_randomly(parameters)
     weight = first.layers[0].feed_forward.gate_up
     assert isinstance(weight, PackedWeight)
     assert weight.dequantized(torch.float32).std().item() == pytest.approx(0.02, rel=0.05)
@@ -117,7 +117,7 @@ def test_sizes_count_packed_bytes(family: str, tmp_path: Path) -> None:
     assert matrix_bytes(spec, 2) == total_weights(spec) * 2
     assert matrix_bytes(packed, 2) == matrix_bytes(spec, 2) - saved
     before, after = model_sizes(spec, 2), model_sizes(packed, 2)
-    read_before, read_after = (each.weight_bytes + each.expert_bytes for each in (before, after))
+    read_before, read_after = (sizes.weight_bytes + sizes.expert_bytes for sizes in (before, after))
     assert read_before - read_after == saved
     assert after.weights == before.weights
     assert (after.expert_bytes < before.expert_bytes) == (family == "qwen3_moe")
@@ -127,5 +127,5 @@ def test_sizes_count_packed_bytes(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "scheme"), [("int8", "w8a16"), ("fp8", "fp8"), ("int4", "w4a16")])
 def test_the_quantizer_rounds_as_loading_does(name: str, scheme: str) -> None:
     weight = torch.randn(8, 64)
-    found = round_to_nearest(weight, SCHEMES[scheme], 32, torch.float32).values()
-    assert torch.equal(found, rounded(weight, Packing(Codes(name), 32, offsets=False)).dequantized(torch.float32))
+    quantized = round_to_nearest(weight, SCHEMES[scheme], 32, torch.float32).values()
+    assert torch.equal(quantized, rounded(weight, Packing(Codes(name), 32, offsets=False)).dequantized(torch.float32))

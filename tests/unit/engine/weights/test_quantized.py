@@ -33,10 +33,10 @@ def loaded(folder: Path) -> dict[str, torch.Tensor]:
     spec = check_model(folder)
     parameters = allocate_parameters(spec, torch.float32, CPU)
     load_weights(folder, spec, parameters)
-    found = {name: slot.tensor for name, slot in slots_of(spec, parameters).items()}
+    weights = {name: slot.tensor for name, slot in slots_of(spec, parameters).items()}
     return {
-        name: each.dequantized(torch.float32) if isinstance(each, PackedWeight) else each
-        for name, each in found.items()
+        name: weight.dequantized(torch.float32) if isinstance(weight, PackedWeight) else weight
+        for name, weight in weights.items()
     }
 
 
@@ -54,8 +54,8 @@ def greedy(folder: Path, kernels: Kernels, **settings: Any) -> list[int]:
 def test_values_and_tokens_are_those_of_the_dequantized_model(case: str, tmp_path: Path) -> None:
     folder, twin = write_quantized(tmp_path, case)
     wanted = loaded(twin)
-    for name, found in loaded(folder).items():
-        torch.testing.assert_close(found, wanted[name], atol=1e-7, rtol=1e-6)
+    for name, weight in loaded(folder).items():
+        torch.testing.assert_close(weight, wanted[name], atol=1e-7, rtol=1e-6)
     tokens = greedy(twin, ReferenceKernels())
     assert greedy(folder, ReferenceKernels()) == tokens
     assert len(set(tokens)) > 1
@@ -72,14 +72,14 @@ def test_experts_latents_and_stacked_layers(case: str, family: str, tmp_path: Pa
         sizes |= {"v_head_dim": 32, "qk_nope_head_dim": 16}
     folder, twin = write_quantized(tmp_path, case, family, **sizes)
     wanted = loaded(twin)
-    for name, found in loaded(folder).items():
-        torch.testing.assert_close(found, wanted[name], atol=1e-7, rtol=1e-6)
+    for name, weight in loaded(folder).items():
+        torch.testing.assert_close(weight, wanted[name], atol=1e-7, rtol=1e-6)
     assert greedy(folder, ReferenceKernels()) == greedy(twin, ReferenceKernels())
     spec = check_model(folder)
     packed = [
         path
-        for path, each in named_weights(allocate_parameters(spec, torch.float32, CPU))
-        if isinstance(each, PackedWeight)
+        for path, weight in named_weights(allocate_parameters(spec, torch.float32, CPU))
+        if isinstance(weight, PackedWeight)
     ]
     if family != "phi3":
         assert "layers.1.feed_forward.gate_up" in packed
@@ -92,19 +92,19 @@ def test_kernels_of_cpus_compute_nearly_the_same(case: str, tmp_path: Path) -> N
     """Nearly, as products of codes may round their input."""
     folder, twin = write_quantized(tmp_path, case)
     batch = StepBatch([row(list(range(3, 40)), 0, [4, 2, 5])])
-    found, wanted = (
-        ModelRunner.load(tiny_engine_config(each), kernels=CpuKernels(torch.float32, 1)).logits(batch).log_softmax(-1)
-        for each in (folder, twin)
+    actual, wanted = (
+        ModelRunner.load(tiny_engine_config(path), kernels=CpuKernels(torch.float32, 1)).logits(batch).log_softmax(-1)
+        for path in (folder, twin)
     )
-    assert (wanted.exp() * (wanted - found)).sum() < 2e-3
+    assert (wanted.exp() * (wanted - actual)).sum() < 2e-3
 
 
 def test_packed_weights_take_fewer_bytes(tmp_path: Path) -> None:
     folder, twin = write_quantized(tmp_path, "W4A16")
     spec = check_model(folder)
     parameters = allocate_parameters(spec, torch.bfloat16, CPU)
-    assert weight_bytes(spec, torch.bfloat16) == sum(each.nbytes for _, each in tensors_of(parameters))
-    layers = sum(each.numel() for name, each in load_file(twin / WEIGHTS).items() if name.endswith("_proj.weight"))
+    assert weight_bytes(spec, torch.bfloat16) == sum(tensor.nbytes for _, tensor in tensors_of(parameters))
+    layers = sum(tensor.numel() for name, tensor in load_file(twin / WEIGHTS).items() if name.endswith("_proj.weight"))
     saved = layers * 2 - layers // 2 - layers // 32 * 4  # a scale of four bytes for each 32 codes
     assert weight_bytes(spec, torch.bfloat16) == weight_bytes(check_model(twin), torch.bfloat16) - saved
 
@@ -113,7 +113,7 @@ def test_a_stack_of_different_schemes_is_kept_in_the_models_dtype(tmp_path: Path
     folder, twin = write_quantized(tmp_path, "W4A16")
     tensors, plain = load_file(folder / WEIGHTS), load_file(twin / WEIGHTS)
     name = "model.layers.1.self_attn.k_proj."
-    tensors = {each: tensor for each, tensor in tensors.items() if not each.startswith(name)}
+    tensors = {path: tensor for path, tensor in tensors.items() if not path.startswith(name)}
     save_file(tensors | {f"{name}weight": plain[f"{name}weight"].to(torch.bfloat16).float()}, folder / WEIGHTS)
     spec = check_model(folder)
     weights = allocate_parameters(spec, torch.float32, CPU).layers
@@ -121,8 +121,8 @@ def test_a_stack_of_different_schemes_is_kept_in_the_models_dtype(tmp_path: Path
     assert isinstance(weights[1].attention.qkv, torch.Tensor)  # type: ignore[union-attr]
     assert isinstance(weights[1].attention.output, PackedWeight)
     wanted = loaded(twin)
-    for each, found in loaded(folder).items():
-        torch.testing.assert_close(found, wanted[each], atol=1e-2 if each.startswith(name) else 1e-7, rtol=1e-6)
+    for path, weight in loaded(folder).items():
+        torch.testing.assert_close(weight, wanted[path], atol=1e-2 if path.startswith(name) else 1e-7, rtol=1e-6)
 
 
 def test_scattered_columns_are_dequantized_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -150,32 +150,40 @@ MODULE = "model.layers.1.mlp.down_proj."
 
 
 def without(name: str) -> Callable[[Tensors], Tensors]:
-    return lambda found: {each: tensor for each, tensor in found.items() if each != MODULE + name}
+    return lambda tensors: {path: tensor for path, tensor in tensors.items() if path != MODULE + name}
 
 
 def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], Tensors]:
-    return lambda found: found | {MODULE + name: change(found[MODULE + name]).contiguous()}
+    return lambda tensors: tensors | {MODULE + name: change(tensors[MODULE + name]).contiguous()}
 
 
 TENSORS: list[tuple[str, Callable[[Tensors], Tensors], list[str]]] = [
     ("awq", without("scales"), [f"lacks tensor {MODULE}scales", "(awq, int4, groups of 32)"]),
     ("awq", without("qweight"), [f"lacks tensor {MODULE}qweight"]),
-    ("awq", changed("scales", lambda each: each[:1]), [f"{MODULE}scales has shape [1, 64]", "[3, 64]", "groups of 32"]),
-    ("awq", changed("qweight", lambda each: each.t()), [f"{MODULE}qweight has shape [8, 96]", "[96, 8]"]),
-    ("awq", changed("qweight", lambda each: each.long()), [f"{MODULE}qweight is stored as I64; only I32"]),
+    (
+        "awq",
+        changed("scales", lambda tensor: tensor[:1]),
+        [f"{MODULE}scales has shape [1, 64]", "[3, 64]", "groups of 32"],
+    ),
+    ("awq", changed("qweight", lambda tensor: tensor.t()), [f"{MODULE}qweight has shape [8, 96]", "[96, 8]"]),
+    ("awq", changed("qweight", lambda tensor: tensor.long()), [f"{MODULE}qweight is stored as I64; only I32"]),
     ("gptq asymmetric", without("qzeros"), [f"lacks tensor {MODULE}qzeros"]),
-    ("gptq symmetric", changed("qzeros", lambda each: each * 0), ["zero points other than the centre"]),
-    ("gptq asymmetric", changed("g_idx", lambda each: each.flip(0)), ["g_idx in another order"]),
-    ("gptq desc_act", changed("g_idx", lambda each: each + 1), ["g_idx outside of its 3 groups"]),
-    ("gptq desc_act", lambda found: found | {MODULE + "bias": torch.ones(64)}, ["a bias that is not zero"]),
-    ("W4A16", lambda found: found | {MODULE + "weight_g_idx": torch.arange(96).flip(0).int() // 32}, ["another order"]),
+    ("gptq symmetric", changed("qzeros", lambda tensor: tensor * 0), ["zero points other than the centre"]),
+    ("gptq asymmetric", changed("g_idx", lambda tensor: tensor.flip(0)), ["g_idx in another order"]),
+    ("gptq desc_act", changed("g_idx", lambda tensor: tensor + 1), ["g_idx outside of its 3 groups"]),
+    ("gptq desc_act", lambda tensors: tensors | {MODULE + "bias": torch.ones(64)}, ["a bias that is not zero"]),
+    (
+        "W4A16",
+        lambda tensors: tensors | {MODULE + "weight_g_idx": torch.arange(96).flip(0).int() // 32},
+        ["another order"],
+    ),
     ("gptq desc_act", without("g_idx"), [f"lacks tensor {MODULE}g_idx"]),
     ("W4A16", without("weight_scale"), [f"lacks tensor {MODULE}weight_scale", "pack-quantized"]),
     ("W4A16 asymmetric", without("weight_zero_point"), [f"lacks tensor {MODULE}weight_zero_point"]),
-    ("W8A8 int", changed("weight_scale", lambda each: each[:5]), ["has shape [5, 1]", "[64, 1]", "int-quantized"]),
-    ("fp8 tensor", changed("weight", lambda each: each.view(torch.int8)), ["stored as I8; only F8_E4M3"]),
+    ("W8A8 int", changed("weight_scale", lambda tensor: tensor[:5]), ["has shape [5, 1]", "[64, 1]", "int-quantized"]),
+    ("fp8 tensor", changed("weight", lambda tensor: tensor.view(torch.int8)), ["stored as I8; only F8_E4M3"]),
     ("deepseek fp8", without("weight_scale_inv"), [f"lacks tensor {MODULE}weight_scale_inv", "fp8, groups of 64"]),
-    ("deepseek fp8", changed("weight_scale_inv", lambda each: each.t()), ["has shape [2, 1]", "[1, 2]"]),
+    ("deepseek fp8", changed("weight_scale_inv", lambda tensor: tensor.t()), ["has shape [2, 1]", "[1, 2]"]),
 ]
 
 
@@ -258,8 +266,8 @@ def test_tensors_that_are_not_in_use_may_be_there(tmp_path: Path) -> None:
     names = [f"{attention}k_scale", f"{attention}v_proj.v_scale", f"{MODULE}input_scale"]
     save_file(load_file(folder / WEIGHTS) | {name: torch.ones(1) for name in names}, folder / WEIGHTS)
     wanted = loaded(twin)
-    for name, found in loaded(folder).items():
-        torch.testing.assert_close(found, wanted[name], atol=1e-7, rtol=1e-6)
+    for name, weight in loaded(folder).items():
+        torch.testing.assert_close(weight, wanted[name], atol=1e-7, rtol=1e-6)
     save_file(load_file(folder / WEIGHTS) | {f"{MODULE}weight_sparse": torch.ones(1)}, folder / WEIGHTS)
     assert f"has tensor {MODULE}weight_sparse" in refusal(folder)
 
@@ -270,8 +278,8 @@ def test_biases_are_the_models_own_or_zero(tmp_path: Path) -> None:
     save_file(load_file(folder / WEIGHTS) | {f"{MODULE}bias": torch.zeros(64)}, folder / WEIGHTS)
     wanted, bias = loaded(twin), "model.layers.0.self_attn.q_proj.bias"
     assert wanted[bias].any()
-    for name, found in loaded(folder).items():
-        torch.testing.assert_close(found, wanted[name], atol=1e-7, rtol=1e-6)
+    for name, weight in loaded(folder).items():
+        torch.testing.assert_close(weight, wanted[name], atol=1e-7, rtol=1e-6)
 
 
 def test_the_configuration_may_be_in_a_file_of_its_own(tmp_path: Path) -> None:
@@ -280,8 +288,8 @@ def test_the_configuration_may_be_in_a_file_of_its_own(tmp_path: Path) -> None:
     (folder / "quantize_config.json").write_text(json.dumps(config.pop("quantization_config")))
     (folder / "config.json").write_text(json.dumps(config))
     wanted = loaded(twin)
-    for name, found in loaded(folder).items():
-        torch.testing.assert_close(found, wanted[name], atol=1e-7, rtol=1e-6)
+    for name, weight in loaded(folder).items():
+        torch.testing.assert_close(weight, wanted[name], atol=1e-7, rtol=1e-6)
 
 
 def test_the_configuration_of_modelopt_may_be_in_a_file_of_its_own(tmp_path: Path) -> None:
@@ -293,24 +301,24 @@ def test_the_configuration_of_modelopt_may_be_in_a_file_of_its_own(tmp_path: Pat
     own = {"producer": {"name": "modelopt", "version": "0.23.0"}, "quantization": inner}
     (folder / "hf_quant_config.json").write_text(json.dumps(own))
     wanted = loaded(twin)
-    for name, found in loaded(folder).items():
-        torch.testing.assert_close(found, wanted[name], atol=1e-7, rtol=1e-6)
+    for name, weight in loaded(folder).items():
+        torch.testing.assert_close(weight, wanted[name], atol=1e-7, rtol=1e-6)
 
 
 def test_modules_with_settings_of_their_own() -> None:
     """ModelOpt names modules with wildcards, AutoRound by name or regular expression."""
-    found = parse_quantization(
+    quantization = parse_quantization(
         {
             "quant_method": "modelopt",
             "quant_algo": "FP8",
             "exclude_modules": ["*.mlp.gate*", "model.layers.0.self_attn"],
         }
     )
-    assert found.scheme_of("model.layers.3.mlp.gate_proj") is None
-    assert found.scheme_of("model.layers.0.self_attn.q_proj") is None
-    assert found.scheme_of("model.layers.1.self_attn.q_proj") is not None
+    assert quantization.scheme_of("model.layers.3.mlp.gate_proj") is None
+    assert quantization.scheme_of("model.layers.0.self_attn.q_proj") is None
+    assert quantization.scheme_of("model.layers.1.self_attn.q_proj") is not None
     own = {"model.layers.0.mlp.up_proj": {"bits": 16}, r"model\.layers\.1\..*": {"bits": 8, "group_size": 64}}
-    found = parse_quantization(
+    quantization = parse_quantization(
         {
             "quant_method": "auto-round",
             "bits": 4,
@@ -319,8 +327,8 @@ def test_modules_with_settings_of_their_own() -> None:
             "extra_config": own,
         }
     )
-    assert found.scheme_of("model.layers.0.mlp.up_proj") is None
-    eight, four = (found.scheme_of(f"model.layers.{number}.mlp.down_proj") for number in (1, 0))
+    assert quantization.scheme_of("model.layers.0.mlp.up_proj") is None
+    eight, four = (quantization.scheme_of(f"model.layers.{number}.mlp.down_proj") for number in (1, 0))
     assert eight is not None
     assert four is not None
     assert (eight.codes, eight.group, four.codes, four.group) == ("int8", 64, "int4", 128)
@@ -330,7 +338,7 @@ def test_scales_that_float16_cannot_follow_are_refused(tmp_path: Path) -> None:
     """Weights of columns in an order of their own are dequantized at load, to the dtype of the model."""
     folder, _ = write_quantized(tmp_path, "gptq desc_act")
     tensors = load_file(folder / WEIGHTS)
-    name = next(each for each in tensors if each.endswith(".scales"))
+    name = next(path for path in tensors if path.endswith(".scales"))
     tensors[name] = torch.full_like(tensors[name], 3e4)
     save_file(tensors, folder / WEIGHTS)
     spec = check_model(folder)

@@ -87,7 +87,7 @@ def test_numbers_beyond_float16_are_refused_by_name(tmp_path: Path, stored: torc
     """Cast, they would be infinite, and every answer nonsense; the largest number that it holds is loaded."""
     tensors = {"fits": torch.full((70,), 65504.0), "weight": torch.ones(70)}
     tensors["weight"][69] = -70000.0
-    save_file({name: each.to(stored) for name, each in tensors.items()}, tmp_path / "model.safetensors")
+    save_file({name: tensor.to(stored) for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
     entries = read_header(tmp_path / "model.safetensors")
     into = {name: torch.empty(70, dtype=torch.float16) for name in tensors}
     if stored != torch.bfloat16:  # which rounds 65504 up

@@ -221,7 +221,7 @@ def silent_connections(router: FuzzedRouter) -> Iterator[None]:
         yield
 
 
-def test_others_are_served_meanwhile(router: FuzzedRouter, tell: Callable[[str], None]) -> None:
+def test_others_are_served_meanwhile(router: FuzzedRouter, report_line: Callable[[str], None]) -> None:
     router.assert_next_one_works()
     router.assert_quiet()
     slowest_s, served = 0.0, 0
@@ -234,7 +234,7 @@ def test_others_are_served_meanwhile(router: FuzzedRouter, tell: Callable[[str],
         for each in running:
             each.result()
     state = router.assert_quiet()
-    tell(
+    report_line(
         f"{served} requests were served meanwhile, a pair in at most {slowest_s:.3f} s; the event loop was late by at"
         f" most {1e3 * state.lag_s:.0f} ms, of which it worked {1e3 * state.turn_cpu_s:.0f} ms"
     )
@@ -242,22 +242,24 @@ def test_others_are_served_meanwhile(router: FuzzedRouter, tell: Callable[[str],
 
 
 @pytest.mark.parametrize("body", _BODIES)
-def test_each_large_body(router: FuzzedRouter, body: str, tell: Callable[[str], None]) -> None:
+def test_each_large_body(router: FuzzedRouter, body: str, report_line: Callable[[str], None]) -> None:
     """Each body alone, so that a slow one is named."""
     router.assert_quiet()
     assert 400 <= post(router, _BODIES[body]) < 500
     state = router.assert_quiet()
-    tell(f"late by at most {1e3 * state.lag_s:.0f} ms, of which it worked {1e3 * state.turn_cpu_s:.0f} ms")
+    report_line(f"late by at most {1e3 * state.lag_s:.0f} ms, of which it worked {1e3 * state.turn_cpu_s:.0f} ms")
     assert state.turn_cpu_s < LIMIT_S
 
 
 @pytest.mark.parametrize("act", HOSTILE[:-1], ids=lambda act: act.__name__)
-def test_each_alone(router: FuzzedRouter, act: Callable[[FuzzedRouter], None], tell: Callable[[str], None]) -> None:
+def test_each_alone(
+    router: FuzzedRouter, act: Callable[[FuzzedRouter], None], report_line: Callable[[str], None]
+) -> None:
     """Each client alone, so that a slow one is named."""
     router.assert_quiet()
     act(router)
     state = router.assert_quiet()
-    tell(f"late by at most {1e3 * state.lag_s:.0f} ms, of which it worked {1e3 * state.turn_cpu_s:.0f} ms")
+    report_line(f"late by at most {1e3 * state.lag_s:.0f} ms, of which it worked {1e3 * state.turn_cpu_s:.0f} ms")
     assert state.turn_cpu_s < LIMIT_S
 
 

@@ -28,7 +28,7 @@ from tandem.protocol.messages import AdapterFacts, FinishReason, PeerRef, Reques
 from tests.adapters import TinyAdapter
 from tests.factories import greedy_answer, tiny_engine_config, write_tiny_model
 from tests.unit.worker.adapters.test_adapter_handoffs import PROMPT, SAMPLING, made, send
-from tests.worker_pair import End, Heard, WorkerPair, until
+from tests.worker_pair import End, RequestOutput, WorkerPair, until
 
 pytestmark = pytest.mark.usefixtures("adapters_read_here")
 
@@ -106,9 +106,9 @@ async def test_a_request_that_runs_keeps_its_adapter_and_another_one_waits_for_i
         other = await worker.adapters.load(me, other)
         with pytest.raises(NotFound, match="it was unloaded"):
             send(pair, "too late", one.identity)
-        heard = send(pair, "other", other.identity)
-        await until(lambda: heard.finish)
-        assert (heard.tokens, heard.cached_tokens) == (wanted[1], 0)
+        output = send(pair, "other", other.identity)
+        await until(lambda: output.finish)
+        assert (output.tokens, output.cached_tokens) == (wanted[1], 0)
 
         worker.adapters.unload(me, "it")
         assert await worker.adapters.load(me, one) == one
@@ -146,10 +146,10 @@ async def test_a_prompt_finds_the_adapter_of_its_reservation_on_another_worker(
 ) -> None:
     """Also if the adapter is unloaded in between, and another one is loaded, as the controller does both."""
     async with WorkerPair(make_engine=engines, max_step_tokens=32) as pair:
-        paths = [each.write(tmp_path / str(number)) for number, each in enumerate((ONE, OTHER))]
+        paths = [adapter.write(tmp_path / str(number)) for number, adapter in enumerate((ONE, OTHER))]
         for end in pair.ends:
             one = await end.worker.adapters.load(end.me, facts(paths[0]))
-        heard = pair.heard["it"] = Heard([])
+        output = pair.outputs["it"] = RequestOutput([])
         reservation = replace(pair.reservation("it", PROMPT, SAMPLING), adapter=one.identity)
         lease = pair.decode.worker.reserve(reservation).lease
         for end in pair.ends:
@@ -159,8 +159,8 @@ async def test_a_prompt_finds_the_adapter_of_its_reservation_on_another_worker(
         with pytest.raises(ResourceExhausted, match="'it' still finishes requests"):
             await load_over_grpc(pair.prefill, paths[1], in_use[1])
         pair.prefill.worker.prefill(replace(pair.task("it", PROMPT, SAMPLING, lease), adapter=one.identity))
-        await until(lambda: heard.finish)
-        assert heard.tokens == wanted[0]
+        await until(lambda: output.finish)
+        assert output.tokens == wanted[0]
         await pair.empty()
         for end in pair.ends:
             await load_over_grpc(end, paths[1], ())
@@ -192,7 +192,7 @@ async def test_an_adapter_that_overflows_fails_its_own_requests(
             good = await end.worker.adapters.load(end.me, facts(ONE.write(tmp_path / "one"), "good"))
             bad = await end.worker.adapters.load(end.me, facts(replace(ONE, alpha=1e30).write(tmp_path / "bad"), "bad"))
         for attempt in range(3):
-            broken, whole = (send(pair, f"{each.name} {attempt}", each.identity) for each in (bad, good))
+            broken, whole = (send(pair, f"{adapter.name} {attempt}", adapter.identity) for adapter in (bad, good))
             await until(lambda broken=broken, whole=whole: broken.finish and whole.finish)
             assert (broken.finish, broken.error) == (FinishReason.ERROR, NonFiniteLogits.code)
             assert not broken.tokens
@@ -231,7 +231,9 @@ async def test_over_grpc(engines: Factory, tmp_path: Path) -> None:
         run = {"peer": conversion.to_proto(me, types_pb2.PeerRef)}
         reply = await stub.LoadAdapter(worker_pb2.LoadWorkerAdapterRequest(**run, adapter=asked))
         loaded = pair.decode.worker.adapters.facts
-        assert [(each.name, each.identity, each.path) for each in loaded] == [("it", reply.adapter.identity, path)]
+        assert [(adapter.name, adapter.identity, adapter.path) for adapter in loaded] == [
+            ("it", reply.adapter.identity, path)
+        ]
         await stub.UnloadAdapter(worker_pb2.UnloadWorkerAdapterRequest(**run, name="it"))
         assert not pair.decode.worker.adapters.facts
         asked.path = "/nothing"

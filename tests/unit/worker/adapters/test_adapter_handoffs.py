@@ -16,7 +16,7 @@ from tandem.worker.process import layout_of
 from tests.adapters import TinyAdapter
 from tests.eagle_heads import write_eagle
 from tests.factories import tiny_engine_config, write_tiny_model
-from tests.worker_pair import Heard, WorkerPair, until
+from tests.worker_pair import RequestOutput, WorkerPair, until
 
 pytestmark = pytest.mark.usefixtures("adapters_read_here")
 
@@ -51,7 +51,7 @@ def merged(tmp_path_factory: pytest.TempPathFactory) -> list[Factory]:
 
 
 def made(runner: Any) -> Any:
-    runner.layout, runner.let_go = layout_of(runner.cache), lambda: None
+    runner.layout, runner.resume = layout_of(runner.cache), lambda: None
     return runner
 
 
@@ -60,32 +60,32 @@ def identities(pair: WorkerPair) -> list[str]:
     return ["", *(adapter.identity for adapter in pair.prefill.engine.adapters.facts)]
 
 
-def send(pair: WorkerPair, name: str, adapter: str, prompt: Sequence[int] = PROMPT) -> Heard:
+def send(pair: WorkerPair, name: str, adapter: str, prompt: Sequence[int] = PROMPT) -> RequestOutput:
     """Sends a request as the router does, whose salts differ by adapter."""
-    heard = pair.heard[name] = Heard([])
+    output = pair.outputs[name] = RequestOutput([])
     reservation = pair.reservation(name, list(prompt), SAMPLING)
     lease = pair.decode.worker.reserve(replace(reservation, adapter=adapter, cache_salt=adapter)).lease
     task = pair.task(name, list(prompt), SAMPLING, lease)
     pair.prefill.worker.prefill(replace(task, adapter=adapter, cache_salt=adapter))
-    return heard
+    return output
 
 
 async def answers(pair: WorkerPair, adapters: Sequence[str]) -> list[list[int]]:
-    heard = [send(pair, f"request {number}", adapter) for number, adapter in enumerate(adapters)]
-    for each in heard:
-        await until(lambda each=each: each.finish)
-    return [each.tokens for each in heard]
+    outputs = [send(pair, f"request {number}", adapter) for number, adapter in enumerate(adapters)]
+    for output in outputs:
+        await until(lambda output=output: output.finish)
+    return [output.tokens for output in outputs]
 
 
 @pytest.fixture
 async def wanted(merged: list[Factory]) -> list[list[int]]:
     """The answers of the base model and of both merged models."""
-    found = []
+    token_lists = []
     for factory in merged:
         async with WorkerPair(both=True, make_engine=factory, max_step_tokens=32) as pair:
-            found += await answers(pair, [""])
-    assert len({tuple(each) for each in found}) == 3, "the adapters change nothing"
-    return found
+            token_lists += await answers(pair, [""])
+    assert len({tuple(token_ids) for token_ids in token_lists}) == 3, "the adapters change nothing"
+    return token_lists
 
 
 @pytest.mark.parametrize("both", [True, False], ids=["colocated", "handed over"])

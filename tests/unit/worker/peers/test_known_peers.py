@@ -48,7 +48,7 @@ def test_a_run_whose_successor_is_here_may_live_all_the_same(kernel: Kernel) -> 
 
 
 @pytest.mark.parametrize(("here", "there"), [("here", "there"), ("", ""), ("here", "")])
-def test_on_another_host_or_an_unknown_one_nobody_is_a_neighbour(kernel: Kernel, here: str, there: str) -> None:
+def test_peers_on_another_or_an_unknown_host_are_not_on_the_same_host(kernel: Kernel, here: str, there: str) -> None:
     them = SameHostPeers(here)
     kernel["p"] = True
     them.add(describe(FIRST, "p", there))
@@ -56,7 +56,7 @@ def test_on_another_host_or_an_unknown_one_nobody_is_a_neighbour(kernel: Kernel,
     assert not them.has(FIRST)
 
 
-def test_who_was_never_seen_to_live_is_not_seen_to_be_dead(kernel: Kernel) -> None:
+def test_a_process_that_was_never_seen_alive_is_not_reported_dead(kernel: Kernel) -> None:
     """A kernel may hide other users' processes."""
     them = SameHostPeers("here")
     kernel["p"] = False

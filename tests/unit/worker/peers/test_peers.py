@@ -131,7 +131,7 @@ async def test_the_death_of_a_later_run_is_that_of_the_earlier_ones(scene: Scene
     assert not scene.peers._connections
 
 
-async def test_an_introduction_that_failed_while_nobody_waited_is_forgotten(scene: Scene) -> None:
+async def test_a_connection_that_failed_without_waiters_is_tried_again(scene: Scene) -> None:
     scene.decode.meeting.clear()
     first = asyncio.ensure_future(scene.peers.connect(scene.there))
     await until(lambda: scene.decode.calls)
@@ -147,19 +147,19 @@ async def test_an_introduction_that_failed_while_nobody_waited_is_forgotten(scen
     assert scene.decode.calls == ["connect", "connect"]
 
 
-async def test_a_lease_that_is_over_is_told_apart(scene: Scene) -> None:
+async def test_releasing_an_ended_lease_raises_stale_epoch(scene: Scene) -> None:
     with pytest.raises(StaleEpoch):
         await scene.peers.release(scene.there, in_doubt=False)
 
 
-@pytest.mark.parametrize(("in_doubt", "heard"), [(False, "release"), (True, "release in doubt")])
-async def test_a_release_says_whether_a_write_failed(scene: Scene, in_doubt: bool, heard: str) -> None:
+@pytest.mark.parametrize(("in_doubt", "message"), [(False, "release"), (True, "release in doubt")])
+async def test_a_release_says_whether_a_write_failed(scene: Scene, in_doubt: bool, message: str) -> None:
     scene.decode.go.set()
     await scene.peers.release(scene.there, in_doubt=in_doubt)
-    assert scene.decode.calls == [heard]
+    assert scene.decode.calls == [message]
 
 
-async def test_a_warm_up_moves_the_page_behind_the_pools_and_nothing_else(scene: Scene) -> None:
+async def test_a_warm_up_writes_only_the_page_after_the_pool(scene: Scene) -> None:
     theirs = FakeEngine()
     transport = InMemoryTransport(scene.fabric, theirs.layout, THERE, lambda _: None)
     scene.decode.reply.description.CopyFrom(conversion.to_proto(transport.describe(), worker_pb2.PeerDescription))
@@ -210,7 +210,7 @@ async def test_the_dead_do_not_introduce_themselves(scene: Scene) -> None:
     assert scene.peers.same_host(old.me), "what it left is in quarantine as a near worker's, whoever came after it"
 
 
-async def test_a_worker_that_closes_leaves_no_warm_up_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_closing_a_worker_ends_its_warm_ups(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, ended = asyncio.Event(), asyncio.Event()
 
     async def endless(_peer: PeerRef, _address: str) -> None:
@@ -258,18 +258,16 @@ async def test_a_warm_up_waits_for_its_page_no_longer_than_its_deadline(
     assert "takes too long" in caplog.text
 
 
-async def test_a_worker_that_was_taken_for_dead_hears_of_what_it_has_back(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[Destination] = []
-    monkeypatch.setattr(scene.peers._deliveries, "add", told.append)
+async def test_a_restored_worker_gets_the_deliveries_it_missed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    destinations: list[Destination] = []
+    monkeypatch.setattr(scene.peers._deliveries, "add", destinations.append)
     scene.peers.forget(THERE)
     await scene.peers.release(scene.there, in_doubt=False)
     assert await scene.peers._name_deliveries(THERE, scene.there.address, [replace(LEASE, epoch=10)])
     scene.peers.restore_peer(PeerRef("decode-0", 4))
-    assert told == []
+    assert destinations == []
     scene.peers.restore_peer(THERE)
-    assert [destination.lease.epoch for destination in told] == [9, 10]
+    assert [destination.lease.epoch for destination in destinations] == [9, 10]
     scene.decode.go.set()
     await scene.peers.release(scene.there, in_doubt=False)
     assert scene.decode.calls == ["release"]
@@ -304,7 +302,7 @@ async def test_a_sender_that_is_back_need_not_introduce_itself_again(scene: Scen
     assert scene.transport._peers["prefill-9"].peer == other.me
 
 
-async def test_who_is_on_another_host_or_says_nothing_of_it_is_far(scene: Scene) -> None:
+async def test_a_peer_on_another_or_an_unknown_host_is_not_on_the_same_host(scene: Scene) -> None:
     layout = scene.engine.layout
     for host in ("there", ""):
         other = InMemoryTransport(scene.fabric, layout, PeerRef("prefill-9", 4), lambda _: None)

@@ -58,9 +58,9 @@ async def test_exhausted_quarantine_is_loud_and_ends(caplog: pytest.LogCaptureFi
             pair.fabric.release()
             await until(lambda: not admission.not_ready)
         assert "decode-0 is ready again" in caplog.text
-        heard = pair.send("q", PROMPT, ONE)
-        await until(lambda: heard.finish)
-        assert heard.tokens == answer_to(PROMPT, ONE)
+        output = pair.send("q", PROMPT, ONE)
+        await until(lambda: output.finish)
+        assert output.tokens == answer_to(PROMPT, ONE)
         await pair.empty()
 
 
@@ -93,14 +93,14 @@ async def test_a_distant_writer_s_grace_is_its_own(monkeypatch: pytest.MonkeyPat
 
 
 async def test_the_transport_listens_as_long_as_pages_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[int] = []
+    expected: list[int] = []
     async with WorkerPair(pages=POOL, prefill_pages=64) as pair:
-        monkeypatch.setattr(pair.decode.worker.transport, "expect", heard.append)
+        monkeypatch.setattr(pair.decode.worker.transport, "expect", expected.append)
         await fill_quarantine(pair, 1)
         assert pair.decode.engine.pool.counts().quarantined == 2
-        assert heard[-1] == 1
+        assert expected[-1] == 1
         pair.fabric.release()
-        await until(lambda: heard[-1] == 0)
+        await until(lambda: expected[-1] == 0)
 
 
 async def test_the_grace_passes_only_while_the_transport_listens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,9 +170,9 @@ async def test_writes_that_do_not_rest_are_loud_and_end(caplog: pytest.LogCaptur
         pair.fabric.release()
         await until(lambda: not prefill.report.not_ready)
         await until(lambda: not prefill.report.pending_transfer_pages)
-        heard = pair.send("q", PROMPT, ONE)
-        await until(lambda: heard.finish)
-        assert heard.tokens == answer_to(PROMPT, ONE)
+        output = pair.send("q", PROMPT, ONE)
+        await until(lambda: output.finish)
+        assert output.tokens == answer_to(PROMPT, ONE)
         await pair.empty()
 
 

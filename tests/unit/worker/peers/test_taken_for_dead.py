@@ -20,7 +20,7 @@ def info(end: End) -> WorkerInfo:
 
 
 @pytest.mark.parametrize("introduced", [False, True])
-async def test_a_prefill_worker_that_is_back_gets_leases_and_is_heard(introduced: bool) -> None:
+async def test_a_restored_prefill_worker_gets_leases_and_serves(introduced: bool) -> None:
     async with WorkerPair() as pair:
         if introduced:
             before = pair.send("before", PROMPT, TEN)
@@ -29,9 +29,9 @@ async def test_a_prefill_worker_that_is_back_gets_leases_and_is_heard(introduced
         with pytest.raises(Unavailable, match="prefill worker prefill-0 is gone"):
             pair.reserve("meanwhile", PROMPT, TEN)
         pair.decode.worker.peer_joined(info(pair.prefill))
-        heard = pair.send("q", PROMPT, TEN)
-        await until(lambda: heard.finish)
-        assert heard.tokens == answer_to(PROMPT, TEN)
+        output = pair.send("q", PROMPT, TEN)
+        await until(lambda: output.finish)
+        assert output.tokens == answer_to(PROMPT, TEN)
         await pair.empty()
 
 
@@ -44,7 +44,7 @@ async def test_a_decode_worker_that_is_back_gets_prompts_and_its_leases() -> Non
         await pair.prefill.empty()
         assert pair.decode.worker.admission.open_leases == 1, "nobody tells the dead"
         pair.prefill.worker.peer_joined(info(pair.decode))
-        heard = pair.send("q", PROMPT, TEN)
-        await until(lambda: heard.finish)
-        assert heard.tokens == answer_to(PROMPT, TEN)
+        output = pair.send("q", PROMPT, TEN)
+        await until(lambda: output.finish)
+        assert output.tokens == answer_to(PROMPT, TEN)
         await pair.empty()

@@ -59,7 +59,7 @@ async def test_a_way_that_failed_is_tried_again_until_it_is_warm(scene: Scene) -
 
 
 @pytest.mark.parametrize("end", ["gone", "replaced", "other role", "own role"])
-async def test_nobody_is_tried_who_gets_no_prompts_from_here(scene: Scene, end: str) -> None:
+async def test_only_workers_that_get_prompts_from_here_are_warmed_up(scene: Scene, end: str) -> None:
     scene.decode.refusal = Unavailable("not yet")
     prefills = [True]
     ways = WarmUps(scene.peers, lambda: prefills[0])

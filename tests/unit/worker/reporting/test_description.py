@@ -50,16 +50,16 @@ def test_another_way_to_serve_it_is_named(settings: dict[str, Any]) -> None:
     "settings",
     [{"worker_id": "decode-1"}, {"role": Role.BOTH}, {"step_policy": PolicyName.CHUNKED}, {"outlive_s": 9.0}],
 )
-def test_what_is_told_anew_makes_no_difference(settings: dict[str, Any]) -> None:
+def test_settings_that_are_reported_separately_do_not_differ(settings: dict[str, Any]) -> None:
     other = changed(**settings)
     assert differences(served_of(CONFIG), served_of(other)) == ()
     assert differences(tuning_of(CONFIG), tuning_of(other)) == ()
 
 
-def test_secrets_are_compared_and_not_told() -> None:
-    told = str((*served_of(CONFIG), *tuning_of(CONFIG)))
-    assert "secret" not in told
-    assert "'key'" not in told
+def test_secrets_are_compared_but_not_shown() -> None:
+    facts = str((*served_of(CONFIG), *tuning_of(CONFIG)))
+    assert "secret" not in facts
+    assert "'key'" not in facts
 
 
 def test_a_setting_of_another_release_is_a_difference() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tandem.protocol.messages import RequestRef, SamplingParams
 from tests.fake_engine import PAGE_TOKENS, answer_to
-from tests.worker_pair import ROUTER, Heard, WorkerPair, until
+from tests.worker_pair import ROUTER, RequestOutput, WorkerPair, until
 
 PROMPT = list(range(11, 11 + 2 * PAGE_TOKENS + 3))
 PAGES = 3
@@ -57,39 +57,39 @@ async def test_damaged_pages_are_never_decoded(
         again = pair.send("q", PROMPT, TEN, attempt=2)
         await until(lambda: again.finish)
         assert again.tokens == answer_to(PROMPT, TEN)
-        found = pair.decode.worker.report.inspect()
-        assert (found.checksum_failures, found.checksums_equal, found.fenced) == (1, PAGES, 1)
+        state = pair.decode.worker.report.inspect()
+        assert (state.checksum_failures, state.checksums_equal, state.fenced) == (1, PAGES, 1)
         await pair.empty()
 
 
-async def test_what_lies_behind_the_prompt_is_nobody_s() -> None:
+async def test_damage_after_the_prompt_has_no_effect() -> None:
     async with WorkerPair() as pair:
 
         def litter(pages: Sequence[int]) -> None:
             pair.decode.engine.memory[pages[2], 3] = -1
 
         pair.fabric.damage_next(litter)
-        heard = pair.send("q", PROMPT, TEN)
-        await until(lambda: heard.finish)
-        assert heard.tokens == answer_to(PROMPT, TEN)
+        output = pair.send("q", PROMPT, TEN)
+        await until(lambda: output.finish)
+        assert output.tokens == answer_to(PROMPT, TEN)
         assert pair.decode.worker.report.inspect().checksums_equal == PAGES
         await pair.empty()
 
 
 async def test_pages_of_early_chunks_are_summed_too() -> None:
     async with WorkerPair(max_step_tokens=PAGE_TOKENS) as pair:
-        heard = pair.send("q", PROMPT, TEN)
-        await until(lambda: heard.finish)
-        assert heard.tokens == answer_to(PROMPT, TEN)
+        output = pair.send("q", PROMPT, TEN)
+        await until(lambda: output.finish)
+        assert output.tokens == answer_to(PROMPT, TEN)
         assert pair.decode.worker.report.inspect().checksums_equal == PAGES
 
 
 @pytest.mark.parametrize(("rate", "checked"), [(0.0, 0), (0.01, 1), (0.5, 2)])
 async def test_the_rate_is_a_setting(rate: float, checked: int) -> None:
     async with WorkerPair(kv_checksum_rate=rate) as pair:
-        heard = pair.send("q", PROMPT, TEN)
-        await until(lambda: heard.finish)
-        assert heard.tokens == answer_to(PROMPT, TEN)
+        output = pair.send("q", PROMPT, TEN)
+        await until(lambda: output.finish)
+        assert output.tokens == answer_to(PROMPT, TEN)
         assert pair.decode.worker.report.inspect().checksums_equal == checked
 
 
@@ -98,18 +98,18 @@ async def test_workers_with_different_rates_refuse_each_other_in_words() -> None
         mine = pair.decode.worker.peers._mine
         other = tuple((name, value.replace("of 1", "of 0.5")) for name, value in mine.compatibility_facts)
         pair.decode.worker.peers._mine = replace(mine, compatibility_facts=other, compatibility_hash="0" * 64)
-        heard = pair.send("q", PROMPT, TEN)
-        await until(lambda: heard.finish)
-        assert heard.error == "FAILED_PRECONDITION"
-        assert "kv_checksums is" in heard.message
-        assert "of 0.5 of the pages" in heard.message
+        output = pair.send("q", PROMPT, TEN)
+        await until(lambda: output.finish)
+        assert output.error == "FAILED_PRECONDITION"
+        assert "kv_checksums is" in output.message
+        assert "of 0.5 of the pages" in output.message
 
 
 async def test_kv_that_was_computed_in_place_needs_no_check() -> None:
     async with WorkerPair(both=True) as pair:
-        heard = pair.send("q", PROMPT, TEN)
-        await until(lambda: heard.finish)
-        assert heard.tokens == answer_to(PROMPT, TEN)
+        output = pair.send("q", PROMPT, TEN)
+        await until(lambda: output.finish)
+        assert output.tokens == answer_to(PROMPT, TEN)
         assert pair.decode.worker.report.inspect().checksums_equal == 0
         await pair.empty()
 
@@ -128,23 +128,23 @@ class SlowSums:
         return self._sums(pages, filled)
 
 
-async def test_a_check_holds_up_nobody_else() -> None:
+async def test_a_checksum_check_does_not_delay_other_requests() -> None:
     async with WorkerPair() as pair:
         steps = 6
         pair.decode.engine.hold(after=steps)
         running = pair.send("r", [7, 8, 9], SamplingParams(max_tokens=200))
         await until(pair.decode.engine.waiting.is_set)
         slow = SlowSums(pair)
-        heard = pair.send("q", PROMPT, TEN)
+        output = pair.send("q", PROMPT, TEN)
         await until(slow.asked.is_set)
-        pair.decode.engine.let_go()
+        pair.decode.engine.resume()
         await until(lambda: len(running.tokens) > 1 + steps + 5)
         pair.fabric.wait_until_idle()
-        assert heard.finish is None
+        assert output.finish is None
         assert pair.decode.worker.admission.heartbeat([]) == ()
         slow.go.set()
-        await until(lambda: heard.finish)
-        assert heard.tokens == answer_to(PROMPT, TEN)
+        await until(lambda: output.finish)
+        assert output.tokens == answer_to(PROMPT, TEN)
 
 
 @pytest.mark.parametrize("damaged", [False, True])
@@ -165,14 +165,14 @@ async def test_a_client_that_leaves_during_the_check(damaged: bool) -> None:
 async def test_a_heartbeat_during_the_check_is_no_loss() -> None:
     async with WorkerPair() as pair:
         slow = SlowSums(pair)
-        heard = pair.heard["q"] = Heard()
+        output = pair.outputs["q"] = RequestOutput()
         lease = pair.reserve("q", PROMPT, TEN)
         pair.prefill.worker.prefill(pair.task("q", PROMPT, TEN, lease))
         await until(slow.asked.is_set)
         assert pair.decode.worker.admission.heartbeat([lease]) == ()
         slow.go.set()
-        await until(lambda: heard.finish)
-        assert heard.tokens == answer_to(PROMPT, TEN)
+        await until(lambda: output.finish)
+        assert output.tokens == answer_to(PROMPT, TEN)
 
 
 async def test_pages_that_cannot_be_summed_fail_closed() -> None:
@@ -182,13 +182,13 @@ async def test_pages_that_cannot_be_summed_fail_closed() -> None:
             raise RuntimeError("the device is gone")
 
         pair.decode.worker._checks._sums = broken
-        heard = pair.send("q", PROMPT, TEN)
-        await until(lambda: heard.finish)
-        assert heard.error == "TRANSFER_FAILED"
+        output = pair.send("q", PROMPT, TEN)
+        await until(lambda: output.finish)
+        assert output.error == "TRANSFER_FAILED"
         pair.decode.worker._checks._sums = pair.decode.engine.page_sums
         pair.prefill.worker._checks._sums = broken
-        heard = pair.send("r", PROMPT, TEN)
-        await until(lambda: heard.finish)
-        assert heard.error == "TRANSFER_FAILED"
+        output = pair.send("r", PROMPT, TEN)
+        await until(lambda: output.finish)
+        assert output.error == "TRANSFER_FAILED"
         pair.decode.worker.abort(ROUTER, [RequestRef("r", 1)])
         await pair.empty()

@@ -104,8 +104,8 @@ def test_a_ceiling_that_steps_exceed_was_measured_too_low() -> None:
 
 
 def test_how_hand_overs_end(metrics: WorkerMetrics) -> None:
-    heard: list[RoutedEvent] = []
-    emit = metrics.hearing(heard.append)
+    events: list[RoutedEvent] = []
+    emit = metrics.hearing(events.append)
     ref = RequestRef("a", 1)
     for event in (
         RequestEvent(ref, transfer=TransferStats(4_000_000, 4, "UCX", 2_000_000)),
@@ -115,7 +115,7 @@ def test_how_hand_overs_end(metrics: WorkerMetrics) -> None:
     ):
         emit(RoutedEvent("router", event))
     registry = metrics.registry
-    assert len(heard) == 4
+    assert len(events) == 4
     assert (registry.histogram(f.TRANSFER_SECONDS).count, registry.histogram(f.TRANSFER_SECONDS).total) == (2, 0.002)
     assert (registry.histogram(f.TRANSFER_BANDWIDTH).count, registry.histogram(f.TRANSFER_BANDWIDTH).total) == (1, 2e9)
     assert registry.counter(f.TRANSFER_BYTES).value == 4_000_000
@@ -125,8 +125,8 @@ def test_how_hand_overs_end(metrics: WorkerMetrics) -> None:
 async def test_a_running_pair() -> None:
     """One request of 40 prompt tokens."""
     async with WorkerPair() as pair:
-        heard = pair.send("a", list(range(3, 43)), SamplingParams(max_tokens=4))
-        await until(lambda: heard.finish is not None)
+        output = pair.send("a", list(range(3, 43)), SamplingParams(max_tokens=4))
+        await until(lambda: output.finish is not None)
         await pair.empty()
         prefill, decode = (worker_facts(end.worker.report, end.worker.transport) for end in (pair.prefill, pair.decode))
         assert decode[f.EXPIRED_LEASES] == prefill[f.EXPIRED_LEASES] == 0
@@ -163,12 +163,14 @@ async def test_hand_overs_that_do_not_end_are_the_wire() -> None:
         router.read(lambda: {f.REQUESTS_WAITING: 5})
 
         def scrape() -> Scrape:
-            text = merge(Exposition(each).render()[0].decode() for each in (router, *boards))
+            text = merge(Exposition(registry).render()[0].decode() for registry in (router, *boards))
             return Scrape(text, time.monotonic())
 
         pair.fabric.hold()
-        heard = [pair.send(name, prompt_of(number), sampling) for number, name in enumerate("abc")]
-        await until(lambda: pair.prefill.worker.metrics.writing._writing == 3 and all(each.tokens for each in heard))
+        outputs = [pair.send(name, prompt_of(number), sampling) for number, name in enumerate("abc")]
+        await until(
+            lambda: pair.prefill.worker.metrics.writing._writing == 3 and all(output.tokens for output in outputs)
+        )
         with pytest.raises(ResourceExhausted):
             pair.reserve("d", prompt_of(3), sampling)
         before = scrape()
@@ -180,7 +182,7 @@ async def test_hand_overs_that_do_not_end_are_the_wire() -> None:
         assert (prefill.kv_used, decode.arriving, decode.kv_used) == (12 / 16, 12 / 16, 15 / 16)
         assert diagnose(prefill).bottleneck is diagnose(decode).bottleneck is Bottleneck.TRANSFER
         pair.fabric.release()
-        await until(lambda: all(each.finish is not None for each in heard))
+        await until(lambda: all(output.finish is not None for output in outputs))
         await pair.empty()
         written = scrape().total(f.TRANSFER_WRITING, worker="prefill-0")
         await asyncio.sleep(0.01)
@@ -214,12 +216,12 @@ async def test_a_change_of_role_is_a_change_of_one_series() -> None:
         assert 'role="both"' in next(iter(came))
 
 
-async def test_utilization_is_told_by_the_ceilings_that_an_operator_gives() -> None:
+async def test_utilization_uses_the_ceilings_that_an_operator_gives() -> None:
     given = Ceilings(flops=1e6, bytes_per_s=2e6, launch_s=0.0)
-    async with WorkerPair() as plain, WorkerPair(ceilings=given, max_batch_requests=5) as told:
-        for pair, ceilings in ((plain, plain.decode.engine.roofline.ceilings), (told, given)):
+    async with WorkerPair() as plain, WorkerPair(ceilings=given, max_batch_requests=5) as configured:
+        for pair, ceilings in ((plain, plain.decode.engine.roofline.ceilings), (configured, given)):
             assert pair.decode.worker.metrics.utilization.ceilings == ceilings
-        assert worker_facts(told.decode.worker.report, told.decode.worker.transport)[f.BATCH_LIMIT] == 5
+        assert worker_facts(configured.decode.worker.report, configured.decode.worker.transport)[f.BATCH_LIMIT] == 5
 
 
 async def test_transfers_that_fail_change_or_lose_pages() -> None:
@@ -266,7 +268,7 @@ async def test_a_request_that_finds_no_pages() -> None:
         assert lease.request_id == "a"
 
 
-async def test_a_lease_that_nobody_renews() -> None:
+async def test_a_lease_without_renewals_expires() -> None:
     async with WorkerPair(kv_lease_s=0.05) as pair:
         pair.reserve("b", list(range(3, 43)), SamplingParams(max_tokens=4))
         await until(lambda: worker_facts(pair.decode.worker.report, pair.decode.worker.transport)[f.EXPIRED_LEASES])

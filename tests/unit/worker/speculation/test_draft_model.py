@@ -56,8 +56,8 @@ async def answers(
         speculation = worker.speculation
         if speculation is not None:
             speculation.fixed_drafts = drafts
-        found = [worker.send(prompt, samplings[n % len(samplings)]) for n, prompt in enumerate(PROMPTS)]
-        await asyncio.gather(*(each.finished.wait() for each in found))
+        sent = [worker.send(prompt, samplings[n % len(samplings)]) for n, prompt in enumerate(PROMPTS)]
+        await asyncio.gather(*(request.finished.wait() for request in sent))
         counts = None if speculation is None else speculation.counts
         if method is SpeculationMethod.DRAFT:
             pool = speculation._model._runner.pool
@@ -66,13 +66,13 @@ async def answers(
         await asyncio.sleep(0)
         runner.pool.check_integrity()
     drafted = (sum(counts.drafted.values()), sum(counts.accepted.values())) if counts else (0, 0)
-    return [each.token_ids for each in found], *drafted
+    return [request.token_ids for request in sent], *drafted
 
 
 def test_the_model_itself_drafts_every_token(target: Path, plain: list[list[int]]) -> None:
     config = engine(target, draft=target)
-    found, drafted, accepted = asyncio.run(answers(ModelRunner.load(config), config))
-    assert found == plain
+    actual, drafted, accepted = asyncio.run(answers(ModelRunner.load(config), config))
+    assert actual == plain
     assert accepted == drafted, "greedy or seeded, equal models draw equal tokens"
     tokens = sum(map(len, plain)) - len(plain)
     assert tokens / (tokens - accepted) > 0.8 * (DRAFTS + 1)
@@ -89,35 +89,35 @@ def test_a_model_that_knows_nothing_changes_no_token(
         write_tiny_model(tmp_path, family, seed=5, num_hidden_layers=2, layer_types=None, vocab_size=TOKENS)
     config = engine(target, draft=tmp_path)
     runner = ModelRunner.load(config)
-    found, drafted, accepted = asyncio.run(answers(runner, config))
-    assert found == plain
+    actual, drafted, accepted = asyncio.run(answers(runner, config))
+    assert actual == plain
     assert accepted < 0.1 * drafted
-    found, fewer, _ = asyncio.run(answers(runner, config, drafts=None))
-    assert found == plain
+    actual, fewer, _ = asyncio.run(answers(runner, config, drafts=None))
+    assert actual == plain
     assert fewer < 0.5 * drafted, "the control ends what is rejected"
 
 
 def test_answers_follow_their_grammars(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy or seeded, with n-grams, which JSON has many of, and a draft model; refused drafts count as wrong."""
-    samplings = [replace(each, grammar=GRAMMAR, max_tokens=70 - 10 * n) for n, each in enumerate(SAMPLINGS)]
+    samplings = [replace(sampling, grammar=GRAMMAR, max_tokens=70 - 10 * n) for n, sampling in enumerate(SAMPLINGS)]
     config, with_model = engine(target), engine(target, draft=target)
     runner = ModelRunner.load(config)
     plain, *_ = asyncio.run(answers(runner, config, samplings=samplings))
     assert {answer[-1] == EOS for answer in plain} == {True, False}
-    found, drafted, accepted = asyncio.run(
+    actual, drafted, accepted = asyncio.run(
         answers(runner, config, samplings=samplings, without_weights=SpeculationMethod.NGRAM)
     )
-    assert found == plain
+    assert actual == plain
     assert 20 < accepted < drafted
     runner = ModelRunner.load(with_model)
-    found, drafted, accepted = asyncio.run(answers(runner, with_model, samplings=samplings))
-    assert found == plain
+    actual, drafted, accepted = asyncio.run(answers(runner, with_model, samplings=samplings))
+    assert actual == plain
     assert accepted == drafted > 100, "the model drafts within the grammar"
     learned = []
     monkeypatch.setattr(Acceptance, "observe", lambda _, *seen: learned.append(seen))
     monkeypatch.setattr(runner, "allowed_drafts", lambda *_: 0)
-    found, drafted, _ = asyncio.run(answers(runner, with_model, samplings=samplings))
-    assert found == plain
+    actual, drafted, _ = asyncio.run(answers(runner, with_model, samplings=samplings))
+    assert actual == plain
     assert not drafted
     refused = sum(drafts > accepted for _, drafts, accepted in learned)
     assert refused == len(learned) > 50

@@ -58,13 +58,13 @@ async def answers(
     async with LocalWorker.open(runner, config, method) as local:
         if drafts is not None:
             local.speculation.fixed_drafts = drafts
-        found = [local.send(*each) for each in zip(PROMPTS, SAMPLINGS, strict=True)]
-        await asyncio.gather(*(each.finished.wait() for each in found))
+        sent = [local.send(*arguments) for arguments in zip(PROMPTS, SAMPLINGS, strict=True)]
+        await asyncio.gather(*(request.finished.wait() for request in sent))
         counts = None if drafts is None else local.speculation.counts
     runner.pool.check_integrity()
     if counts is None:
-        return found, 0, 0
-    return found, sum(counts.drafted.values()), sum(counts.accepted.values())
+        return sent, 0, 0
+    return sent, sum(counts.drafted.values()), sum(counts.accepted.values())
 
 
 def oracle(plain: Sequence[Answer], alpha: float) -> Proposer:
@@ -81,7 +81,7 @@ def test_tokens_and_log_probabilities_are_those_without_drafts(
     name: str, drafts: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each proposer with one number of drafts: with every number, as fake engines have it, it takes thrice as long."""
-    config, runner, plain = (request.getfixturevalue(each) for each in ("config", "runner", "plain"))
+    config, runner, plain = (request.getfixturevalue(fixture) for fixture in ("config", "runner", "plain"))
     make: dict[str, Callable[[], Proposer]] = {
         "n-grams": NgramProposer,
         "half right": lambda: oracle(plain, 0.5),
@@ -89,12 +89,12 @@ def test_tokens_and_log_probabilities_are_those_without_drafts(
     }
     monkeypatch.setattr(tandem.worker.worker, "make_proposer", lambda *_, **__: make[name]())
     monkeypatch.setattr(runner, "launch", checked(runner))
-    found, drafted, accepted = asyncio.run(answers(config, runner, drafts))
-    assert [each.token_ids for each in found] == [each.token_ids for each in plain]
-    assert all(len(each.token_ids) == TOKENS for each in found)
-    for each, before, sampling in zip(found, plain, SAMPLINGS, strict=True):
-        assert len(each.logprobs) == (0 if sampling.logprobs is None else TOKENS)
-        for now, then in zip(each.logprobs, before.logprobs, strict=True):
+    actual, drafted, accepted = asyncio.run(answers(config, runner, drafts))
+    assert [request.token_ids for request in actual] == [request.token_ids for request in plain]
+    assert all(len(request.token_ids) == TOKENS for request in actual)
+    for request_now, before, sampling in zip(actual, plain, SAMPLINGS, strict=True):
+        assert len(request_now.logprobs) == (0 if sampling.logprobs is None else TOKENS)
+        for now, then in zip(request_now.logprobs, before.logprobs, strict=True):
             assert now.top_ids == then.top_ids
             assert [now.chosen, *now.top] == pytest.approx([then.chosen, *then.top], abs=1e-5)
     assert drafted > 1000

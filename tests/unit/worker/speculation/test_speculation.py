@@ -27,7 +27,7 @@ from tandem.tokenizers.grammars import of_regex
 from tandem.worker.output_streams import OutputStreams
 from tandem.worker.worker import Worker
 from tests.fake_engine import EOS, PAGE_TOKENS, FakeEngine, answer_to, logprobs_of, whole_text
-from tests.worker_pair import Heard, WorkerPair, until
+from tests.worker_pair import RequestOutput, WorkerPair, until
 
 PROMPTS = [[n + 3, *range(20, 22 + n)] for n in range(8)]
 SAMPLINGS = [
@@ -101,13 +101,13 @@ class ComputingOracle(OracleProposer, BatchProposer):
         self._engine = engine
 
     def compute(self, wanted: Sequence[WantedDraft]) -> list[Sequence[int]]:
-        found: list[Sequence[int]] = []
-        for each in wanted:
-            assert isinstance(each.key, DecodeRequest)
-            drawn = [self._engine.drawn[row] for row in each.rows]
-            assert drawn == each.key.token_ids[len(each.key.token_ids) - len(drawn) :], "rows drew other tokens"
-            found.append(self.propose(each.key, len(each.draws)).token_ids if drawn else ())
-        return found
+        drafts: list[Sequence[int]] = []
+        for draft in wanted:
+            assert isinstance(draft.key, DecodeRequest)
+            drawn = [self._engine.drawn[row] for row in draft.rows]
+            assert drawn == draft.key.token_ids[len(draft.key.token_ids) - len(drawn) :], "rows drew other tokens"
+            drafts.append(self.propose(draft.key, len(draft.draws)).token_ids if drawn else ())
+        return drafts
 
 
 class FakeHead(FakeEngine):
@@ -190,10 +190,10 @@ async def test_answers_are_the_same(count: int, both: bool, proposer: str) -> No
     asked = {f"q{n}": (prompt, SAMPLINGS[n % len(SAMPLINGS)]) for n, prompt in enumerate(PROMPTS)}
     async with WorkerPair(pages=256, both=both) as pair:
         draft(pair, count)
-        heard = {name: pair.send(name, *each) for name, each in asked.items()}
-        await until(lambda: all(each.finish for each in heard.values()))
+        outputs = {name: pair.send(name, *arguments) for name, arguments in asked.items()}
+        await until(lambda: all(output.finish for output in outputs.values()))
         for name, (prompt, sampling) in asked.items():
-            assert_whole(heard[name], prompt, sampling)
+            assert_whole(outputs[name], prompt, sampling)
         assert accepted(pair.decode.worker) > 20 or proposer not in {"oracle", "computed", "eagle"}
         assert not accepted(pair.decode.worker) or proposer != "wrong"
         await pair.empty()
@@ -206,8 +206,8 @@ async def test_an_answer_takes_fewer_steps(sampling: SamplingParams, monkeypatch
     for count in (None, 3):
         async with WorkerPair(pages=64, both=True) as pair:
             draft(pair, count if count else 0)
-            heard = pair.send("q", PROMPTS[0], sampling)
-            await until(lambda heard=heard: heard.finish)
+            output = pair.send("q", PROMPTS[0], sampling)
+            await until(lambda output=output: output.finish)
             steps.append(sum(len(event.token_ids) > 0 for step in pair.steps for event in step.each()))
     assert steps[0] == len(answer_to(PROMPTS[0], sampling))
     assert steps[1] < 0.6 * steps[0]
@@ -234,9 +234,9 @@ async def test_the_device_does_not_wait_for_messages(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(OutputStreams, "publish", publish)
     async with WorkerPair(pages=64, both=True) as pair:
         draft(pair, 3)
-        heard = pair.send("q", PROMPTS[0], SAMPLINGS[0])
-        await until(lambda: heard.finish)
-        assert_whole(heard, PROMPTS[0], SAMPLINGS[0])
+        output = pair.send("q", PROMPTS[0], SAMPLINGS[0])
+        await until(lambda: output.finish)
+        assert_whole(output, PROMPTS[0], SAMPLINGS[0])
         assert accepted(pair.decode.worker)
     assert seen.count(2) >= len(seen) - 2 if FakeEngine.asynchronous else set(seen) == {1}
 
@@ -249,9 +249,9 @@ async def test_a_stop_token_at_each_place_of_a_run_ends_the_answer(at: int, monk
     for sampling in (SamplingParams(40, stop_token_ids=(stop,)), SamplingParams(at + 1)):
         async with WorkerPair(pages=64) as pair:
             draft(pair, 7)
-            heard = pair.send("q", prompt, sampling)
-            await until(lambda heard=heard: heard.finish)
-            assert_whole(heard, prompt, sampling)
+            output = pair.send("q", prompt, sampling)
+            await until(lambda output=output: output.finish)
+            assert_whole(output, prompt, sampling)
             await pair.empty()
 
 
@@ -266,8 +266,8 @@ async def test_seconds_saved_and_lost_never_fall(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Speculation, "complete", record)
     async with WorkerPair(pages=64, both=True) as pair:
         draft(pair, 7)
-        heard = pair.send("q", PROMPTS[0], SAMPLINGS[0])
-        await until(lambda: heard.finish)
+        output = pair.send("q", PROMPTS[0], SAMPLINGS[0])
+        await until(lambda: output.finish)
     saved, lost = zip(*seen, strict=True)
     assert list(saved) == sorted(saved)
     assert list(lost) == sorted(lost)
@@ -279,9 +279,9 @@ async def test_nothing_is_drafted_for_requests_that_ask_for_none(monkeypatch: py
     sampling = SamplingParams(40, speculate=False)
     async with WorkerPair(pages=64) as pair:
         draft(pair, 7)
-        heard = pair.send("q", PROMPTS[0], sampling)
-        await until(lambda: heard.finish)
-        assert_whole(heard, PROMPTS[0], sampling)
+        output = pair.send("q", PROMPTS[0], sampling)
+        await until(lambda: output.finish)
+        assert_whole(output, PROMPTS[0], sampling)
         assert not accepted(pair.decode.worker)
 
 
@@ -289,10 +289,10 @@ async def test_windows(monkeypatch: pytest.MonkeyPatch, proposer: str) -> None:
     monkeypatch.setattr(FakeEngine, "windows", WINDOWS)
     async with WorkerPair(pages=600, both=True) as pair:
         draft(pair, 5)
-        heard = [pair.send(f"q{n}", prompt, SAMPLINGS[0]) for n, prompt in enumerate(PROMPTS)]
-        await until(lambda: all(each.finish for each in heard))
-        for prompt, each in zip(PROMPTS, heard, strict=True):
-            assert_whole(each, prompt, SAMPLINGS[0])
+        outputs = [pair.send(f"q{n}", prompt, SAMPLINGS[0]) for n, prompt in enumerate(PROMPTS)]
+        await until(lambda: all(output.finish for output in outputs))
+        for prompt, output in zip(PROMPTS, outputs, strict=True):
+            assert_whole(output, prompt, SAMPLINGS[0])
         await pair.empty()
 
 
@@ -305,8 +305,8 @@ async def test_preempted_answers_are_the_same(proposer: str) -> None:
         answers = await asyncio.gather(
             *(run(pair, f"q{n}", prompt, SAMPLINGS[n % 3]) for n, prompt in enumerate(PROMPTS[:7]))
         )
-        for n, (prompt, heard) in enumerate(zip(PROMPTS, answers, strict=False)):
-            assert_whole(heard, prompt, SAMPLINGS[n % 3])
+        for n, (prompt, output) in enumerate(zip(PROMPTS, answers, strict=False)):
+            assert_whole(output, prompt, SAMPLINGS[n % 3])
         assert pair.decode.worker.report.load().preemptions
         await pair.empty()
 
@@ -314,29 +314,29 @@ async def test_preempted_answers_are_the_same(proposer: str) -> None:
 async def test_aborts_leave_nothing(proposer: str) -> None:
     async with WorkerPair(pages=256) as pair:
         draft(pair, 3)
-        heard = {f"q{n}": pair.send(f"q{n}", prompt, SAMPLINGS[0]) for n, prompt in enumerate(PROMPTS)}
-        await until(lambda: sum(len(each.tokens) > 5 for each in heard.values()) > 3)
+        outputs = {f"q{n}": pair.send(f"q{n}", prompt, SAMPLINGS[0]) for n, prompt in enumerate(PROMPTS)}
+        await until(lambda: sum(len(output.tokens) > 5 for output in outputs.values()) > 3)
         pair.abort("q0", "q3", "q5")
-        await until(lambda: all(heard[f"q{n}"].finish for n in (1, 2, 4, 6, 7)))
+        await until(lambda: all(outputs[f"q{n}"].finish for n in (1, 2, 4, 6, 7)))
         for n in (1, 2, 4, 6, 7):
-            assert_whole(heard[f"q{n}"], PROMPTS[n], SAMPLINGS[0])
+            assert_whole(outputs[f"q{n}"], PROMPTS[n], SAMPLINGS[0])
         await pair.empty()
 
 
-async def run(pair: WorkerPair, name: str, prompt: list[int], sampling: SamplingParams) -> Heard:
+async def run(pair: WorkerPair, name: str, prompt: list[int], sampling: SamplingParams) -> RequestOutput:
     """Send a request, and once more behind its tokens whenever it was preempted."""
-    so_far = Heard()
+    so_far = RequestOutput()
     for attempt in range(1, 100):
-        heard = await placed(pair, name, prompt, sampling, attempt, so_far.tokens)
-        await until(lambda heard=heard: heard.finish or 0 <= heard.preempted_at <= len(heard.tokens))
-        heard.logprobs[:0] = so_far.logprobs
-        so_far = heard
-        if heard.finish:
+        output = await placed(pair, name, prompt, sampling, attempt, so_far.tokens)
+        await until(lambda output=output: output.finish or 0 <= output.preempted_at <= len(output.tokens))
+        output.logprobs[:0] = so_far.logprobs
+        so_far = output
+        if output.finish:
             break
     return so_far
 
 
-async def placed(pair: WorkerPair, *given: Any) -> Heard:
+async def placed(pair: WorkerPair, *given: Any) -> RequestOutput:
     async with asyncio.timeout(60):
         while True:
             try:
@@ -345,10 +345,10 @@ async def placed(pair: WorkerPair, *given: Any) -> Heard:
                 await asyncio.sleep(0.002)
 
 
-def assert_whole(heard: Heard, prompt: Sequence[int], sampling: SamplingParams) -> None:
+def assert_whole(output: RequestOutput, prompt: Sequence[int], sampling: SamplingParams) -> None:
     wanted = answer_to(list(prompt), sampling)
-    assert heard.tokens == wanted
+    assert output.tokens == wanted
     stopped = (wanted[-1] in sampling.stop_token_ids and len(wanted) > sampling.min_tokens) or wanted[-1] == EOS
-    assert heard.finish is (FinishReason.STOP if stopped else FinishReason.LENGTH)
-    assert heard.logprobs == ([logprobs_of(token, 2) for token in wanted] if sampling.logprobs else [])
+    assert output.finish is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+    assert output.logprobs == ([logprobs_of(token, 2) for token in wanted] if sampling.logprobs else [])
     assert PAGE_TOKENS < 7, "drafts reach beyond a page"

@@ -32,7 +32,7 @@ def main(source: str, output: str, scheme: str) -> None:
         ).save_pretrained(source)
     model = GPTQModel.load(source, QuantizeConfig(bits=4, group_size=128, **SCHEMES[scheme]), device="cpu")
     drawn = torch.randint(3, 160, (SAMPLES, TOKENS), generator=torch.Generator().manual_seed(0)).tolist()
-    model.quantize([{"input_ids": each, "attention_mask": [1] * TOKENS} for each in drawn], batch_size=1)
+    model.quantize([{"input_ids": ids, "attention_mask": [1] * TOKENS} for ids in drawn], batch_size=1)
     model.save(output)
     read = GPTQModel.load(output, device="cpu", backend=BACKEND.TORCH)
     values = {}

@@ -40,7 +40,9 @@ def main(source: str, output: str, scheme: str, method: str) -> None:
     read = AutoModelForCausalLM.from_pretrained(
         output, dtype="auto", quantization_config=CompressedTensorsConfig(run_compressed=False)
     )
-    values = {name: each.float().contiguous() for name, each in read.state_dict().items() if name.endswith("weight")}
+    values = {
+        name: tensor.float().contiguous() for name, tensor in read.state_dict().items() if name.endswith("weight")
+    }
     save_file(values, Path(output) / "values.dequantized")
 
 

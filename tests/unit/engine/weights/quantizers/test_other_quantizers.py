@@ -60,17 +60,17 @@ def quantized(tool: str, folder: Path, *arguments: str) -> tuple[dict[str, torch
     ],
 )
 def test_llmcompressor(scheme: str, method: str, tmp_path: Path) -> None:
-    found, wanted = quantized("llmcompressor", tmp_path, scheme, method)
-    assert found.keys() == wanted.keys()
+    actual, wanted = quantized("llmcompressor", tmp_path, scheme, method)
+    assert actual.keys() == wanted.keys()
     for name, weight in wanted.items():
-        torch.testing.assert_close(found[name], weight, atol=1e-7, rtol=1e-6)
+        torch.testing.assert_close(actual[name], weight, atol=1e-7, rtol=1e-6)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("scheme", ["gptq", "gptq-sorted", "gptq-asym", "gptq_v2"])
 def test_gptqmodel(scheme: str, tmp_path: Path) -> None:
     """It rounds scales and values to bfloat16; codes of 4 bits are 6 % of the largest value apart."""
-    found, wanted = quantized("gptqmodel", tmp_path, scheme)
+    actual, wanted = quantized("gptqmodel", tmp_path, scheme)
     assert len(wanted) == 7 * SIZES["num_hidden_layers"]
     for name, weight in wanted.items():
-        torch.testing.assert_close(found[name], weight, atol=1e-6, rtol=2**-7)
+        torch.testing.assert_close(actual[name], weight, atol=1e-6, rtol=2**-7)
