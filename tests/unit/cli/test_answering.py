@@ -64,7 +64,7 @@ def test_an_empty_line_divides_reasoning_from_the_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chunks: list[Any] = [{"reasoning": "Hm"}, {"reasoning": "."}, {"text": "Yes"}, {"text": "."}]
-    show(monkeypatch, [inference_pb2.Chunk(**each) for each in chunks], Unavailable("gone"))
+    show(monkeypatch, [inference_pb2.Chunk(**chunk) for chunk in chunks], Unavailable("gone"))
     assert capsys.readouterr().out == "Hm.\n\nYes.\n"
 
 

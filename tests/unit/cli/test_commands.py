@@ -98,8 +98,8 @@ def test_down_goes_on_where_one_cluster_does_not_end() -> None:
 def announced(model: str, first: str) -> subprocess.Popen[bytes]:
     """Starts a process that is a cluster by its state file alone; it ends slowly, or ignores signals if it is deaf."""
     # A shell's background job, and so whatever it starts, ignores SIGINT unless told otherwise.
-    heard = "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
-    pipe, script = subprocess.PIPE, f"{heard}\n{first}\nprint(flush=True)\nsys.stdin.read()"
+    first_lines = "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
+    pipe, script = subprocess.PIPE, f"{first_lines}\n{first}\nprint(flush=True)\nsys.stdin.read()"
     process = subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, stderr=pipe)
     assert process.stdout
     process.stdout.readline()
@@ -141,7 +141,7 @@ def test_a_taken_port_names_its_option(option: str) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        options = [each for pair in (ports | {option: str(port)}).items() for each in pair]
+        options = [word for pair in (ports | {option: str(port)}).items() for word in pair]
         result = CliRunner().invoke(app, ["up", *options])
     assert result.exit_code == 2
     assert result.stderr.startswith(f"error: {option}: cannot listen on 127.0.0.1:{port}")
@@ -196,7 +196,9 @@ def test_a_prompt_is_read_from_a_pipe(arguments: list[str], monkeypatch: pytest.
 def test_answers_are_greedy_unless_told_otherwise() -> None:
     assert Sampling().options()["temperature"] == 0.0
     for command in ("up", "generate", "chat"):
-        callback = next(each.callback for each in app.registered_commands if each.callback.__name__ == command)
+        callback = next(
+            registered.callback for registered in app.registered_commands if registered.callback.__name__ == command
+        )
         assert inspect.signature(callback).parameters["temperature"].default == 0.0
 
 
@@ -428,8 +430,8 @@ def test_the_memory_of_drafts_counts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     config = ClusterSettings.of(
         model=model, prefill=1, decode=1, kv_cache_bytes=1 << 20, speculate="draft", draft=draft
     )
-    each = sum(weight_bytes(load_spec(folder), torch.float32) for folder in (model, draft))
-    available = [2 * (each + (1 << 20))]
+    folder_bytes = sum(weight_bytes(load_spec(folder), torch.float32) for folder in (model, draft))
+    available = [2 * (folder_bytes + (1 << 20))]
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=available[0]))
     check_weights(config)
     available[0] -= 1

@@ -103,5 +103,5 @@ def test_the_command_prints_the_newest_run(tmp_path: Path, monkeypatch: pytest.M
     assert nothing.exit_code == 1
     assert f"no process of a cluster has logged under {log_root()}" in nothing.stderr
     write(log_root(), new_log_folder().name, "router.log", "hello\n")
-    told = CliRunner().invoke(app, ["logs"])
-    assert (told.exit_code, told.stdout) == (0, "hello\n")
+    result = CliRunner().invoke(app, ["logs"])
+    assert (result.exit_code, result.stdout) == (0, "hello\n")

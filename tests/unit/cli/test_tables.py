@@ -152,9 +152,9 @@ def test_the_guides_loop_over_workers_takes_each_that_serves_once() -> None:
         *remarks(view),
         "decode-2 does not serve: drained",
     ]
-    found = re.search(r"awk '([^']+)'", (ROOT / "docs" / "operations" / "scale.md").read_text())
-    assert found
-    program = found[1].replace("\\|", "|")
+    match = re.search(r"awk '([^']+)'", (ROOT / "docs" / "operations" / "scale.md").read_text())
+    assert match
+    program = match[1].replace("\\|", "|")
     done = subprocess.run(["awk", program], input="\n".join(status), capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["both-1", "decode-0"]
 

@@ -73,7 +73,7 @@ async def test_assignments_are_told_although_something_failed(
     workers = Workers({"a": P, "b": D}, DISAGGREGATED)
     send, poll, failures = workers.assignments._send, workers.assignments._poll, ["send", "poll"]
 
-    async def tell_at_last(info: WorkerInfo, assignment: Assignment, grace_s: float) -> None:
+    async def send_at_last(info: WorkerInfo, assignment: Assignment, grace_s: float) -> None:
         if "send" in failures:
             failures.remove("send")
             raise KeyError("a defect of telling")
@@ -85,7 +85,7 @@ async def test_assignments_are_told_although_something_failed(
             raise KeyError("a defect of looking")
         poll()
 
-    workers.assignments._send = tell_at_last
+    workers.assignments._send = send_at_last
     await until(lambda: workers.seen)
     workers._tasks[1].cancel()
     monkeypatch.setattr(workers.assignments, "_poll", look_at_last)
@@ -151,8 +151,8 @@ async def test_who_takes_too_long_follows_later(monkeypatch: pytest.MonkeyPatch)
 
 def test_roles_that_are_needed_are_kept() -> None:
     roles = {"a": D, "b": BOTH, "c": P, "d": D}
-    found = {name: assignment.role for name, assignment in assign(Topology(Mode.DISAGGREGATED, 2), roles).items()}
-    assert found == {"a": D, "b": P, "c": P, "d": D}
+    assigned = {name: assignment.role for name, assignment in assign(Topology(Mode.DISAGGREGATED, 2), roles).items()}
+    assert assigned == {"a": D, "b": P, "c": P, "d": D}
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ async def test_who_waits_for_its_place_is_not_asked_what_it_is(groups: Groups) -
     for name, state in (("decode-0", "CREATED"), ("decode-9", "PENDING")):
         groups.make([{"decode": 1.0}], name=name, lifetime="detached").state = state
     groups.actors = {"decode-0-7", "decode-1-7", "decode-9-7", "router-7"}
-    placed = {each.peer.worker_id: each._placed for each in await RayOrphanedWorkers().living()}  # type: ignore[attr-defined]
+    placed = {worker.peer.worker_id: worker._placed for worker in await RayOrphanedWorkers().living()}  # type: ignore[attr-defined]
     assert placed == {"decode-0": True, "decode-1": False, "decode-9": False}
 
 

@@ -122,8 +122,8 @@ async def test_who_finds_no_room_is_awaited_and_counts() -> None:
         await crew.operator.resize(SizeChange(prefill=2, decode=2))
     assert len(crew.supervisors) == 4
     assert crew.operator.coming == 2
-    assert [each.worker_id for each in crew.operator.absent()] == ["prefill-1", "decode-1"]
-    assert {(each.reason, each.coming) for each in crew.operator.absent()} == {(WAITS_FOR_NODE, True)}
+    assert [worker.worker_id for worker in crew.operator.absent()] == ["prefill-1", "decode-1"]
+    assert {(worker.reason, worker.coming) for worker in crew.operator.absent()} == {(WAITS_FOR_NODE, True)}
     await crew.operator.set_mode(ModeChange("disaggregated", prefill=1, decode=1))
     with pytest.raises(DeadlineExceeded, match="prefill-1"):
         await crew.operator.resize(SizeChange(prefill=2, decode=1))
@@ -144,7 +144,7 @@ async def test_a_new_worker_ends_the_standing_in_for_one_that_stays_away() -> No
     await crew.operator.resize(SizeChange(prefill=1, decode=1, wait_s=60))
     await until(lambda: workers.roles == {"prefill-1": P, "decode-0": D})
     assert crew.supervisors["prefill-0"].phase is Phase.DRAINED, "an operator wanted that"
-    assert [(each.worker_id, each.coming) for each in crew.operator.absent()] == [("prefill-0", False)]
+    assert [(worker.worker_id, worker.coming) for worker in crew.operator.absent()] == [("prefill-0", False)]
     await crew.operator.drain_worker("prefill-0", 1.0, restart=True, force=False)
     assert workers.roles == {"prefill-0": P, "prefill-1": P, "decode-0": D}
     await crew.stop()

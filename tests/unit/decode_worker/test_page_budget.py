@@ -68,8 +68,8 @@ def test_together_is_one_by_one() -> None:
         while gave and (growing := [request for request in some if request.reserved_pages]):
             before = [list(request.pages) for request in growing]
             gave = together.grow_all(growing)
-            each = [single.grow(request) for request in others if request.reserved_pages]
-            assert gave == all(each)
+            outcomes = [single.grow(request) for request in others if request.reserved_pages]
+            assert gave == all(outcomes)
             if gave:
                 assert state(together, some) == state(single, others)
                 together._pool.check_integrity()

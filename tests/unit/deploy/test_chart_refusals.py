@@ -114,4 +114,4 @@ def test_a_gateway_has_names_for_grpc_of_its_own(chart: Chart) -> None:
     assert one(manifests, "HTTPRoute")["spec"]["hostnames"] == ["a.b"]
     assert one(manifests, "GRPCRoute")["spec"]["hostnames"] == ["g.b"]
     for names in (",gateway.hostnames={a.b}", ""):
-        assert {each["kind"] for each in chart.render("--set", GATEWAY + names)}.isdisjoint({"GRPCRoute"})
+        assert {manifest["kind"] for manifest in chart.render("--set", GATEWAY + names)}.isdisjoint({"GRPCRoute"})

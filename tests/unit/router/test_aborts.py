@@ -55,7 +55,7 @@ async def test_what_an_early_attempt_is_granted_behind_the_end_is_given_back(clu
         call = inference_pb2_grpc.InferenceStub(channel).Generate(ask)
         await until(lambda: decode.reservations, "it is asked for a place")
         chosen = next(iter(dispatcher.live_requests())).prefill_worker
-        await next(each for each in prefills if each.worker_id == chosen).drop_streams()
+        await next(prefill for prefill in prefills if prefill.worker_id == chosen).drop_streams()
         answer = [message async for message in call]
     assert answer[-1].complete.completion_tokens == 8
     first, second = (reservation.ref for reservation in decode.reservations)

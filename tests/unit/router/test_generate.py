@@ -220,10 +220,10 @@ async def test_a_least_length_goes_to_the_workers_and_holds_for_stop_strings(clu
     stop = whole[8:10]
     for least, include in ((0, False), (30, False), (40, True)):
         asked = ask(40, stop=[stop], min_tokens=least, include_stop_str_in_output=include)
-        text, found, complete = await client.run(asked)
+        text, received, complete = await client.run(asked)
         assert cluster.prefill.prefills[-1].sampling.min_tokens == least
-        assert len(found) >= max(least, 1)
-        assert found == ids[: len(found)]
+        assert len(received) >= max(least, 1)
+        assert received == ids[: len(received)]
         assert whole.startswith(text)
         if least == 40:
             assert (text, complete.matched_stop) == (whole, "")
@@ -281,8 +281,8 @@ class TestUnnamedLimits:
     ) -> None:
         """Regression: the largest worker alone served all requests without a limit."""
         workers = [
-            await FakeWorker(f"decode-{n}", Role.DECODE, pages_total=each, token="secret").start()
-            for n, each in enumerate(pages, start=1)
+            await FakeWorker(f"decode-{n}", Role.DECODE, pages_total=page_count, token="secret").start()
+            for n, page_count in enumerate(pages, start=1)
         ]
         await cluster.members(cluster.prefill, *workers)
         pool = cluster.router._dispatcher.pool
@@ -388,7 +388,7 @@ async def test_answers_go_on_elsewhere_when_their_decode_worker_dies(
     doomed.switches.mute_after = out
     running = [asyncio.create_task(client.run(ask(tokens, prompt=[5, n], logprobs=1))) for n in range(6)]
     live = cluster.router._dispatcher._live
-    await until(lambda: [each.assembler.count for each in live.values()] == [out] * 6, "some tokens are out")
+    await until(lambda: [request.assembler.count for request in live.values()] == [out] * 6, "some tokens are out")
     heir = await FakeWorker("decode-1", Role.DECODE, token="secret").start()
     await cluster.members(cluster.prefill, doomed, heir)
     await doomed.kill()
@@ -399,8 +399,11 @@ async def test_answers_go_on_elsewhere_when_their_decode_worker_dies(
     assert len(second) == 6
     assert {task.prior_output_tokens for task in second} == {out}
     assert {task.original_prompt for task in second} == {(5, n) for n in range(6)}
-    assert len({each.ref.request_id for each in heir.reservations}) == (6 if tokens - out > 1 else 0)
-    assert all(each.answer == tuple(expected(out, list(each.original_prompt))) for each in heir.reservations)
+    assert len({reservation.ref.request_id for reservation in heir.reservations}) == (6 if tokens - out > 1 else 0)
+    assert all(
+        reservation.answer == tuple(expected(out, list(reservation.original_prompt)))
+        for reservation in heir.reservations
+    )
     await cluster.members(cluster.prefill, heir)
 
 

@@ -50,7 +50,7 @@ def test_a_part_goes_on_where_it_was(tmp_path: Path) -> None:
     assert again.next_rate(2.0) == pytest.approx(2.0 * GROWTH**2)
     again.add(load(4.5, strict=0.1, quick=0.5), {})
     assert again.next_rate(2.0) is None
-    assert [each["rate"] for each in again.loads()] == [2.0, 3.0, 4.5]
+    assert [row["rate"] for row in again.loads()] == [2.0, 3.0, 4.5]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["part.json"]
 
 
@@ -111,18 +111,18 @@ def test_a_cell_is_judged_by_the_load_that_asked_for_it() -> None:
         name: load(2.0, strict, quick) | {"errors": {}, "served_by": {name: 1}}
         for name, strict, quick in (("strict", 0.9, 0.1), ("balanced", 0.5, 0.5), ("quick", 0.2, 0.8))
     }
-    for each in classes.values():
-        each["goodput"]["balanced"] = {"share": 0.7, "per_s": 1.4}
-    found = joined(classes)
-    assert {cell: score["share"] for cell, score in found["goodput"].items()} == {
+    for class_figures in classes.values():
+        class_figures["goodput"]["balanced"] = {"share": 0.7, "per_s": 1.4}
+    figures = joined(classes)
+    assert {cell: score["share"] for cell, score in figures["goodput"].items()} == {
         "strict": 0.9,
         "balanced": 0.7,
         "quick": 0.8,
     }
-    assert found["served_by"] == {"balanced": 1}
-    assert found["asked"]["quick"]["served_by"] == {"quick": 1}
+    assert figures["served_by"] == {"balanced": 1}
+    assert figures["asked"]["quick"]["served_by"] == {"quick": 1}
     assert joined({"": classes["strict"]}) == classes["strict"]
-    assert found["valid"]
+    assert figures["valid"]
     classes["quick"]["valid"] = False
     assert not joined(classes)["valid"]
 
@@ -168,12 +168,12 @@ def test_a_sweep_ends_some_time(tmp_path: Path) -> None:
 def test_workloads_are_scaled_and_slowed_down(tmp_path: Path) -> None:
     trace = tmp_path / "some_trace.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 600, "output_length": 10, "hash_ids": [1, 2]}\n')
-    found = {offer.name: offer for offer in offers([trace], scale=0.1, slowdown=4.0)}
-    assert list(found) == ["balanced", "decode-heavy", "some-trace"]
-    assert found["balanced"].first_rate == 0.25
+    by_name = {offer.name: offer for offer in offers([trace], scale=0.1, slowdown=4.0)}
+    assert list(by_name) == ["balanced", "decode-heavy", "some-trace"]
+    assert by_name["balanced"].first_rate == 0.25
     long = trace.rename(tmp_path / "mooncake_conversation.jsonl")
-    assert offers([long], scale=0.1, slowdown=1.0)[-1].first_rate < 4 * found["some-trace"].first_rate
-    workload = found["balanced"].source.at(50.0, 20.0, 0)
+    assert offers([long], scale=0.1, slowdown=1.0)[-1].first_rate < 4 * by_name["some-trace"].first_rate
+    workload = by_name["balanced"].source.at(50.0, 20.0, 0)
     mean = sum(arrival.prompt_tokens for arrival in workload.arrivals) / len(workload.arrivals)
     assert 160 < mean < 240
 

@@ -80,12 +80,12 @@ def asks(client: ControllerClient) -> list[Awaitable[Any]]:
 
 
 async def failures(client: ControllerClient) -> list[TandemError]:
-    found = []
+    errors = []
     for ask in asks(client):
         with pytest.raises(TandemError) as failure:
             await ask
-        found.append(failure.value)
-    return found
+        errors.append(failure.value)
+    return errors
 
 
 async def test_what_operators_ask_reaches_who_keeps_the_workers_as_it_was_asked(listeners: Listeners) -> None:
@@ -138,7 +138,7 @@ async def test_its_membership_is_the_others_word_for_word(
     there.register(WorkerInfo(peer, Role.DECODE, "a:1", FACTS, 8, 4, 8, 16, "cpu", "fake"))
     before = here.membership().revision
     following = asyncio.ensure_future(mirror(address, "secret", here))
-    await until(lambda: [each.peer for each in here.membership().workers] == [peer])
+    await until(lambda: [worker.peer for worker in here.membership().workers] == [peer])
     assert here.membership().mode == "colocated"
     assert here.membership().revision > before
     there.unregister(peer)
@@ -176,7 +176,7 @@ def test_what_nobody_keeps_any_more_is_removed_for_good() -> None:
         peer = PeerRef(f"decode-{number}", number)
         registry.register(WorkerInfo(peer, Role.DECODE, "a:1", FACTS, 8, 4, 8, 16, "cpu", "fake"))
     registry.keep({PeerRef("decode-1", 1)})
-    assert [each.peer.worker_id for each in registry.membership().workers] == ["decode-1"]
+    assert [worker.peer.worker_id for worker in registry.membership().workers] == ["decode-1"]
 
 
 async def test_a_membership_is_sent_only_when_all_workers_that_serve_are_known(listeners: Listeners) -> None:
@@ -198,4 +198,4 @@ async def test_a_membership_is_sent_only_when_all_workers_that_serve_are_known(l
         await until(lambda: seen)
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
-    assert [{info.peer for info in each.workers} for each in seen] == [set(peers)]
+    assert [{info.peer for info in membership.workers} for membership in seen] == [set(peers)]

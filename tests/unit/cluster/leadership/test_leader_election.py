@@ -74,8 +74,8 @@ class Seen(OtherController):
                 return asked.result()
             raise Unavailable("it is gone")
         finally:
-            for each in (asked, over):
-                each.cancel()
+            for task in (asked, over):
+                task.cancel()
             await asyncio.gather(asked, over, return_exceptions=True)
 
 
@@ -194,21 +194,21 @@ async def test_a_look_that_is_old_when_it_is_told_makes_nobody_a_second_keeper()
     group: list[One] = []
     first = await One(group, 1).start()
     second = await One(group, 2).start()
-    looked, told = asyncio.Event(), asyncio.Event()
+    looked, released = asyncio.Event(), asyncio.Event()
     poll = first.election._controllers.others
 
     async def slowly(than: int) -> list[OtherController]:
-        found = await poll(than)
+        controllers = await poll(than)
         looked.set()
-        await told.wait()
-        return found
+        await released.wait()
+        return controllers
 
     first.election._controllers.others = slowly  # type: ignore[method-assign]
     second.die()
     await looked.wait()
     starting = asyncio.ensure_future(One(group, 3).start())
     await some_turns(20)
-    told.set()
+    released.set()
     await starting
     await until(lambda: first.workers.follows == "listener-3")
     assert supervisors(group) == [3]
@@ -239,9 +239,9 @@ async def test_one_of_many_keeps_them_whoever_begins_or_dies_when(seed: int, mon
     class Slow(Others):
         async def others(self, than: int) -> list[OtherController]:
             await some_turns(chance.randrange(12))
-            found = await super().others(than)
+            controllers = await super().others(than)
             await some_turns(chance.randrange(12))
-            return found
+            return controllers
 
     class Jealous(SupervisedWorkers):
         async def take_over(self, handover: Handover) -> None:
@@ -259,11 +259,11 @@ async def test_one_of_many_keeps_them_whoever_begins_or_dies_when(seed: int, mon
         one.election = LeaderElection(number, Slow(group), one.workers)
         starts[number] = asyncio.ensure_future(one.start())
         await some_turns(chance.randrange(12))
-        if chance.random() < 0.4 and (living := [each for each in group[:-1] if not each.over.is_set()]):
+        if chance.random() < 0.4 and (living := [candidate for candidate in group[:-1] if not candidate.over.is_set()]):
             await chance.choice(living).perish(starts)
     living = [one for one in group if not one.over.is_set()]
-    for each in await asyncio.wait_for(asyncio.gather(*(starts[one.number] for one in living)), 60):
-        assert each in living
+    for candidate in await asyncio.wait_for(asyncio.gather(*(starts[one.number] for one in living)), 60):
+        assert candidate in living
     await until(lambda: supervisors(group) == [max(one.number for one in living)])
     assert [one.number for one in living if has_them(one)] == supervisors(group)
     for one in living:
@@ -288,10 +288,12 @@ async def test_who_let_go_follows_the_youngest_when_one_between_them_ends() -> N
     second = await One(group, 2).start()
     await One(group, 3).start()
     await until(lambda: first.workers.follows == "listener-2")
-    first_heard = first.election.kept_at
+    first_keeper = first.election.kept_at
     second.die()
     await until(lambda: first.workers.follows == "listener-3" or not first.election.kept_at)
-    assert (first_heard, first.election.kept_at) == ("listener-2", "listener-3"), "at no time they were said to be here"
+    assert (first_keeper, first.election.kept_at) == ("listener-2", "listener-3"), (
+        "at no time they were said to be here"
+    )
     assert supervisors(group) == [3]
     assert first.workers.did == ["take over", "let go"]
 

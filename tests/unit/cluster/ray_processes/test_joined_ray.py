@@ -52,8 +52,8 @@ def test_nodes_that_come_late_are_waited_for(monkeypatch: pytest.MonkeyPatch, ca
     node = JoinedRay("head:6379")
     node._waiting(time.monotonic() + 60, lambda: node._check_resources({"prefill": 2.0}))
     assert next(offers, None) is None
-    told = [record.getMessage().partition(" slots")[0] for record in caplog.records]
-    assert told == [f"waiting: the Ray cluster at head:6379 has {count}" for count in (0, 1)]
+    messages = [record.getMessage().partition(" slots")[0] for record in caplog.records]
+    assert messages == [f"waiting: the Ray cluster at head:6379 has {count}" for count in (0, 1)]
 
 
 def test_who_stops_does_not_wait_for_nodes(monkeypatch: pytest.MonkeyPatch) -> None:

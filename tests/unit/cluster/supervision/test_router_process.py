@@ -25,11 +25,11 @@ GIVEN: dict[str, Any] = {
 
 def test_settings_of_one_name_are_passed_on() -> None:
     cluster = ClusterSettings.of(model=Path("/models/m"), **GIVEN)
-    told = RouterProcess(cluster, "secret")._config(3)
-    settings = {**told.values(), "chunks_per_s": cluster.router.chunks_per_s}
+    router_config = RouterProcess(cluster, "secret")._config(3)
+    settings = {**router_config.values(), "chunks_per_s": cluster.router.chunks_per_s}
     assert settings.items() >= cluster.router.values().items()
-    assert told.served == cluster.served
-    assert told.secrets == Secrets("secret", GIVEN["metrics_key"])
+    assert router_config.served == cluster.served
+    assert router_config.secrets == Secrets("secret", GIVEN["metrics_key"])
 
 
 async def test_a_controller_that_replaces_a_dead_one_adopts_its_router_and_ends_other_routers(

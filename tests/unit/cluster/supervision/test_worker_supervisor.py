@@ -137,13 +137,14 @@ class World(OrphanedWorkers):
         self.metrics = metrics
         self.supervisor._workers.spawn = self._spawn  # type: ignore[method-assign]
         self.supervisor.fleet._release = self._release
-        self.supervisor._assignments._send = self._tell
+        self.supervisor._assignments._send = self._send_assignment
         self.supervisor.operator._draining._workers = self
         return self.supervisor
 
     def of(self, worker_id: str) -> Running:
         return max(
-            (each for each in self.running if each.peer.worker_id == worker_id), key=lambda each: each.peer.incarnation
+            (worker for worker in self.running if worker.peer.worker_id == worker_id),
+            key=lambda worker: worker.peer.incarnation,
         )
 
     async def drain(self, info: WorkerInfo, _grace_s: float) -> None:
@@ -151,7 +152,7 @@ class World(OrphanedWorkers):
         self.registry.unregister(info.peer)
         self.of(info.peer.worker_id).ended.set()
 
-    async def _tell(self, info: WorkerInfo, assignment: Assignment, _grace_s: float) -> None:
+    async def _send_assignment(self, info: WorkerInfo, assignment: Assignment, _grace_s: float) -> None:
         running = self.of(info.peer.worker_id)
         running.assignment = assignment
         running.register()
@@ -169,7 +170,7 @@ class World(OrphanedWorkers):
         self.released.append(slot.worker_id)
 
     async def living(self) -> list[OrphanedWorker]:
-        return [Left(each) for each in self.running]
+        return [Left(worker) for worker in self.running]
 
     async def next_generation(self, above: int) -> int:
         self.generation = 1 + max(self.generation, above)
@@ -374,8 +375,8 @@ async def test_who_moves_comes_back_although_nobody_lives(monkeypatch: pytest.Mo
 async def test_who_is_being_taken_over_lives_on_when_that_is_given_up() -> None:
     world = World()
     running = [world.add("prefill-0", Role.PREFILL), world.add("decode-0", Role.DECODE)]
-    for each in running:
-        each.follows.clear()
+    for worker in running:
+        worker.follows.clear()
     taking = asyncio.ensure_future(world.supervisor.take_over(Handover()))
     await until(lambda: len(world.followed) == 2)
     await asyncio.sleep(0.01)

@@ -68,7 +68,7 @@ async def test_many_pairs_that_do_not_fit_use_up_the_tries_of_a_request(
 ) -> None:
     others = [await FakeWorker(f"decode-{number}", Role.DECODE, token="secret").start() for number in range(1, 5)]
     await cluster.members(cluster.prefill, cluster.decode, *others)
-    cluster.prefill.switches.incompatible = frozenset({"decode-0", *(each.worker_id for each in others[:-1])})
+    cluster.prefill.switches.incompatible = frozenset({"decode-0", *(other.worker_id for other in others[:-1])})
     failed = await error(stub)
     assert failed.code() is grpc.StatusCode.UNAVAILABLE
     assert "are incompatible; transfer protocol" in failed.details()

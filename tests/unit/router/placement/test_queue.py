@@ -21,8 +21,8 @@ def drained(queue: RequestQueue, charge: float = 0.0) -> list[str]:
 
 
 def filled(queue: RequestQueue, *requests: QueuedRequest) -> RequestQueue:
-    for each in requests:
-        queue.push(each)
+    for request in requests:
+        queue.push(request)
     return queue
 
 
@@ -46,7 +46,7 @@ def test_the_departed_are_forgotten_and_who_comes_back_keeps_the_place() -> None
     queue.remove(first)
     assert len(queue) == 2
     queue.push(first)
-    assert drained(queue) == [each.internal_id for each in (first, second, third)]
+    assert drained(queue) == [request.internal_id for request in (first, second, third)]
     assert (len(queue._tenants), queue.ahead(queued("next", 9, 1e9))) == (0, (0.0, 0))
 
 

@@ -67,7 +67,7 @@ class TestWhoWaits:
 
         answer = asyncio.create_task(read())
         dispatcher = cluster.router._dispatcher
-        await until(lambda: [each.assembler.count for each in dispatcher._live.values()] == [5], "five are here")
+        await until(lambda: [request.assembler.count for request in dispatcher._live.values()] == [5], "five are here")
         await cluster.decode.kill()
         with pytest.raises(grpc.aio.AioRpcError):
             await answer
