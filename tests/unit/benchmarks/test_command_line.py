@@ -32,7 +32,7 @@ def case(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
+    ("given", "expected"),
     [
         ([], {"case": "first", "size": 1}),
         (["--size", "3"], {"case": "first", "size": 3}),

@@ -78,7 +78,7 @@ def test_the_last_line_is_the_result(folder: Path, capsys: pytest.CaptureFixture
     assert {"hardware", "versions", "commit", "command", "date"} <= result.keys()
 
 
-def test_results_are_kept_under_a_name_that_tells_them_apart(tmp_path: Path) -> None:
+def test_files_of_results_are_named_after_subject_and_dtype(tmp_path: Path) -> None:
     result = {"dtype": "float32", "answer": 42} | run_facts("cpu")
     file = save_result("engine-Tiny", result, tmp_path / "results")
     assert file.name.startswith("engine-Tiny-")

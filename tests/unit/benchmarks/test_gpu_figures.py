@@ -204,7 +204,7 @@ def test_the_device_is_idle_where_nothing_runs() -> None:
     assert idle_share([Span(0, 9, "long"), Span(1, 2, "inside"), Span(9, 10, "next")]) == 0
 
 
-def test_a_kernel_adds_what_lies_behind_the_end_of_all_before_it() -> None:
+def test_a_kernel_adds_the_time_after_the_end_of_all_earlier_kernels() -> None:
     assert added_time(STEP) == {"Memcpy HtoD": 2, "first": 7 + 2, "second": 4}
     assert added_time([Span(0, 9, "long"), Span(1, 2, "inside")]) == {"long": 9, "inside": 0}
 

@@ -193,7 +193,7 @@ def test_a_prompt_is_read_from_a_pipe(arguments: list[str], monkeypatch: pytest.
     assert (empty.exit_code, empty.stderr.startswith("error: PROMPT: is empty; ")) == (2, True)
 
 
-def test_answers_are_greedy_unless_told_otherwise() -> None:
+def test_answers_are_greedy_by_default() -> None:
     assert Sampling().options()["temperature"] == 0.0
     for command in ("up", "generate", "chat"):
         callback = next(
@@ -218,7 +218,7 @@ def test_a_host_that_is_not_this_machine_names_its_option(host: str) -> None:
     assert result.stderr.count("\n") == 1
 
 
-def test_a_missing_gpu_is_told_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_is_reported_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("tandem.cli.start.serving.Cluster", None)
     model = write_tiny_model(tmp_path / "tiny")
@@ -227,7 +227,9 @@ def test_a_missing_gpu_is_told_before_ray_starts(tmp_path: Path, monkeypatch: py
     assert result.stderr == "error: --device: cuda asked for, PyTorch sees no GPU; use --device cpu\n"
 
 
-def test_a_model_without_tokenizer_is_told_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_tokenizer_is_reported_before_ray_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tandem.cli.start.serving.Cluster", None)
     model = write_tiny_model(tmp_path / "tiny")
     (model / "tokenizer.json").unlink(missing_ok=True)
@@ -309,12 +311,12 @@ def test_an_empty_key_opens_no_cluster() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu:7", "cuda:x", "cuda:", "gpu"])
-def test_a_device_that_is_none_is_told_what_there_is(device: str) -> None:
+def test_an_unknown_device_is_refused_with_the_known_ones(device: str) -> None:
     result = CliRunner().invoke(app, ["up", "--device", device, *ANY_PORTS])
     assert (result.exit_code, result.stderr) == (2, f"error: --device: {device!r} is none of cpu, cuda and cuda:N\n")
 
 
-def test_a_gpu_past_the_last_is_told_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_past_the_last_is_reported_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("tandem.cli.start.serving.Cluster", None)
@@ -334,14 +336,14 @@ def test_a_gpu_past_the_last_is_told_before_ray_starts(tmp_path: Path, monkeypat
         ({"page_tokens": 64, "device": "cpu"}, ""),
     ],
 )
-def test_pages_that_slow_a_gpu_down_are_told_with_the_better_size(
+def test_pages_that_slow_a_gpu_down_are_reported_with_the_better_size(
     settings: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     warn_of_slow_pages(ClusterSettings.of(**({"model": Path("nowhere"), "device": "cuda"} | settings)))
     assert capsys.readouterr().err == said
 
 
-def test_slow_pages_are_told_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_pages_are_reported_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
@@ -365,7 +367,9 @@ def test_a_page_of_random_weights_is_sized_without_any(tmp_path: Path) -> None:
         check_page(config.with_fields(page_tokens=1024))
 
 
-def test_a_cache_that_holds_no_page_is_told_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_holds_no_page_is_reported_before_ray_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tandem.cli.start.serving.Cluster", None)
     model = write_tiny_model(tmp_path / "tiny", hidden_size=1024, num_attention_heads=8, num_key_value_heads=8)
     result = CliRunner().invoke(
@@ -392,7 +396,7 @@ def test_other_hosts_memory_is_not_judged_by_this_one() -> None:
     check_memory(here.with_fields(ray_address="auto"))
 
 
-def test_weights_larger_than_the_memory_are_told_before_ray_starts(
+def test_weights_larger_than_the_memory_are_reported_before_ray_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tandem.cli.start.serving.Cluster", None)

@@ -129,7 +129,7 @@ def test_a_controller_may_change_while_a_node_leaves(
     ],
 )
 @pytest.mark.usefixtures("asked")
-def test_a_node_is_ready_if_somebody_serves_there_or_nobody_is_coming(
+def test_a_node_is_ready_if_a_worker_serves_there_or_none_is_expected(
     node: str, away: Absence | None, code: int, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Controller, "away", () if away is None else (away,))

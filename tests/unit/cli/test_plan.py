@@ -254,13 +254,13 @@ def test_a_table_is_compared_row_by_row(tmp_path: Path) -> None:
         (["--shape", "qwen3-32b", "--prompt-tokens", "5000000"], "it fits in fewer bits neither, and on no known GPU"),
     ],
 )  # fmt: skip
-def test_a_model_that_does_not_fit_hears_what_would(options: list[str], remedies: str) -> None:
+def test_a_model_that_does_not_fit_is_refused_with_what_would_fit(options: list[str], remedies: str) -> None:
     refused = run("--no-simulate", *options)
     assert refused.exit_code
     assert remedies in " ".join(refused.stderr.split())
 
 
-def test_a_table_whose_strict_cell_nobody_knows_is_refused(tmp_path: Path) -> None:
+def test_a_table_with_an_unknown_strict_cell_is_refused(tmp_path: Path) -> None:
     load = {"rate": 2.0, "goodput": {"strict": {"share": 1.0}}}
     table = {"model": "llama-3-8b", "workers": 2, "tables": {"balanced": {}}, "loads": {"shared": [load]}}
     file = tmp_path / "table.json"

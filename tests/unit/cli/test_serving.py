@@ -64,7 +64,7 @@ def config_of(**settings: Any) -> ClusterSettings:
 
 
 @pytest.mark.parametrize("once", [True, False])
-def test_where_it_serves_and_logs_is_told_after_the_answer(
+def test_addresses_and_log_folder_are_printed_after_the_answer(
     once: bool, clusters: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     serve(config_of(), None, FirstPrompt("hi", Sampling()), once=once)
@@ -80,7 +80,7 @@ def test_where_it_serves_and_logs_is_told_after_the_answer(
 
 
 @pytest.mark.parametrize(("number", "leaves"), [(signal.SIGINT, False), (signal.SIGTERM, True), (signal.SIGHUP, True)])
-def test_only_who_means_the_cluster_ends_workers_that_may_outlive_it(
+def test_only_an_interrupt_of_the_cluster_ends_workers_that_may_outlive_it(
     number: signal.Signals, leaves: bool, clusters: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clusters.interrupt = (number,)
@@ -104,7 +104,7 @@ def test_a_start_that_is_interrupted_says_what_may_live_on(
     assert ("workers that served before live on" in output) is bool(outlive_s)
 
 
-def test_what_becomes_of_the_workers_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_note_about_the_workers_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     view = StartView(Console())
     with view:
         pass
@@ -112,7 +112,7 @@ def test_what_becomes_of_the_workers_is_told(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out == "another `tandem up` has [them]\n"
 
 
-def test_a_start_that_fails_tells_where_the_logs_are(
+def test_a_start_that_fails_names_the_folder_of_logs(
     clusters: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clusters.failure = Unavailable("decode-0 did not start")

@@ -19,7 +19,7 @@ from tandem.protocol.policy_name import PolicyName
 from .crew import BOTH, DISAGGREGATED, Crew, D, P, Workers, until
 
 
-async def test_through_all_modes_somebody_takes_every_kind_of_work() -> None:
+async def test_in_all_modes_every_kind_of_work_has_a_worker() -> None:
     workers = Workers({"a": P, "b": D}, DISAGGREGATED)
     await until(lambda: workers.seen)
     for change, roles in (
@@ -64,7 +64,7 @@ async def test_the_answer_comes_when_the_last_half_is_empty() -> None:
     await workers.stop()
 
 
-async def test_assignments_are_told_although_something_failed(
+async def test_assignments_are_sent_although_a_call_failed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An unexpected failure of a call or of the comparison does not stop the loop."""
@@ -99,7 +99,7 @@ async def test_assignments_are_told_although_something_failed(
     await workers.stop()
 
 
-async def test_who_comes_back_has_the_assignment_of_now() -> None:
+async def test_a_worker_that_comes_back_has_the_current_assignment() -> None:
     workers = Workers({"a": P, "b": D}, DISAGGREGATED)
     await workers.assignments.set_mode(ModeChange("colocated", step_policy="decode-priority"))
     workers.die("b")
@@ -174,7 +174,7 @@ def test_what_cannot_be_is_named(change: dict[str, Any], workers: int, field: st
 
 
 @pytest.mark.parametrize(("given", "prefill"), [({}, 2), ({"prefill": 3}, 3), ({"decode": 3}, 2)])
-def test_half_prefill_unless_told_otherwise(given: dict[str, int], prefill: int) -> None:
+def test_half_of_the_workers_prefill_by_default(given: dict[str, int], prefill: int) -> None:
     assert ModeChange("disaggregated", **given).over(Topology(Mode.COLOCATED), 5).prefill == prefill  # type: ignore[arg-type]
 
 
@@ -213,7 +213,7 @@ async def test_a_worker_comes_back_once_its_node_has_left(monkeypatch: pytest.Mo
     await stage.stop()
 
 
-async def test_nobody_leaves_whom_nobody_stands_in_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_without_a_substitute_is_not_drained(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = Workers({"a": P, "b": D}, DISAGGREGATED)
     stage = await Crew.of(workers)
     workers.deaf.add("a")

@@ -76,7 +76,7 @@ async def test_all_that_answer(cluster: ClusterMetrics) -> None:
     await listeners[1].close()
 
 
-async def test_who_lives_is_asked_where_that_changes() -> None:
+async def test_health_is_read_on_the_event_loop() -> None:
     """Health is read on the event loop, because a concurrent change elsewhere would fail the page."""
     asked: list[threading.Thread] = []
 
@@ -93,7 +93,7 @@ async def test_who_lives_is_asked_where_that_changes() -> None:
     assert set(asked) == {threading.current_thread()}
 
 
-async def test_whoever_has_a_gone_processs_port_is_not_shown_the_token(cluster: ClusterMetrics) -> None:
+async def test_a_stranger_at_the_port_of_an_ended_process_does_not_receive_the_token(cluster: ClusterMetrics) -> None:
     stranger = await Stranger().start()
     cluster.opened("decode-0", "decode", stranger.address)
     await cluster.text()

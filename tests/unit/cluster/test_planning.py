@@ -143,7 +143,7 @@ async def test_the_number_of_workers_follows_where_it_may() -> None:
     assert 4 < change.workers <= 16
 
 
-async def test_those_who_serve_change_their_roles_while_others_wait_for_a_node() -> None:
+async def test_serving_workers_change_their_roles_while_others_wait_for_a_node() -> None:
     limits = Limits(workers=Range(4, 16))
     scene = Scene(PlannerSettings(PlannerMode.ON, WINDOW_S, limits), [Role.PREFILL] + [Role.DECODE] * 3)
     scene.hand.late = True

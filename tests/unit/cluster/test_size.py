@@ -32,7 +32,7 @@ def named(roles: list[Role], begin: str) -> dict[str, Role]:
 
 
 @given(COUNTS, st.lists(st.sampled_from([P, D]), max_size=8), st.lists(st.sampled_from([P, D]), max_size=3))
-def test_steps_lead_where_they_should_and_nobody_leaves_for_another(
+def test_steps_reach_the_wanted_roles_and_no_serving_worker_leaves_for_a_new_one(
     wanted: dict[Role, int], here: list[Role], awaited: list[Role]
 ) -> None:
     old, new = named(here, "h"), named(awaited, "a")
@@ -44,7 +44,7 @@ def test_steps_lead_where_they_should_and_nobody_leaves_for_another(
         assert not any(name in old for name in steps.leave), "one that serves leaves, and another has to start"
 
 
-def test_whoever_is_worth_least_leaves() -> None:
+def test_the_worker_of_least_value_leaves() -> None:
     steps = Steps.to(Counter({P: 1, D: 2}), {"c": D, "b": D, "a": P}, {"z": P, "y": D, "x": D})
     assert steps == Steps(leave=("z", "y", "x"))
     assert Steps.to(Counter({P: 1, D: 3}), {"c": D, "b": D, "a": P}, {"y": D, "x": D}) == Steps(leave=("y",))
@@ -188,7 +188,7 @@ async def test_one_that_moves_comes_back_although_ray_did_not_answer_for_a_while
     await crew.stop()
 
 
-async def test_who_is_given_up_while_it_restarts_says_so() -> None:
+async def test_a_worker_that_is_abandoned_during_its_restart_is_reported() -> None:
     workers = Workers({"both-0": BOTH, "both-1": BOTH}, Topology(Mode.ADAPTIVE))
     crew = await Crew.of(workers)
     crew.room.clear()
@@ -201,7 +201,7 @@ async def test_who_is_given_up_while_it_restarts_says_so() -> None:
     await crew.stop()
 
 
-async def test_who_lets_go_ends_what_is_under_way_and_tells_who_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_finishing_ends_operations_under_way_and_names_drained_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tandem.cluster.operations.operator, "NODE_LOOK_S", 0.001)
     workers = Workers({"prefill-0": P, "decode-0": D, "decode-1": D, "decode-2": D}, DISAGGREGATED)
     crew = await Crew.of(workers)
@@ -260,7 +260,7 @@ async def test_who_drains_since_its_node_leaves_is_handed_over_as_one_that_moves
     await crew.stop()
 
 
-async def test_a_drain_that_never_ends_keeps_nobody_from_taking_over(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_drain_that_never_ends_does_not_prevent_a_takeover(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tandem.cluster.operations.operator, "END_S", 0.0)
     workers = Workers({"prefill-0": P, "decode-0": D, "decode-1": D}, DISAGGREGATED)
     crew = await Crew.of(workers)

@@ -334,7 +334,7 @@ def errors_of(house: House) -> list[str]:
 
 
 @pytest.mark.parametrize("checks", [None, Checks()], ids=["nothing is checked", "page 0 is"])
-@pytest.mark.parametrize("told", [(), SUMS, (PageChecksum(1, 7),), (*SUMS, PageChecksum(1, 7))])
+@pytest.mark.parametrize("reported", [(), SUMS, (PageChecksum(1, 7),), (*SUMS, PageChecksum(1, 7))])
 def test_a_sender_cannot_choose_what_is_checked(checks: Checks | None, reported: tuple[PageChecksum, ...]) -> None:
     house = House(checks=checks)
     lease = house.reserve("a")
@@ -423,7 +423,7 @@ def test_a_stranger_cannot_deliver() -> None:
     assert house.admission.fenced == 1
 
 
-def test_a_lease_without_heartbeat_ends_and_the_router_hears_it() -> None:
+def test_a_lease_without_heartbeat_ends_and_the_router_is_notified() -> None:
     house = House()
     promised, advertised = house.reserve("a"), house.reserve("b")
     house.allocate_pages(advertised)
@@ -439,7 +439,7 @@ def test_a_lease_without_heartbeat_ends_and_the_router_hears_it() -> None:
     house.assert_empty()
 
 
-def test_anything_in_any_order_leaves_nothing_behind() -> None:
+def test_operations_in_any_order_leak_nothing() -> None:
     for seed in range(60):
         random_walk(random.Random(seed))
 
@@ -579,7 +579,7 @@ def test_an_answer_is_whole_whenever_it_is_asked_for() -> None:
     assert late.answer == said
 
 
-def test_the_transport_hears_each_count_before_the_next_change() -> None:
+def test_the_transport_receives_each_count_before_the_next_change() -> None:
     """Counts told outside the lock could arrive in the wrong order: a stale 0 would put the transport to rest."""
     house = House()
     expectations: list[tuple[int, bool]] = []

@@ -260,7 +260,7 @@ def test_answers_that_may_fill_the_context_share_a_pool_from_the_first_on(asynch
     assert not house.admission.requests.preemptions
 
 
-def test_the_youngest_gives_way_and_goes_on_behind_its_tokens(asynchronous: bool) -> None:
+def test_the_youngest_is_preempted_and_continues_after_its_tokens(asynchronous: bool) -> None:
     house = House(pages=12, asynchronous=asynchronous)
     house.believe_in_short_answers(30)
     old, young = (house.ask(name, 4, 30) for name in ("old", "young"))
@@ -271,7 +271,7 @@ def test_the_youngest_gives_way_and_goes_on_behind_its_tokens(asynchronous: bool
     assert young.progress[0] > PAGE_TOKENS
 
 
-def test_where_all_answers_run_to_their_limit_nobody_gives_way(asynchronous: bool) -> None:
+def test_where_all_answers_run_to_their_limit_none_is_preempted(asynchronous: bool) -> None:
     house = House(pages=12, asynchronous=asynchronous)
     house.believe_in_short_answers(30)
     for name in "abc":
@@ -291,7 +291,7 @@ def test_one_that_nearly_fills_the_pool_ends_among_others(asynchronous: bool) ->
     assert sum(small_request.preempted for small_request in small) > 0
 
 
-def test_one_that_nearly_fills_the_pool_ends_behind_others(asynchronous: bool) -> None:
+def test_one_that_nearly_fills_the_pool_ends_after_others(asynchronous: bool) -> None:
     house = House(pages=20, asynchronous=asynchronous)
     house.believe_in_short_answers(70, 20)
     for number in range(4):
@@ -311,7 +311,7 @@ def test_what_can_never_fit_is_refused_whatever_is_expected() -> None:
         house.place()
 
 
-def test_nobody_new_takes_the_pages_of_one_that_gave_way() -> None:
+def test_no_new_request_takes_the_pages_of_a_preempted_one() -> None:
     house = House(pages=12)
     house.believe_in_short_answers(30, 3)
     house.ask("old", 4, 30)
@@ -348,7 +348,7 @@ def test_the_youngest_is_chosen_and_never_the_oldest() -> None:
     assert choose(old, [old]) is None
 
 
-def test_one_that_came_back_makes_progress_before_it_gives_way_again() -> None:
+def test_a_resumed_request_makes_progress_before_it_is_preempted_again() -> None:
     old, middle, back = decoding(1, 1), decoding(2, 1), decoding(3, PROGRESS_TOKENS - 1, prior_output_tokens=5)
     there = [old, middle, back]
     assert choose(middle, there) is middle

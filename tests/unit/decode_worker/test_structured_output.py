@@ -71,7 +71,7 @@ async def test_an_answer_goes_on_elsewhere() -> None:
             await pair.empty()
 
 
-async def test_a_grammar_that_fails_takes_nobody_along(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_grammar_that_fails_ends_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its limits are reached in the fifth token: the request ends with the reason, all others go on."""
     fails = SAMPLINGS[1].grammar
 

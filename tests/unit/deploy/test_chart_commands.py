@@ -289,7 +289,7 @@ def test_the_router_reads_the_keys_that_its_command_names(chart: Chart) -> None:
     ]
 
 
-def test_without_keys_the_router_is_told_that_it_is_meant(chart: Chart) -> None:
+def test_without_keys_the_router_runs_with_insecure(chart: Chart) -> None:
     assert parsed(driver(chart.render())["command"])[1]["insecure"] is False
     settings = "auth.apiKeys.existingSecret=,auth.insecure=true"
     _, options = parsed(driver(chart.render("--set", settings))["command"])

@@ -176,7 +176,7 @@ def test_a_label_that_changes_is_noticed(tmp_path: Path, monkeypatch: pytest.Mon
     assert "rate(tandem_engine_busy_seconds_total" in compare(tmp_path)
 
 
-def test_rules_and_panels_ask_for_roles_where_they_are_told() -> None:
+def test_rules_and_panels_match_roles_only_where_series_have_them() -> None:
     """A `role` matcher in any other selector would miss all series of workers."""
     asked = [
         *expressions(),

@@ -221,7 +221,7 @@ def test_a_notice_is_announced_once_the_peer_was_reached(bench: Bench) -> None:
     bench.writes.announce(PEER)  # no harm: the write itself will fail
 
 
-def test_who_was_told_that_a_notice_is_due_listens_until_it_comes_or_for_a_while(
+def test_an_announced_notice_is_due_until_it_arrives_or_for_a_while(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0

@@ -36,7 +36,7 @@ def test_a_worker_with_little_to_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("compute", "bandwidth", "found"),
+    ("compute", "bandwidth", "expected"),
     [
         (0.6, 0.3, Bottleneck.COMPUTE),
         (0.3, 0.6, Bottleneck.BANDWIDTH),

@@ -256,7 +256,7 @@ async def test_a_write_that_fails_early_ends_the_prompt_with_the_next_chunk() ->
     assert scene.diary[-2:] == ["free", "release in doubt"]
 
 
-async def test_writes_that_fail_after_an_abort_are_nobodys_news() -> None:
+async def test_writes_that_fail_after_an_abort_are_not_reported() -> None:
     said: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))
     scene = Scene()
@@ -273,7 +273,7 @@ async def test_writes_that_fail_after_an_abort_are_nobodys_news() -> None:
 
 
 @pytest.mark.parametrize("turns", range(8))
-async def test_an_abort_is_heard_whatever_is_just_being_waited_for(turns: int) -> None:
+async def test_an_abort_ends_any_wait(turns: int) -> None:
     scene = Scene()
     await scene.compute(PAGE_TOKENS)
     scene.request.progress.finish(99, None)
@@ -284,7 +284,7 @@ async def test_an_abort_is_heard_whatever_is_just_being_waited_for(turns: int) -
     assert scene.diary[-2:] == ["withdraw", "transfer_outlives_request"]
 
 
-async def test_abort_gives_nothing_back_before_the_engine_has_let_go() -> None:
+async def test_abort_releases_nothing_before_the_engine_has_released_the_pages() -> None:
     scene = Scene()
     await scene.compute(2 * PAGE_TOKENS)
     scene.handoff.abort()
@@ -359,7 +359,7 @@ async def test_a_failure_before_the_first_chunk_stops_the_prompt(raised: Excepti
     assert routed.event.error.code == code
 
 
-async def test_a_lease_is_given_back_until_it_is_heard_and_the_pages_do_not_wait(
+async def test_a_release_is_repeated_until_it_succeeds_and_the_pages_do_not_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(handoff, "FIRST_RETRY_S", 0.001)
@@ -395,7 +395,7 @@ async def test_the_wait_to_give_a_lease_back_doubles_up_to_five_seconds(monkeypa
     assert scene.diary[-1] == "release"
 
 
-async def test_a_lease_that_is_over_is_not_given_back_again() -> None:
+async def test_an_ended_lease_is_not_released_again() -> None:
     scene = Scene()
     scene.refuse_release = [StaleEpoch("over")]
     scene.handoff.abort()
@@ -404,7 +404,7 @@ async def test_a_lease_that_is_over_is_not_given_back_again() -> None:
     assert scene.diary == ["withdraw", "free"]
 
 
-async def test_an_event_that_cannot_be_told_keeps_no_pages() -> None:
+async def test_an_event_that_cannot_be_sent_keeps_no_pages() -> None:
     scene = Scene()
     scene.refuse = Unavailable("away")
 
@@ -420,7 +420,7 @@ async def test_an_event_that_cannot_be_told_keeps_no_pages() -> None:
 
 
 @pytest.mark.parametrize("step", ["withdraw", "free"])
-async def test_a_lease_is_given_back_whatever_fails_here_and_not_before_writes_are_quiet(step: str) -> None:
+async def test_a_lease_is_released_whatever_fails_and_not_before_writes_have_ended(step: str) -> None:
     scene = Scene()
     scene.cannot[step] = KeyError("a defect")
     await scene.compute(2 * PAGE_TOKENS)

@@ -159,7 +159,7 @@ def test_who_comes_first_and_has_no_room_keeps_others_from_starting() -> None:
     assert prompts.step() == {"large": 14, "late": 2}
 
 
-def test_a_local_prompt_starts_whoever_has_no_room() -> None:
+def test_a_local_prompt_starts_although_remote_ones_lack_capacity() -> None:
     """The pages that are missing may be those promised to it."""
     full = {"large"}
     prompts = Prompts(lambda name: StartResult.NO_PAGES if name in full else StartResult.STARTED)

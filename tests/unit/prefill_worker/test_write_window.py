@@ -148,7 +148,7 @@ def test_the_first_permission_counts_from_before_it_was_asked_for(scene: Scene) 
     scene.close(window)
 
 
-def test_a_message_that_is_lost_costs_nobody_the_permission(scene: Scene) -> None:
+def test_a_lost_message_does_not_end_the_permission(scene: Scene) -> None:
     window = scene.open(1)
     scene.decode.errors = [Unavailable("lost")]
     scene.loop.advance(0.999 * WINDOW_S)
@@ -164,7 +164,7 @@ def test_an_answer_that_does_not_come_is_waited_for_no_longer_than_a_period(scen
     assert [message.at for message in scene.decode.received] == [PERIOD_S, 2 * PERIOD_S]
 
 
-def test_what_has_ended_is_not_renewed_unless_somebody_needs_it(scene: Scene) -> None:
+def test_an_ended_window_is_not_renewed_unless_a_write_needs_it(scene: Scene) -> None:
     window = scene.open(1)
     scene.decode.errors = [Internal("a defect"), Unavailable("lost"), Unavailable("still lost")]
     scene.loop.advance(5 * WINDOW_S)
@@ -239,7 +239,7 @@ def test_a_defect_before_the_message_is_not_met_again_at_once(scene: Scene, monk
     assert calls == [PERIOD_S, 2 * PERIOD_S]
 
 
-def test_the_failure_of_a_renewal_for_which_nobody_waits_any_more_is_not_reported(scene: Scene) -> None:
+def test_the_failure_of_a_renewal_without_waiters_is_not_reported(scene: Scene) -> None:
     """The scene's end looks for failures that nobody has seen."""
     window = scene.open(1)
     scene.decode.errors = [Unavailable("lost")] * 2

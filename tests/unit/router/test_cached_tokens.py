@@ -32,7 +32,7 @@ async def test_a_salt_has_a_limit(client: Client) -> None:
     await client.run(ask(3, cache_salt="é" * 256))
 
 
-@pytest.mark.parametrize(("told", "reported"), [(0, 0), (2, 2), (99, 4)])
+@pytest.mark.parametrize(("cached", "reported"), [(0, 0), (2, 2), (99, 4)])
 async def test_usage_says_what_was_cached(cluster: Cluster, client: Client, cached: int, reported: int) -> None:
     cluster.prefill.switches.cached_tokens = cached
     _, _, complete = await client.run(ask(3))

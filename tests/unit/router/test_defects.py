@@ -166,7 +166,7 @@ async def test_a_request_that_cannot_be_swept_keeps_no_other_from_it(
 
 
 @pytest.mark.parametrize("settings", [WITHOUT_RECOVERY])
-async def test_a_lost_worker_is_told_to_all_of_its_requests(
+async def test_a_lost_worker_is_reported_to_all_of_its_requests(
     cluster: Cluster, answers: Answers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real = RequestEnds.fail_attempt
@@ -179,7 +179,7 @@ async def test_a_lost_worker_is_told_to_all_of_its_requests(
     assert defects_logged(caplog) == [BAD]
 
 
-async def test_a_request_that_cannot_be_placed_blocks_nobody_behind_it(
+async def test_a_request_that_cannot_be_placed_does_not_block_later_ones(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = defect(RequestPlacer._place, lambda _, request, *__: name_of(request))

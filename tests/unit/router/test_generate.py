@@ -451,7 +451,7 @@ async def test_prompts_go_to_another_prefill_worker_when_theirs_dies(cluster: Cl
     await cluster.members(heir, cluster.decode)
 
 
-async def test_a_failure_behind_the_last_token_fails_nothing(cluster: Cluster, client: Client) -> None:
+async def test_a_failure_after_the_last_token_fails_nothing(cluster: Cluster, client: Client) -> None:
     """A prefill worker may report a failed transfer after the last token, while the text is not decoded yet."""
     cluster.prefill.switches.silent_prefill = True
     running = asyncio.create_task(client.run(ask(3)))
@@ -782,14 +782,14 @@ async def test_health_may_be_watched(cluster: Cluster) -> None:
         call.cancel()
 
 
-async def test_a_taken_port_is_told_in_words(cluster: Cluster) -> None:
+async def test_a_taken_port_is_reported_in_words(cluster: Cluster) -> None:
     for listener in ("grpc", "http"):
         port = int(getattr(cluster.endpoints, f"{listener}_address").split(":")[1])
         with pytest.raises(FailedPrecondition, match=f"{listener}_port: .*{port}"):
             await RouterServer(replace(cluster.config, **{f"{listener}_port": port})).start()
 
 
-async def test_one_port_for_both_listeners_is_told_in_words(cluster: Cluster) -> None:
+async def test_one_port_for_both_listeners_is_reported_in_words(cluster: Cluster) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     router = RouterServer(replace(cluster.config, router_id="router-1", grpc_port=port, http_port=port))
@@ -799,7 +799,7 @@ async def test_one_port_for_both_listeners_is_told_in_words(cluster: Cluster) ->
         pass  # the router has closed all listeners
 
 
-async def test_an_http_listener_that_cannot_open_is_told_in_words(
+async def test_an_http_listener_that_cannot_open_is_reported_in_words(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def no_listener(*_: object) -> None:

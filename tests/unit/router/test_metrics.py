@@ -268,7 +268,7 @@ def test_ends_that_are_not_good(metrics: RouterMetrics) -> None:
     assert metrics.goodput.per_second()["tight"] == 0
 
 
-def test_what_leaves_behind_a_failure_is_in_its_trace(metrics: RouterMetrics) -> None:
+def test_tokens_sent_after_a_failure_are_in_its_trace(metrics: RouterMetrics) -> None:
     request = request_of(TIGHT, RECEIVED=0.0, PLACED=0.1)
     metrics.failed(request, TransferFailed("gone"))
     assert metrics.registry.counter(f.REQUEST_FAILURES, "TRANSFER_FAILED").value == 1

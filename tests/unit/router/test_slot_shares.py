@@ -84,7 +84,7 @@ async def test_another_tenant_is_served_while_one_holds_every_slot(cluster: Clus
             assert sorted(await call) == sorted(expected(TOKENS) * n)
 
 
-async def test_the_one_that_came_second_gets_a_share_and_no_more(cluster: Cluster) -> None:
+async def test_the_second_tenant_gets_its_share_of_slots_only(cluster: Cluster) -> None:
     address = cluster.endpoints.grpc_address
     async with asyncio.timeout(60), channel_to(address, "many") as many, channel_to(address, "few") as few:
         calls = await fill(cluster, Client(many), SLOTS)

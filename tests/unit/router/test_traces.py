@@ -271,7 +271,7 @@ async def test_a_failed_answer_s_trace_has_the_tokens_that_its_client_got(cluste
     assert events[-2:] == [LifecycleEvent.FIRST_TOKEN, LifecycleEvent.FINISHED]
 
 
-async def test_a_failed_answer_whose_client_left_unheard_has_a_trace(cluster: Cluster) -> None:
+async def test_a_failed_answer_whose_client_left_has_a_trace(cluster: Cluster) -> None:
     cluster.prefill.switches.prefill_error = Internal("broken")
     prompt = ClientRequest("gone", "fake", (5, 6, 7), Options(max_tokens=20), EventTime.now(LifecycleEvent.RECEIVED))
     choices = cluster.router._dispatcher.submit(await cluster.router._validator.admit(prompt))
@@ -281,7 +281,7 @@ async def test_a_failed_answer_whose_client_left_unheard_has_a_trace(cluster: Cl
     assert trace.outcome == "INTERNAL"
 
 
-async def test_whoever_scrapes_an_exemplar_finds_its_request(cluster: Cluster) -> None:
+async def test_an_exemplar_leads_to_its_request(cluster: Cluster) -> None:
     async with channel_to(cluster.endpoints.grpc_address) as channel:
         request = ask(3)
         request.request_id = "an/id?of=the client's"[:10]

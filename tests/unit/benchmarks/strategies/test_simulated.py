@@ -106,7 +106,7 @@ def test_the_command_prints_a_table_and_json_last(capsys: pytest.CaptureFixture[
     assert "| adaptive |" in printed
 
 
-def test_costs_that_nobody_knows_are_named(tmp_path: Path) -> None:
+def test_unknown_names_of_costs_are_refused(tmp_path: Path) -> None:
     costs = tmp_path / "costs.json"
     costs.write_text('{"base_ms": 3}')
     with pytest.raises(InvalidArgument, match="base_ms"):

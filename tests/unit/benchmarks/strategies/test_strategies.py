@@ -127,7 +127,7 @@ def test_a_cell_is_judged_by_the_load_that_asked_for_it() -> None:
     assert not joined(classes)["valid"]
 
 
-def test_only_the_adaptive_row_asks_unless_told_otherwise() -> None:
+def test_only_the_adaptive_row_sends_slo_classes_by_default() -> None:
     def asking(*more: str) -> list[str]:
         asked = parse_arguments(more).ask
         return [row.name for row in strategies(2) if asks(row, asked)]
@@ -149,7 +149,7 @@ def test_rows_share_arrivals_and_no_prompt(tmp_path: Path) -> None:
     assert len(set(seeds)) == len(seeds)
 
 
-def test_the_one_cluster_is_nobodys_row() -> None:
+def test_settings_of_all_rows_must_not_be_those_in_which_rows_differ() -> None:
     settings = settings_for_all({"page_tokens": 32}, "cuda", 3)
     assert ClusterSettings.of(Path("model"), **settings).worker_count == 3
     with pytest.raises(InvalidArgument, match="step_policy is what the rows differ in"):
@@ -178,7 +178,7 @@ def test_workloads_are_scaled_and_slowed_down(tmp_path: Path) -> None:
     assert 160 < mean < 240
 
 
-def test_the_strict_cell_is_told_by_the_first_start(tmp_path: Path) -> None:
+def test_the_strict_cell_comes_from_the_step_time_that_the_first_start_wrote(tmp_path: Path) -> None:
     assert arguments(tmp_path).unloaded_step_s is None
     (tmp_path / "unloaded_step.json").write_text("0.004")
     assert arguments(tmp_path).unloaded_step_s == 0.004
@@ -202,7 +202,7 @@ def test_what_cannot_be_measured_is_said_before_a_cluster_starts(
         arguments(tmp_path, *given).measure()
 
 
-def test_rows_without_a_common_rate_lose_nobody_the_other_tables(
+def test_rows_without_a_common_rate_do_not_remove_the_other_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = "--rates", "1,2", "--only", "shared,adaptive"

@@ -88,7 +88,7 @@ async def failures(client: ControllerClient) -> list[TandemError]:
     return errors
 
 
-async def test_what_operators_ask_reaches_who_keeps_the_workers_as_it_was_asked(listeners: Listeners) -> None:
+async def test_requests_of_operators_reach_the_supervising_controller_unchanged(listeners: Listeners) -> None:
     listeners.supervisor = await listeners.open(Asked(), listeners.here)
     asked_there = await failures(ControllerClient(listeners.supervisor, "secret"))
     listeners.clear.set()
@@ -106,7 +106,7 @@ async def test_what_operators_ask_reaches_who_keeps_the_workers_as_it_was_asked(
     assert await client.absent() == (ABSENT,)
 
 
-async def test_until_it_is_clear_who_keeps_them_operators_wait(listeners: Listeners) -> None:
+async def test_operators_wait_until_the_supervising_controller_is_known(listeners: Listeners) -> None:
     listeners.supervisor = await listeners.open(Asked(), listeners.here)
     client = ControllerClient(await listeners.open(Nobody(), listeners.there), "secret")
     asking = asyncio.ensure_future(client.absent())
@@ -116,7 +116,7 @@ async def test_until_it_is_clear_who_keeps_them_operators_wait(listeners: Listen
     assert await asking == (ABSENT,)
 
 
-async def test_one_that_does_not_answer_is_told(listeners: Listeners) -> None:
+async def test_a_controller_that_does_not_answer_is_named(listeners: Listeners) -> None:
     listeners.supervisor = "127.0.0.1:1"
     listeners.clear.set()
     client = ControllerClient(await listeners.open(Nobody(), listeners.there), "secret")
@@ -170,7 +170,7 @@ async def test_a_membership_that_cannot_be_followed_is_followed_by_the_next(
     following.cancel()
 
 
-def test_what_nobody_keeps_any_more_is_removed_for_good() -> None:
+def test_workers_that_no_controller_supervises_are_removed() -> None:
     registry = Registry()
     for number in (1, 2):
         peer = PeerRef(f"decode-{number}", number)

@@ -11,7 +11,7 @@ from tandem.cluster.ray_processes.joined_ray import JoinedRay
 from tandem.protocol.errors import FailedPrecondition, InvalidArgument, Unavailable
 
 
-def test_a_silent_address_is_told_at_once() -> None:
+def test_a_silent_address_is_reported_at_once() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # it does not listen
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -39,7 +39,7 @@ def test_places_are_counted(*, decode: float | None, enough: bool, monkeypatch: 
         node._check_resources({"prefill": 1.0, "decode": 2.0})
 
 
-def test_missing_gpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpus_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.cluster_resources", lambda: {"prefill": 1.0})
     with pytest.raises(FailedPrecondition, match=r"has 0 GPUs, 2 are needed; .* --num-gpus=2"):
         JoinedRay("head:6379")._check_resources({"prefill": 1.0, "GPU": 2.0})

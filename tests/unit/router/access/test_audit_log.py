@@ -39,7 +39,7 @@ def counts(registry: Registry) -> tuple[float, float]:
     return values["tandem_audit_records_total"], values["tandem_audit_records_lost_total"]
 
 
-def test_a_record_has_who_what_when_and_how_much(tmp_path: Path, log: AuditLog, registry: Registry) -> None:
+def test_a_record_has_client_operation_time_and_size(tmp_path: Path, log: AuditLog, registry: Registry) -> None:
     call = ClientCall("POST /v1/completions", "10.0.0.9", Caller("f00", "acme"), received_unix_s=1e9, received_s=0.0)
     call.queued("req-1", "model", 7)
     call.count_output_tokens(3)

@@ -187,7 +187,7 @@ async def test_bad_bodies_and_failures(cluster: Cluster, loading: Loading, http:
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, "unavailable")
 
 
-async def test_the_audit_log_says_who_loaded_what(
+async def test_the_audit_log_names_the_client_that_loaded_an_adapter(
     cluster: Cluster, http: httpx.AsyncClient, settings: dict[str, Any]
 ) -> None:
     await http.post(LOAD, json=SQL)

@@ -77,7 +77,7 @@ async def test_a_text(cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: T
     assert (sampling.max_tokens, sampling.seed, sampling.top_k) == (20, 3, 4)
 
 
-async def test_an_answer_that_ends_is_complete_and_its_cached_tokens_are_told(
+async def test_an_answer_that_ends_is_complete_and_its_cached_tokens_are_reported(
     cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer
 ) -> None:
     script(cluster, tokenizer, "Yes")

@@ -163,7 +163,7 @@ class TestTenants:
         assert not any("one" in salt or "two" in salt for salt in salts), "keys stay here"
         assert [reservation.cache_salt for reservation in cluster.decode.reservations] == salts
 
-    async def test_nobody_can_end_another_tenants_request_or_take_its_name(self, cluster: Cluster) -> None:
+    async def test_a_tenant_cannot_end_another_tenants_request_or_take_its_name(self, cluster: Cluster) -> None:
         cluster.decode.switches.held_at = 2
         address = cluster.endpoints.grpc_address
         async with channel_to(address, "one") as one, channel_to(address, "two") as two:
