@@ -43,11 +43,11 @@ def compared(checks: PageChecks, reported: Sequence[PageChecksum]) -> str:
     problems: list[str] = []
     done = threading.Event()
 
-    def hear(problem: str) -> None:
+    def report(problem: str) -> None:
         problems.append(problem)
         done.set()
 
-    checks.compare([20, 21, 22], reported, 2 * PAGE_TOKENS + 1, hear)
+    checks.compare([20, 21, 22], reported, 2 * PAGE_TOKENS + 1, report)
     assert done.wait(TIMEOUT_S)
     return problems[0]
 

@@ -218,7 +218,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         )
 
     def cache(self, digests: Sequence[bytes], *, reported: bool = True) -> None:
-        """Adds pages to its prefix cache; unless `told`, the report of the change is lost."""
+        """Adds pages to its prefix cache; unless `reported`, the report of the change is lost."""
         self.batches += 1
         for digest in digests:
             self.pages[digest] = PrefixRun(b"", (digest,))

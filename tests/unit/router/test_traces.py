@@ -95,7 +95,7 @@ async def flush(cluster: Cluster) -> None:
     assert await asyncio.to_thread(exporter.flush)
 
 
-class Heard:
+class CallTimes:
     """The times at which workers received anything of a request, and sent anything."""
 
     def __init__(self, *workers: FakeWorker) -> None:
@@ -140,7 +140,7 @@ async def test_spans_add_up_to_what_clients_measure(cluster: Cluster, receiver: 
         empty_s: list[float] = []
         ways_s: list[float] = []
         await client.run(ask(2))
-        observed = Heard(cluster.prefill, cluster.decode)
+        observed = CallTimes(cluster.prefill, cluster.decode)
         while len(ways_s) < TRIES or (min(ways_s) >= NEAR_S + min(empty_s) and len(ways_s) < TRIES_MAX):
             observed.moments.clear()
             asked = time.time_ns()
@@ -167,12 +167,12 @@ async def test_spans_of_a_request_whose_worker_dies_add_up(cluster: Cluster, rec
         for number in range(TRIES):
             doomed = cluster.decode
             doomed.switches.mute_after = 4
-            observed, asked = Heard(cluster.prefill, doomed), time.time_ns()
+            observed, asked = CallTimes(cluster.prefill, doomed), time.time_ns()
             running = asyncio.create_task(client.run(ask(12, prompt=[5, number])))
             await until(lambda: [request.assembler.count for request in live.values()] == [4], "four tokens are out")
             heir = await FakeWorker(f"decode-{number + 1}", Role.DECODE, token="secret").start()
             heir.switches.step_s = 1e-3
-            later = Heard(heir)
+            later = CallTimes(heir)
             await cluster.members(cluster.prefill, doomed, heir)
             await asyncio.sleep(0.1)
             await doomed.kill()
