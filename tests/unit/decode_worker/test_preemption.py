@@ -331,7 +331,7 @@ def test_no_new_request_takes_the_pages_of_a_preempted_one() -> None:
 
 
 def decoding(epoch: int, brought: int, prior_output_tokens: int = 0) -> DecodeRequest:
-    """One that was granted the lease number `epoch` and has brought this many tokens after `answered` ones."""
+    """One that was granted the lease number `epoch` and has brought this many tokens after `prior_output_tokens`."""
     ref, prompt = RequestRef(f"q{epoch}", 1 + bool(prior_output_tokens)), (7,) * (4 + prior_output_tokens)
     reservation = Reservation("r", ref, prompt, SamplingParams(200), P, prior_output_tokens=prior_output_tokens)
     lease = Lease(ref.request_id, ref.attempt, epoch)
