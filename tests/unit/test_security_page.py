@@ -33,8 +33,8 @@ TO_ITS_OWN_CHILD = "tandem/engine/kernels/compile_apart.py"
 
 
 def test_each_class_of_attack_has_a_row() -> None:
-    told = [row[0].strip() for row in ROWS]
-    assert [wanted for wanted in CLASSES if not any(name.startswith(wanted) for name in told)] == []
+    named = [row[0].strip() for row in ROWS]
+    assert [wanted for wanted in CLASSES if not any(name.startswith(wanted) for name in named)] == []
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].strip())
@@ -44,7 +44,7 @@ def test_the_tests_of_a_row_are_there(row: list[str]) -> None:
     for file, test in named:
         source = ast.parse((ROOT / file).read_text())
         functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-        assert test in {each.name for each in ast.walk(source) if isinstance(each, functions)}, f"{file}::{test}"
+        assert test in {node.name for node in ast.walk(source) if isinstance(node, functions)}, f"{file}::{test}"
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
@@ -57,7 +57,7 @@ def what_runs_code(tree: ast.Module) -> Iterator[str]:
     """Yields imports and calls by which bytes or text from outside could become code."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (each.name for each in node.names if each.name.partition(".")[0] in RUNS_CODE)
+            yield from (name.name for name in node.names if name.name.partition(".")[0] in RUNS_CODE)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in RUNS_CODE:
             yield node.module or ""
         elif isinstance(node, ast.Call):
@@ -68,9 +68,9 @@ def what_runs_code(tree: ast.Module) -> Iterator[str]:
 
 
 def test_nothing_unpickles_or_evaluates() -> None:
-    found = {file: list(what_runs_code(tree)) for file, tree in sources()}
-    assert len(found) > 500, "the packages are looked at"
-    assert {file: names for file, names in found.items() if names} == {TO_ITS_OWN_CHILD: ["pickle"]}
+    modules_of = {file: list(what_runs_code(tree)) for file, tree in sources()}
+    assert len(modules_of) > 500, "the packages are looked at"
+    assert {file: names for file, names in modules_of.items() if names} == {TO_ITS_OWN_CHILD: ["pickle"]}
 
 
 def test_what_would_is_seen() -> None:

@@ -32,7 +32,7 @@ def case(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
+    ("given", "expected"),
     [
         ([], {"case": "first", "size": 1}),
         (["--size", "3"], {"case": "first", "size": 3}),
@@ -40,10 +40,10 @@ def case(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     ],
 )
 def test_the_first_case_is_measured_unless_another_is_named(
-    given: list[str], found: dict[str, object], case: dict[str, str], capsys: pytest.CaptureFixture[str]
+    given: list[str], expected: dict[str, object], case: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_case("something", "", case, given)
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == found
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == expected
 
 
 def test_help_lists_the_cases(case: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:

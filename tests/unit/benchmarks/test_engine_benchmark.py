@@ -44,9 +44,9 @@ def test_both_sides_answer_the_same(sides: tuple[Engine, TransformersPeer]) -> N
 
 def test_every_quantity_is_compared_in_turns(sides: tuple[Engine, TransformersPeer]) -> None:
     compared = compare(*sides, SMALL)
-    assert [each.name for each in compared] == ["decode_ratio_b1", "decode_ratio_b3", "prefill_ratio_20"]
-    assert all(len(each.engine) == len(each.peer) == SMALL.rounds for each in compared)
-    assert [each.same_tokens for each in compared] == ["1 of 1", "3 of 3", ""]
+    assert [comparison.name for comparison in compared] == ["decode_ratio_b1", "decode_ratio_b3", "prefill_ratio_20"]
+    assert all(len(comparison.engine) == len(comparison.peer) == SMALL.rounds for comparison in compared)
+    assert [comparison.same_tokens for comparison in compared] == ["1 of 1", "3 of 3", ""]
     assert compared[1].bytes_read > compared[0].bytes_read > 0
 
 
@@ -78,7 +78,7 @@ def test_the_last_line_is_the_result(folder: Path, capsys: pytest.CaptureFixture
     assert {"hardware", "versions", "commit", "command", "date"} <= result.keys()
 
 
-def test_results_are_kept_under_a_name_that_tells_them_apart(tmp_path: Path) -> None:
+def test_files_of_results_are_named_after_subject_and_dtype(tmp_path: Path) -> None:
     result = {"dtype": "float32", "answer": 42} | run_facts("cpu")
     file = save_result("engine-Tiny", result, tmp_path / "results")
     assert file.name.startswith("engine-Tiny-")
@@ -113,12 +113,12 @@ def _one_thread() -> None:
 def test_codes_are_compared_with_bfloat16(tmp_path: Path) -> None:
     packed, plain = write_quantized(tmp_path, "W4A16")
     sides = [
-        Engine(ModelRunner.load(EngineConfig.of(each, dtype="bfloat16", threads=1, kv_cache_bytes=1 << 20)))
-        for each in (packed, plain)
+        Engine(ModelRunner.load(EngineConfig.of(model, dtype="bfloat16", threads=1, kv_cache_bytes=1 << 20)))
+        for model in (packed, plain)
     ]
     compared = compare(sides[0], sides[1], SMALL)
-    assert [each.bytes_read for each in compared] == [0, 0, 0]
-    assert all(each.ratio > 0 for each in compared)
+    assert [comparison.bytes_read for comparison in compared] == [0, 0, 0]
+    assert all(comparison.ratio > 0 for comparison in compared)
 
 
 def test_a_model_without_codes_is_refused(folder: Path) -> None:

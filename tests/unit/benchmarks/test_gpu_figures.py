@@ -120,10 +120,10 @@ def test_rows_that_the_cache_does_not_hold_are_left_out(
     monkeypatch.setattr(GpuEngine, "graph_seconds", device_seconds)
     monkeypatch.setattr(GpuEngine, "decode_spans", lambda *_: STEP)
     monkeypatch.setattr(gpu_shares, "BATCHES", (1, 7, 8, 32))
-    found = gpu_shares._decode(engine, 1e12)
+    results = gpu_shares._decode(engine, 1e12)
     assert set(measured) == {1, 7}
-    assert found["decode_ms_b7"] == 1000
-    assert "decode_ms_b8" not in found
+    assert results["decode_ms_b7"] == 1000
+    assert "decode_ms_b8" not in results
     assert "decode b8    left out: the KV cache holds fewer rows of 1024 tokens" in capsys.readouterr().out
 
 
@@ -139,20 +139,20 @@ def test_uneven_rows_are_a_step_of_their_own(
 
     monkeypatch.setattr(GpuEngine, "graph_seconds", device_seconds)
     runner.facts = SimpleNamespace(max_context=2048)
-    found = gpu_shares._uneven_decode(engine, 128, 4e12)
+    results = gpu_shares._uneven_decode(engine, 128, 4e12)
     (contexts,) = steps
     assert len(contexts) == 128
     assert min(contexts) < 256
     assert max(contexts) == 2047
     read = 2 * (LAYERS * LAYER + HEAD) + sum(contexts) * KV_OF_A_TOKEN
-    assert found["decode_uneven_bw_ratio_b128"] == round(read / 0.01 / 4e12, 4)
-    assert found["decode_uneven_device_ms_b128"] == 10
+    assert results["decode_uneven_bw_ratio_b128"] == round(read / 0.01 / 4e12, 4)
+    assert results["decode_uneven_device_ms_b128"] == 10
 
 
 def test_rows_of_any_lengths_have_pages_of_their_own(engine: GpuEngine) -> None:
     pages = engine._pages_of([(0, 1), (0, 128), (100, 129), (0, 300)])
-    assert [len(each) for each in pages] == [1, 1, 2, 3]
-    assert [page for each in pages for page in each] == list(range(7))
+    assert [len(row) for row in pages] == [1, 1, 2, 3]
+    assert [page for row in pages for page in row] == list(range(7))
     with pytest.raises(ValueError, match="2 rows need 72 pages of 64"):
         engine._pages_of([(0, 128 * 70), (0, 129)])
 
@@ -170,8 +170,8 @@ def test_walking_is_compared_with_rows_that_are_all_cut_alike(monkeypatch: pytes
 
     monkeypatch.setattr(gpu_shares, "make_inputs", lambda _: None)
     monkeypatch.setattr(gpu_shares, "call_seconds", seconds)
-    found = gpu_shares._attention(AttentionShape(32, 8, 128, 1.0), torch.bfloat16, 1e12)
-    assert [found[f"attention_split_over_walking_{rows}_uneven"] for rows in (12, 48)] == [1.5, 1.5]
+    results = gpu_shares._attention(AttentionShape(32, 8, 128, 1.0), torch.bfloat16, 1e12)
+    assert [results[f"attention_split_over_walking_{rows}_uneven"] for rows in (12, 48)] == [1.5, 1.5]
     assert splits == {1: 32, 12: 2, 48: 1}
 
 
@@ -181,8 +181,8 @@ def test_codes_and_scales_count_as_bytes(monkeypatch: pytest.MonkeyPatch) -> Non
     assert Size("", (1000,), shape, torch.int8).bytes == 1000 * 2 * 8 * 132
     monkeypatch.setattr(gpu_shares, "make_inputs", lambda _: None)
     monkeypatch.setattr(gpu_shares, "call_seconds", lambda *_: 1e-3)
-    found = gpu_shares._attention(shape, torch.int8, 1e12)
-    assert found["attention_bw_ratio_64x2048_int8"] == round(64 * 2048 * 2 * 8 * 132 / 1e9, 4)
+    results = gpu_shares._attention(shape, torch.int8, 1e12)
+    assert results["attention_bw_ratio_64x2048_int8"] == round(64 * 2048 * 2 * 8 * 132 / 1e9, 4)
 
 
 def test_a_result_names_the_scheme_and_how_much_faster_it_is() -> None:
@@ -204,7 +204,7 @@ def test_the_device_is_idle_where_nothing_runs() -> None:
     assert idle_share([Span(0, 9, "long"), Span(1, 2, "inside"), Span(9, 10, "next")]) == 0
 
 
-def test_a_kernel_adds_what_lies_behind_the_end_of_all_before_it() -> None:
+def test_a_kernel_adds_the_time_after_the_end_of_all_earlier_kernels() -> None:
     assert added_time(STEP) == {"Memcpy HtoD": 2, "first": 7 + 2, "second": 4}
     assert added_time([Span(0, 9, "long"), Span(1, 2, "inside")]) == {"long": 9, "inside": 0}
 

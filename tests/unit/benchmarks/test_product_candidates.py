@@ -29,15 +29,15 @@ def test_the_products_are_all_weights_of_the_model(model: Model) -> None:
     feed_forward: Any = weights.layers[0].feed_forward
     of_a_layer = (attention.qkv, attention.output, feed_forward.gate_up, feed_forward.down)
     assert model.layers == len(weights.layers)
-    assert [each.n * each.k for each in layer] == [each.numel() for each in of_a_layer]
+    assert [product_shape.n * product_shape.k for product_shape in layer] == [weight.numel() for weight in of_a_layer]
 
 
 def test_every_size_has_something_to_measure(model: Model) -> None:
     for product in model.products:
         for tokens in TOKENS:
-            found = candidates(product, tokens, EARLY)
-            assert found, (product, tokens)
-            for tile in found:
+            tiles = candidates(product, tokens, EARLY)
+            assert tiles, (product, tokens)
+            for tile in tiles:
                 if isinstance(tile, Skinny):
                     assert tile.tokens >= tokens
                     assert fits_scratch(tile, -(-product.outputs // tile.rows), product.paired)

@@ -64,12 +64,12 @@ def test_an_empty_line_divides_reasoning_from_the_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chunks: list[Any] = [{"reasoning": "Hm"}, {"reasoning": "."}, {"text": "Yes"}, {"text": "."}]
-    show(monkeypatch, [inference_pb2.Chunk(**each) for each in chunks], Unavailable("gone"))
+    show(monkeypatch, [inference_pb2.Chunk(**chunk) for chunk in chunks], Unavailable("gone"))
     assert capsys.readouterr().out == "Hm.\n\nYes.\n"
 
 
 @pytest.mark.parametrize("command", [["generate", "x"], ["status"]])
-def test_a_router_that_is_not_there_is_told_in_plain_words(command: list[str]) -> None:
+def test_a_missing_router_is_reported_in_plain_words(command: list[str]) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         where = f"127.0.0.1:{closed.getsockname()[1]}"
@@ -92,7 +92,7 @@ def test_only_the_transport_s_words_are_replaced() -> None:
 
 
 @pytest.mark.parametrize(("key", "what"), [("", "asks for an API key"), ("k", "does not accept this API key")])
-def test_a_router_that_wants_a_key_is_told_with_the_option_that_gives_one(key: str, what: str) -> None:
+def test_a_missing_key_is_reported_with_the_option_that_sets_it(key: str, what: str) -> None:
     refused = broken(grpc.StatusCode.UNAUTHENTICATED, (ERROR_CODE, Unauthenticated.code))
     typed = Connection("r:1", key, None, COMMANDS).error(refused)
     assert isinstance(typed, Unauthenticated)

@@ -98,8 +98,8 @@ def test_down_goes_on_where_one_cluster_does_not_end() -> None:
 def announced(model: str, first: str) -> subprocess.Popen[bytes]:
     """Starts a process that is a cluster by its state file alone; it ends slowly, or ignores signals if it is deaf."""
     # A shell's background job, and so whatever it starts, ignores SIGINT unless told otherwise.
-    heard = "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
-    pipe, script = subprocess.PIPE, f"{heard}\n{first}\nprint(flush=True)\nsys.stdin.read()"
+    first_lines = "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
+    pipe, script = subprocess.PIPE, f"{first_lines}\n{first}\nprint(flush=True)\nsys.stdin.read()"
     process = subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, stderr=pipe)
     assert process.stdout
     process.stdout.readline()
@@ -141,7 +141,7 @@ def test_a_taken_port_names_its_option(option: str) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        options = [each for pair in (ports | {option: str(port)}).items() for each in pair]
+        options = [word for pair in (ports | {option: str(port)}).items() for word in pair]
         result = CliRunner().invoke(app, ["up", *options])
     assert result.exit_code == 2
     assert result.stderr.startswith(f"error: {option}: cannot listen on 127.0.0.1:{port}")
@@ -193,10 +193,12 @@ def test_a_prompt_is_read_from_a_pipe(arguments: list[str], monkeypatch: pytest.
     assert (empty.exit_code, empty.stderr.startswith("error: PROMPT: is empty; ")) == (2, True)
 
 
-def test_answers_are_greedy_unless_told_otherwise() -> None:
+def test_answers_are_greedy_by_default() -> None:
     assert Sampling().options()["temperature"] == 0.0
     for command in ("up", "generate", "chat"):
-        callback = next(each.callback for each in app.registered_commands if each.callback.__name__ == command)
+        callback = next(
+            registered.callback for registered in app.registered_commands if registered.callback.__name__ == command
+        )
         assert inspect.signature(callback).parameters["temperature"].default == 0.0
 
 
@@ -216,7 +218,7 @@ def test_a_host_that_is_not_this_machine_names_its_option(host: str) -> None:
     assert result.stderr.count("\n") == 1
 
 
-def test_a_missing_gpu_is_told_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_is_reported_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("tandem.cli.start.serving.Cluster", None)
     model = write_tiny_model(tmp_path / "tiny")
@@ -225,7 +227,9 @@ def test_a_missing_gpu_is_told_before_ray_starts(tmp_path: Path, monkeypatch: py
     assert result.stderr == "error: --device: cuda asked for, PyTorch sees no GPU; use --device cpu\n"
 
 
-def test_a_model_without_tokenizer_is_told_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_tokenizer_is_reported_before_ray_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tandem.cli.start.serving.Cluster", None)
     model = write_tiny_model(tmp_path / "tiny")
     (model / "tokenizer.json").unlink(missing_ok=True)
@@ -307,12 +311,12 @@ def test_an_empty_key_opens_no_cluster() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu:7", "cuda:x", "cuda:", "gpu"])
-def test_a_device_that_is_none_is_told_what_there_is(device: str) -> None:
+def test_an_unknown_device_is_refused_with_the_known_ones(device: str) -> None:
     result = CliRunner().invoke(app, ["up", "--device", device, *ANY_PORTS])
     assert (result.exit_code, result.stderr) == (2, f"error: --device: {device!r} is none of cpu, cuda and cuda:N\n")
 
 
-def test_a_gpu_past_the_last_is_told_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_past_the_last_is_reported_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("tandem.cli.start.serving.Cluster", None)
@@ -332,14 +336,14 @@ def test_a_gpu_past_the_last_is_told_before_ray_starts(tmp_path: Path, monkeypat
         ({"page_tokens": 64, "device": "cpu"}, ""),
     ],
 )
-def test_pages_that_slow_a_gpu_down_are_told_with_the_better_size(
+def test_pages_that_slow_a_gpu_down_are_reported_with_the_better_size(
     settings: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     warn_of_slow_pages(ClusterSettings.of(**({"model": Path("nowhere"), "device": "cuda"} | settings)))
     assert capsys.readouterr().err == said
 
 
-def test_slow_pages_are_told_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_pages_are_reported_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
@@ -363,7 +367,9 @@ def test_a_page_of_random_weights_is_sized_without_any(tmp_path: Path) -> None:
         check_page(config.with_fields(page_tokens=1024))
 
 
-def test_a_cache_that_holds_no_page_is_told_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_holds_no_page_is_reported_before_ray_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tandem.cli.start.serving.Cluster", None)
     model = write_tiny_model(tmp_path / "tiny", hidden_size=1024, num_attention_heads=8, num_key_value_heads=8)
     result = CliRunner().invoke(
@@ -390,7 +396,7 @@ def test_other_hosts_memory_is_not_judged_by_this_one() -> None:
     check_memory(here.with_fields(ray_address="auto"))
 
 
-def test_weights_larger_than_the_memory_are_told_before_ray_starts(
+def test_weights_larger_than_the_memory_are_reported_before_ray_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tandem.cli.start.serving.Cluster", None)
@@ -428,8 +434,8 @@ def test_the_memory_of_drafts_counts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     config = ClusterSettings.of(
         model=model, prefill=1, decode=1, kv_cache_bytes=1 << 20, speculate="draft", draft=draft
     )
-    each = sum(weight_bytes(load_spec(folder), torch.float32) for folder in (model, draft))
-    available = [2 * (each + (1 << 20))]
+    folder_bytes = sum(weight_bytes(load_spec(folder), torch.float32) for folder in (model, draft))
+    available = [2 * (folder_bytes + (1 << 20))]
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=available[0]))
     check_weights(config)
     available[0] -= 1

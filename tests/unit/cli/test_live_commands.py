@@ -129,7 +129,7 @@ def test_a_controller_may_change_while_a_node_leaves(
     ],
 )
 @pytest.mark.usefixtures("asked")
-def test_a_node_is_ready_if_somebody_serves_there_or_nobody_is_coming(
+def test_a_node_is_ready_if_a_worker_serves_there_or_none_is_expected(
     node: str, away: Absence | None, code: int, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Controller, "away", () if away is None else (away,))
@@ -160,7 +160,7 @@ def test_a_node_is_ready_if_somebody_serves_there_or_nobody_is_coming(
 def test_a_wrong_number_is_named(command: list[str], message: str, asked: list[tuple[Any, ...]]) -> None:
     result = CliRunner().invoke(app, [*command, "--controller", "c:1"])
     assert (result.exit_code, result.stderr) == (2, f"error: {message}\n")
-    assert not [each for each in asked if len(each) > 1 and isinstance(each[1], dict)]
+    assert not [call for call in asked if len(call) > 1 and isinstance(call[1], dict)]
 
 
 @pytest.mark.parametrize("command", [["mode", "adaptive"], ["scale", "--workers", "2"], ["drain", "w"]])

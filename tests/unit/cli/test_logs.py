@@ -18,7 +18,7 @@ def write(root: Path, run_name: str, file: str, text: str) -> None:
         out.write(text)
 
 
-def test_lines_are_told_once_and_when_they_are_whole(tmp_path: Path) -> None:
+def test_lines_are_read_once_and_when_they_are_whole(tmp_path: Path) -> None:
     write(tmp_path, "2026-01-02T0000-7", "router.log", "one\u2028of one\ntw")
     write(tmp_path, "2026-01-02T0000-7", "decode-0.log", "a\n")
     tail = LogTail(tmp_path)
@@ -55,7 +55,7 @@ def test_it_goes_on_across_turned_files(tmp_path: Path) -> None:
     assert list(tail.lines()) == []
 
 
-def test_no_line_is_told_twice_that_is_turned_over_as_it_is_read(
+def test_a_line_of_a_file_that_is_rotated_during_a_read_is_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = "2026-01-02T0000-7"
@@ -103,5 +103,5 @@ def test_the_command_prints_the_newest_run(tmp_path: Path, monkeypatch: pytest.M
     assert nothing.exit_code == 1
     assert f"no process of a cluster has logged under {log_root()}" in nothing.stderr
     write(log_root(), new_log_folder().name, "router.log", "hello\n")
-    told = CliRunner().invoke(app, ["logs"])
-    assert (told.exit_code, told.stdout) == (0, "hello\n")
+    result = CliRunner().invoke(app, ["logs"])
+    assert (result.exit_code, result.stdout) == (0, "hello\n")

@@ -31,8 +31,8 @@ def test_settings_are_options(message: str, read: str) -> None:
 def test_every_setting_of_an_engine_is_an_option_of_up() -> None:
     commands = get_command(app).commands  # type: ignore[attr-defined]
     up, *others = (
-        {name if name.startswith("-") else name.upper() for option in commands[each].params for name in option.opts}
-        for each in ("up", "quantize", "train-draft")
+        {name if name.startswith("-") else name.upper() for option in commands[command].params for name in option.opts}
+        for command in ("up", "quantize", "train-draft")
     )
     assert set(SETTINGS.values()) <= up.union(*others)
     names = fields_by_name(EngineConfig).keys() - {"served"}

@@ -48,12 +48,15 @@ def test_8_bit_kv_takes_its_bytes_with_scales() -> None:
     results = [
         run(*LOAD, "--rate", "200", "--no-simulate", "--kv-cache-dtype", name) for name in ("auto", "int8", "fp8")
     ]
-    found = [next(line for line in result.stdout.splitlines() if line.startswith("memory")) for result in results]
-    assert "128 KiB of KV a token" in found[0]
-    assert "66 KiB of KV a token" in found[1]
-    assert found[1] == found[2]
+    memory_lines = [
+        next(line for line in result.stdout.splitlines() if line.startswith("memory")) for result in results
+    ]
+    assert "128 KiB of KV a token" in memory_lines[0]
+    assert "66 KiB of KV a token" in memory_lines[1]
+    assert memory_lines[1] == memory_lines[2]
     tokens = [
-        float(line.split(" a worker")[0].rpartition(" tokens")[0].rpartition(" ")[2].replace(",", "")) for line in found
+        float(line.split(" a worker")[0].rpartition(" tokens")[0].rpartition(" ")[2].replace(",", ""))
+        for line in memory_lines
     ]
     assert tokens[1] / tokens[0] == pytest.approx(256 / 132, rel=0.01)
     assert "KV in 8 bits" in results[0].stdout
@@ -103,7 +106,7 @@ def test_quantized_steps_are_as_much_faster_as_they_were_measured(scheme: str, o
     ceilings = device_kind("--gpu", "H100").ceilings
     packed = quantized_at_load(model, None if scheme.startswith("kv") else scheme.partition("_")[0])
     element_bytes = kv_element_bytes(packed, "int8" if "kv" in scheme else "auto")
-    costs = [StepCost(each) for each in (roofline(model, ceilings), roofline(packed, ceilings, element_bytes))]
+    costs = [StepCost(roof) for roof in (roofline(model, ceilings), roofline(packed, ceilings, element_bytes))]
     for name, factor in measured.items():
         kind, _, size = name.partition("_over_before_")
         if kind == "decode":
@@ -114,7 +117,7 @@ def test_quantized_steps_are_as_much_faster_as_they_were_measured(scheme: str, o
             work = StepWork(prompts * tokens, prompts * tokens**2 / 2)
         else:
             continue
-        before, after = (each.seconds(work) for each in costs)
+        before, after = (cost.seconds(work) for cost in costs)
         assert before / after == pytest.approx(factor, rel=off), name
 
 
@@ -251,13 +254,13 @@ def test_a_table_is_compared_row_by_row(tmp_path: Path) -> None:
         (["--shape", "qwen3-32b", "--prompt-tokens", "5000000"], "it fits in fewer bits neither, and on no known GPU"),
     ],
 )  # fmt: skip
-def test_a_model_that_does_not_fit_hears_what_would(options: list[str], remedies: str) -> None:
+def test_a_model_that_does_not_fit_is_refused_with_what_would_fit(options: list[str], remedies: str) -> None:
     refused = run("--no-simulate", *options)
     assert refused.exit_code
     assert remedies in " ".join(refused.stderr.split())
 
 
-def test_a_table_whose_strict_cell_nobody_knows_is_refused(tmp_path: Path) -> None:
+def test_a_table_with_an_unknown_strict_cell_is_refused(tmp_path: Path) -> None:
     load = {"rate": 2.0, "goodput": {"strict": {"share": 1.0}}}
     table = {"model": "llama-3-8b", "workers": 2, "tables": {"balanced": {}}, "loads": {"shared": [load]}}
     file = tmp_path / "table.json"
@@ -285,8 +288,8 @@ def test_what_speculation_would_bring() -> None:
     assert drafting.speedup(cost, 1, 1000) == pytest.approx(3.3616 * 4.1 / (6.5 + 0.2 * 4.1))
     assert drafting.speedup(cost, 85, 1000) == pytest.approx((1 + 0.8 + 0.64) * 12.5 / (6 + 25.5 + 0.1 * 4.1))
     assert drafting.speedup(cost, 129, 1000) == 1.0
-    found = drafting.break_even(cost, 1000)
-    assert drafting.speedup(cost, found - 1, 1000) > 1 >= drafting.speedup(cost, found, 1000)
+    rows = drafting.break_even(cost, 1000)
+    assert drafting.speedup(cost, rows - 1, 1000) > 1 >= drafting.speedup(cost, rows, 1000)
     said = run(*LOAD, "--no-simulate", "--speculate", "0.8,4,0.05").output
     assert "3.36 tokens a step" in said
     assert "by the roofline, times as fast by decoding requests: " in said
@@ -295,11 +298,11 @@ def test_what_speculation_would_bring() -> None:
 
 def test_predicted_steps_with_drafts_are_as_much_longer_as_measured_ones() -> None:
     """By the roofline of the GPU that ran them, for each batch and number of drafts: 3 % off, 13 % at most."""
-    found = json.loads(next(RESULTS.glob("speculation-speed-llama-3-8b-NVIDIA_H100*.json")).read_text())
+    report = json.loads(next(RESULTS.glob("speculation-speed-llama-3-8b-NVIDIA_H100*.json")).read_text())
     cost = StepCost(hardware("llama-3-8b", None, 10.0, 1.0, device=DEVICES["H100"].ceilings).actual_cost)
     errors = []
-    for row in found["rows"]:
-        plain = StepWork(decode_rows=row["batch"], decode_context_tokens=row["batch"] * found["context"])
+    for row in report["rows"]:
+        plain = StepWork(decode_rows=row["batch"], decode_context_tokens=row["batch"] * report["context"])
         for drafts, cell in row["fixed"].items():
             predicted = cost.seconds(plain.with_drafts(row["batch"] * int(drafts), 0)) / cost.seconds(plain)
             errors.append(abs(predicted / (cell["verify_ms"] / row["off_ms"]) - 1))

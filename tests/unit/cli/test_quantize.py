@@ -72,7 +72,7 @@ class Characters:
         pass
 
     def encode(self, text: str) -> list[int]:
-        return [ord(each) % 160 for each in text]
+        return [ord(character) % 160 for character in text]
 
 
 def test_the_table_compares_two_folders(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,8 @@ def test_the_text_is_named_by_its_hash() -> None:
 
 
 def test_samples_are_spread_over_the_text() -> None:
-    found = token_samples(lambda text: list(map(ord, text)), "abcdefghijk", 3, 2)
-    assert ["".join(map(chr, each)) for each in found] == ["ab", "de", "gh"]
+    samples = token_samples(lambda text: list(map(ord, text)), "abcdefghijk", 3, 2)
+    assert ["".join(map(chr, sample)) for sample in samples] == ["ab", "de", "gh"]
 
 
 def test_too_short_a_text_is_refused() -> None:

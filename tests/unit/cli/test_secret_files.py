@@ -30,7 +30,7 @@ def test_what_a_file_holds(file: Path, caplog: pytest.LogCaptureFixture) -> None
 def test_a_file_that_others_may_read_is_warned_of(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     file.chmod(0o644)
     assert keys_in("--api-key-file", str(file))
-    assert [(each.levelno, str(file) in each.message, "first" in each.message) for each in caplog.records] == [
+    assert [(record.levelno, str(file) in record.message, "first" in record.message) for record in caplog.records] == [
         (logging.WARNING, True, False)
     ]
 

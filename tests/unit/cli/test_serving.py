@@ -64,32 +64,32 @@ def config_of(**settings: Any) -> ClusterSettings:
 
 
 @pytest.mark.parametrize("once", [True, False])
-def test_where_it_serves_and_logs_is_told_after_the_answer(
+def test_addresses_and_log_folder_are_printed_after_the_answer(
     once: bool, clusters: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     serve(config_of(), None, FirstPrompt("hi", Sampling()), once=once)
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     (logs,) = (tmp_path / "tandem" / "logs").iterdir()
     places = ["the answer", "gRPC    127.0.0.1:7", "http://127.0.0.1:8/v1", str(logs), "nothing is left running"]
-    assert [told.find(place) for place in places] == sorted(told.find(place) for place in places)
-    assert all(place in told for place in places)
-    assert ("Ctrl-C stops it" in told) is clusters.last.waited is not once
+    assert [output.find(place) for place in places] == sorted(output.find(place) for place in places)
+    assert all(place in output for place in places)
+    assert ("Ctrl-C stops it" in output) is clusters.last.waited is not once
     assert clusters.last.stopped
     assert clusters.last.config.log_of("decode-0").file == logs / "decode-0.log"
     assert state.running() == []
 
 
 @pytest.mark.parametrize(("number", "leaves"), [(signal.SIGINT, False), (signal.SIGTERM, True), (signal.SIGHUP, True)])
-def test_only_who_means_the_cluster_ends_workers_that_may_outlive_it(
+def test_only_an_interrupt_of_the_cluster_ends_workers_that_may_outlive_it(
     number: signal.Signals, leaves: bool, clusters: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clusters.interrupt = (number,)
     outliving = {"outlive_s": 9.0, "ray_address": "auto", "token": "t", "cluster_name": "north"}
     serve(config_of(**outliving), None, None, once=False)
     assert clusters.last.left_workers is leaves
-    told = capsys.readouterr().out
-    assert ("wait 9 s for one with --cluster-name north" in told) is leaves
-    assert ("nothing is left running" in told) is not leaves
+    output = capsys.readouterr().out
+    assert ("wait 9 s for one with --cluster-name north" in output) is leaves
+    assert ("nothing is left running" in output) is not leaves
 
 
 @pytest.mark.parametrize("outlive_s", [0.0, 9.0])
@@ -99,12 +99,12 @@ def test_a_start_that_is_interrupted_says_what_may_live_on(
     clusters.failure = KeyboardInterrupt(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         serve(config_of(outlive_s=outlive_s, ray_address="auto", token="t"), None, None, once=False)
-    told = capsys.readouterr().out
-    assert ("nothing is left running" in told) is not bool(outlive_s)
-    assert ("workers that served before live on" in told) is bool(outlive_s)
+    output = capsys.readouterr().out
+    assert ("nothing is left running" in output) is not bool(outlive_s)
+    assert ("workers that served before live on" in output) is bool(outlive_s)
 
 
-def test_what_becomes_of_the_workers_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_note_about_the_workers_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     view = StartView(Console())
     with view:
         pass
@@ -112,7 +112,7 @@ def test_what_becomes_of_the_workers_is_told(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out == "another `tandem up` has [them]\n"
 
 
-def test_a_start_that_fails_tells_where_the_logs_are(
+def test_a_start_that_fails_names_the_folder_of_logs(
     clusters: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clusters.failure = Unavailable("decode-0 did not start")
@@ -129,7 +129,7 @@ def test_the_last_runs_keep_their_logs(tmp_path: Path, monkeypatch: pytest.Monke
         (root / f"2020-01-{day}T000000-1").mkdir(parents=True)
     new = log_folder.new_log_folder()
     assert new.stat().st_mode & 0o777 == 0o700
-    kept = sorted(each.name for each in root.iterdir())
+    kept = sorted(entry.name for entry in root.iterdir())
     assert len(kept) == log_folder.KEPT_RUNS
     assert (kept[0], kept[-1]) == ("2020-01-21T000000-1", new.name)
 

@@ -22,13 +22,13 @@ __all__ = ["served"]
 
 def given() -> dict[str, list[str]]:
     """Returns the options of `test_up` as lists of values by name; a switch has none."""
-    found: dict[str, list[str]] = {}
-    for word in (word for each in OPTIONS for word in each.split()):
+    words_of: dict[str, list[str]] = {}
+    for word in (word for option in OPTIONS for word in option.split()):
         if word.startswith("--"):
-            last = found.setdefault(word, [])
+            last = words_of.setdefault(word, [])
         else:
             last.append(word)
-    return found
+    return words_of
 
 
 def as_file(path: Path, *, dash: str) -> Path:
@@ -184,7 +184,7 @@ def test_adapters_have_vllms_names_too(served: list[Any], tmp_path: Path) -> Non
     assert run("--config", str(tmp_path / "a.yaml")).exit_code == 0
     assert served[0].engine.loras == wanted
     for given, reason in ((["sql"], "is not NAME=PATH"), (["=/a"], "is not NAME=PATH"), (["a=/a", "a=/b"], "twice")):
-        refused = run(*(word for each in given for word in ("--lora", each)))
+        refused = run(*(word for adapter in given for word in ("--lora", adapter)))
         assert refused.exit_code == 2
         assert reason in refused.output
 

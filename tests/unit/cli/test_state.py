@@ -18,8 +18,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_is_announced_is_found(folder: Path) -> None:
     path = state.announce("127.0.0.1:1", "127.0.0.1:2", "m")
-    found = state.newest()
-    assert (found.pid, found.grpc, found.http, found.model) == (os.getpid(), "127.0.0.1:1", "127.0.0.1:2", "m")
+    serving = state.newest()
+    assert (serving.pid, serving.grpc, serving.http, serving.model) == (os.getpid(), "127.0.0.1:1", "127.0.0.1:2", "m")
     assert path.stat().st_mode & 0o077 == 0
     assert folder.stat().st_mode & 0o077 == 0
     path.unlink()

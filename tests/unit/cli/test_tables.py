@@ -127,7 +127,7 @@ def test_what_somebody_should_look_at_is_said_in_whole_sentences() -> None:
     ]
 
 
-def test_status_names_those_who_do_not_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_names_workers_that_do_not_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def absent(_client: ControllerClient) -> tuple[Absence, ...]:
         return (Absence("decode-1", "waiting for a node with free capacity", coming=True),)
 
@@ -152,14 +152,14 @@ def test_the_guides_loop_over_workers_takes_each_that_serves_once() -> None:
         *remarks(view),
         "decode-2 does not serve: drained",
     ]
-    found = re.search(r"awk '([^']+)'", (ROOT / "docs" / "operations" / "scale.md").read_text())
-    assert found
-    program = found[1].replace("\\|", "|")
+    match = re.search(r"awk '([^']+)'", (ROOT / "docs" / "operations" / "scale.md").read_text())
+    assert match
+    program = match[1].replace("\\|", "|")
     done = subprocess.run(["awk", program], input="\n".join(status), capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["both-1", "decode-0"]
 
 
-def test_who_leaves_or_changes_says_so() -> None:
+def test_workers_that_leave_or_change_roles_are_marked() -> None:
     workers = [
         inference_pb2.WorkerStatus(worker_id="a", connected=True, draining=True, closing="both"),
         inference_pb2.WorkerStatus(worker_id="b", connected=True, closing="decode"),

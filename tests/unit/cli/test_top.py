@@ -82,7 +82,7 @@ def test_a_picture() -> None:
     assert lines["prefill-0"][-1] == "3"
 
 
-def test_a_step_that_began_before_the_stretch_makes_nobody_busier_than_always() -> None:
+def test_a_step_that_began_before_the_interval_does_not_make_a_worker_busier_than_always() -> None:
     cluster = Cluster()
     cluster.decode.counter(f.STEP_BUSY)
     before = Scrape(cluster.text(), 0.0)

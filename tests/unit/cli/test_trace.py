@@ -134,7 +134,7 @@ def test_the_command(listener: str) -> None:
     assert CliRunner().invoke(app, ["trace", "--slow", "--router", listener]).exit_code == 4
 
 
-def test_a_request_that_nobody_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_is_no_longer_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     async def nothing(*_: object, **__: object) -> str:
         return traces_to_json([], 512)
 

@@ -63,17 +63,17 @@ def test_the_loss_falls(trained: tuple[Path, str]) -> None:
 
 async def test_answers_are_the_same_and_drafts_are_accepted(model: Path, trained: tuple[Path, str]) -> None:
     answers: list[Any] = []
-    prompts = [Tokenizer(model).encode(each) for each in PARAGRAPHS[: len(SAMPLINGS)]]
+    prompts = [Tokenizer(model).encode(paragraph) for paragraph in PARAGRAPHS[: len(SAMPLINGS)]]
     for method, draft in ((SpeculationMethod.OFF, None), (SpeculationMethod.DRAFT, trained[0])):
         config = tiny_engine_config(model, draft=draft)
         runner = ModelRunner.load(config)
         async with LocalWorker.open(runner, config, method) as worker:
             if draft is not None:
                 worker.speculation.fixed_drafts = 2
-            sent = [worker.send(prompt, each) for prompt, each in zip(prompts, SAMPLINGS, strict=True)]
-            for each in sent:
-                await each.finished.wait()
-            answers.append([each.token_ids for each in sent])
+            sent = [worker.send(prompt, sampling) for prompt, sampling in zip(prompts, SAMPLINGS, strict=True)]
+            for answer in sent:
+                await answer.finished.wait()
+            answers.append([answer.token_ids for answer in sent])
             if draft is not None:
                 counts = worker.speculation.counts
                 wanted = ProposerName.EAGLE if trained[0].name == "eagle" else ProposerName.MEDUSA

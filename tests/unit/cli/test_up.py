@@ -110,7 +110,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def up(*options: str) -> None:
-    assert CliRunner().invoke(app, ["up", *(word for each in options for word in each.split())]).exit_code == 0
+    assert CliRunner().invoke(app, ["up", *(word for option in options for word in option.split())]).exit_code == 0
 
 
 def test_each_option_sets_what_it_names(served: list[Any]) -> None:

@@ -37,9 +37,9 @@ class Cluster:
 
     async def scrape(self, _address: str, _key: str) -> Scrape:
         text = merge(Exposition(registry).render()[0].decode() for registry in (self.router, self.busy, self.silent))
-        found = Scrape(text, self.seconds)
+        latest = Scrape(text, self.seconds)
         self.seconds += 1.0
-        return found
+        return latest
 
 
 async def test_a_row_for_each_worker() -> None:
@@ -106,13 +106,13 @@ async def test_what_became_of_drafts() -> None:
 
     decoding: list[Any] = []
     registries = [worker("off"), worker("idle", drafted=lambda: 8), worker("drafts", drafted=lambda: 40 * seconds)]
-    found = []
+    scrapes = []
     for _ in range(2):
-        found.append(Scrape(merge(Exposition(each).render()[0].decode() for each in registries), seconds))
+        scrapes.append(Scrape(merge(Exposition(source).render()[0].decode() for source in registries), seconds))
         seconds += 1.0
         for rows in decoding:
             rows.observe(4)
-    off, idle, drafts = speculation(ScrapeInterval(*found))
+    off, idle, drafts = speculation(ScrapeInterval(*scrapes))
     assert "off: speculative decoding: off" in off
     assert "beside 4.0 decoding requests" in idle
     assert "75% of 40 drafts accepted, 1.80 times as fast as without; proposing them took 4.0 s" in drafts

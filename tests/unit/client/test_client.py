@@ -58,22 +58,22 @@ class Talker:
     async def streamed(self, name: str, *arguments: Any, chunks: int | None = None, **options: Any) -> tuple[Any, Any]:
         """Returns the chunks of a stream, of which it reads at most so many, and the answers."""
         if isinstance(self.client, AsyncClient):
-            found = []
+            chunk_list = []
             async with getattr(self.client, name)(*arguments, **options) as stream:
                 async for chunk in stream:
-                    found.append(chunk)
-                    if len(found) == chunks:
-                        return found, None
-                return found, await stream.answers()
+                    chunk_list.append(chunk)
+                    if len(chunk_list) == chunks:
+                        return chunk_list, None
+                return chunk_list, await stream.answers()
 
         def read() -> tuple[Any, Any]:
-            found = []
+            chunk_list = []
             with getattr(self.client, name)(*arguments, **options) as stream:
                 for chunk in stream:
-                    found.append(chunk)
-                    if len(found) == chunks:
-                        return found, None
-                return found, stream.answers()
+                    chunk_list.append(chunk)
+                    if len(chunk_list) == chunks:
+                        return chunk_list, None
+                return chunk_list, stream.answers()
 
         return await asyncio.to_thread(read)
 
@@ -182,18 +182,20 @@ async def test_several_prompts_have_their_own_answers(talker: Talker, tokenizer:
     options = {"max_tokens": 3, "n": 2, "echo": True, "return_token_ids": True}
     answers = await talker.call("generate_all", prompts, **options)
     ids = [tokenizer.encode("The quick"), [5, 6, 7]]
-    assert [each.index for each in answers] == [0, 1, 2, 3]
-    assert [each.prompt.token_ids for each in answers] == [each for each in ids for _ in range(2)]
-    assert [each.prompt.text for each in answers] == [tokenizer.decode(each) for each in ids for _ in range(2)]
-    assert [each.text for each in await talker.call("generate_all", prompts[0], max_tokens=3)] == [answers[0].text]
+    assert [answer.index for answer in answers] == [0, 1, 2, 3]
+    assert [answer.prompt.token_ids for answer in answers] == [token_ids for token_ids in ids for _ in range(2)]
+    assert [answer.prompt.text for answer in answers] == [
+        tokenizer.decode(token_ids) for token_ids in ids for _ in range(2)
+    ]
+    assert [answer.text for answer in await talker.call("generate_all", prompts[0], max_tokens=3)] == [answers[0].text]
     best = await talker.call("generate_all", prompts, max_tokens=3, best_of=2)
-    assert [(each.index, each.completion_tokens) for each in best] == [(0, 3), (1, 3)]
+    assert [(answer.index, answer.completion_tokens) for answer in best] == [(0, 3), (1, 3)]
 
 
 async def test_token_ids_there_and_back(talker: Talker, tokenizer: Tokenizer) -> None:
-    found = await talker.call("tokenize", " fox", token_strs=True)
-    assert (found.token_ids, found.token_strs) == (tokenizer.encode(" fox"), ["Ġfox"][: len(found.token_ids)])
-    assert await talker.call("detokenize", found.token_ids, model="fake") == " fox"
+    tokens = await talker.call("tokenize", " fox", token_strs=True)
+    assert (tokens.token_ids, tokens.token_strs) == (tokenizer.encode(" fox"), ["Ġfox"][: len(tokens.token_ids)])
+    assert await talker.call("detokenize", tokens.token_ids, model="fake") == " fox"
     chat = await talker.call("tokenize_chat", "Hi", add_generation_prompt=False)
     assert tokenizer.decode_all(chat.token_ids) == "<|im_start|>user\nHi<|im_end|>\n"
     assert (chat.token_strs, chat.max_context) == ([], 2048)

@@ -36,7 +36,7 @@ class Workers:
         self.deaf: set[str] = set()
         self.seen: list[tuple[str, dict[str, Role | None]]] = []
         self.infos: dict[str, WorkerInfo] = {}
-        self.assignments = Assignments(self.registry, topology, roles, self._tell)
+        self.assignments = Assignments(self.registry, topology, roles, self._send_assignment)
         for worker_id, role in roles.items():
             self.start(worker_id, 1, topology.assignment(role))
         self._tasks = [asyncio.ensure_future(self._note()), asyncio.ensure_future(self.assignments.run())]
@@ -73,7 +73,7 @@ class Workers:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _tell(self, info: WorkerInfo, assignment: Assignment, _grace_s: float) -> None:
+    async def _send_assignment(self, info: WorkerInfo, assignment: Assignment, _grace_s: float) -> None:
         name = info.peer.worker_id
         if name in self.deaf:
             raise Unavailable(f"{name} does not answer")

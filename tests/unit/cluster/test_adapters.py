@@ -62,7 +62,7 @@ class Workers:
         return [adapter.name for adapter in self.infos[name].model.adapters]
 
     def not_ready(self, name: str) -> str:
-        return next(each.not_ready for each in self.registry.membership().workers if each.peer.worker_id == name)
+        return next(worker.not_ready for worker in self.registry.membership().workers if worker.peer.worker_id == name)
 
     async def adapters_in_use(self, info: WorkerInfo) -> Collection[str]:
         return self.used.get(info.peer.worker_id, ())
@@ -74,20 +74,20 @@ class Workers:
         await self.held.wait()
         if name in self.failures:
             raise self.failures[name]
-        found = replace(adapter, identity=self.hashes.get(name, f"hash of {adapter.path}"))
-        if adapter.identity not in {"", found.identity}:
+        loaded = replace(adapter, identity=self.hashes.get(name, f"hash of {adapter.path}"))
+        if adapter.identity not in {"", loaded.identity}:
             raise FailedPrecondition("another hash")
         now = self.infos[name]
-        others = tuple(each for each in now.model.adapters if each.name != found.name)
-        self._say(replace(now, model=replace(now.model, adapters=(*others, found))))
-        return found
+        others = tuple(other for other in now.model.adapters if other.name != loaded.name)
+        self._say(replace(now, model=replace(now.model, adapters=(*others, loaded))))
+        return loaded
 
     async def unload_adapter(self, info: WorkerInfo, name: str) -> None:
         worker = info.peer.worker_id
         if worker in self.deaf:
             raise FailedPrecondition(f"worker {worker}: it does not hear")
         now = self.infos[worker]
-        left = tuple(each for each in now.model.adapters if each.name != name)
+        left = tuple(adapter for adapter in now.model.adapters if adapter.name != name)
         self._say(replace(now, model=replace(now.model, adapters=left)))
 
     def _say(self, info: WorkerInfo) -> None:
@@ -172,7 +172,7 @@ async def test_two_routers_that_load_the_same_name_at_once(workers: Workers, ada
     assert isinstance(results[1], InvalidArgument)
     assert "loaded already; unload it first" in results[1].message
     assert workers.listed() == ["sql"]
-    assert all(each.model.adapters == (SQL,) for each in workers.infos.values())
+    assert all(info.model.adapters == (SQL,) for info in workers.infos.values())
 
 
 async def test_a_worker_that_restarts_takes_no_requests_until_it_has_them(workers: Workers, adapters: Adapters) -> None:

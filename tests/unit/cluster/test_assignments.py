@@ -19,7 +19,7 @@ from tandem.protocol.policy_name import PolicyName
 from .crew import BOTH, DISAGGREGATED, Crew, D, P, Workers, until
 
 
-async def test_through_all_modes_somebody_takes_every_kind_of_work() -> None:
+async def test_in_all_modes_every_kind_of_work_has_a_worker() -> None:
     workers = Workers({"a": P, "b": D}, DISAGGREGATED)
     await until(lambda: workers.seen)
     for change, roles in (
@@ -64,7 +64,7 @@ async def test_the_answer_comes_when_the_last_half_is_empty() -> None:
     await workers.stop()
 
 
-async def test_assignments_are_told_although_something_failed(
+async def test_assignments_are_sent_although_a_call_failed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An unexpected failure of a call or of the comparison does not stop the loop."""
@@ -73,7 +73,7 @@ async def test_assignments_are_told_although_something_failed(
     workers = Workers({"a": P, "b": D}, DISAGGREGATED)
     send, poll, failures = workers.assignments._send, workers.assignments._poll, ["send", "poll"]
 
-    async def tell_at_last(info: WorkerInfo, assignment: Assignment, grace_s: float) -> None:
+    async def send_at_last(info: WorkerInfo, assignment: Assignment, grace_s: float) -> None:
         if "send" in failures:
             failures.remove("send")
             raise KeyError("a defect of telling")
@@ -85,7 +85,7 @@ async def test_assignments_are_told_although_something_failed(
             raise KeyError("a defect of looking")
         poll()
 
-    workers.assignments._send = tell_at_last
+    workers.assignments._send = send_at_last
     await until(lambda: workers.seen)
     workers._tasks[1].cancel()
     monkeypatch.setattr(workers.assignments, "_poll", look_at_last)
@@ -99,7 +99,7 @@ async def test_assignments_are_told_although_something_failed(
     await workers.stop()
 
 
-async def test_who_comes_back_has_the_assignment_of_now() -> None:
+async def test_a_worker_that_comes_back_has_the_current_assignment() -> None:
     workers = Workers({"a": P, "b": D}, DISAGGREGATED)
     await workers.assignments.set_mode(ModeChange("colocated", step_policy="decode-priority"))
     workers.die("b")
@@ -151,8 +151,8 @@ async def test_who_takes_too_long_follows_later(monkeypatch: pytest.MonkeyPatch)
 
 def test_roles_that_are_needed_are_kept() -> None:
     roles = {"a": D, "b": BOTH, "c": P, "d": D}
-    found = {name: assignment.role for name, assignment in assign(Topology(Mode.DISAGGREGATED, 2), roles).items()}
-    assert found == {"a": D, "b": P, "c": P, "d": D}
+    assigned = {name: assignment.role for name, assignment in assign(Topology(Mode.DISAGGREGATED, 2), roles).items()}
+    assert assigned == {"a": D, "b": P, "c": P, "d": D}
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_what_cannot_be_is_named(change: dict[str, Any], workers: int, field: st
 
 
 @pytest.mark.parametrize(("given", "prefill"), [({}, 2), ({"prefill": 3}, 3), ({"decode": 3}, 2)])
-def test_half_prefill_unless_told_otherwise(given: dict[str, int], prefill: int) -> None:
+def test_half_of_the_workers_prefill_by_default(given: dict[str, int], prefill: int) -> None:
     assert ModeChange("disaggregated", **given).over(Topology(Mode.COLOCATED), 5).prefill == prefill  # type: ignore[arg-type]
 
 
@@ -213,7 +213,7 @@ async def test_a_worker_comes_back_once_its_node_has_left(monkeypatch: pytest.Mo
     await stage.stop()
 
 
-async def test_nobody_leaves_whom_nobody_stands_in_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_without_a_substitute_is_not_drained(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = Workers({"a": P, "b": D}, DISAGGREGATED)
     stage = await Crew.of(workers)
     workers.deaf.add("a")

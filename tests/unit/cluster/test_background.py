@@ -21,7 +21,7 @@ from .crew import until
         (Unavailable("nobody is there"), logging.INFO, "a thing: nobody is there"),
     ],
 )
-async def test_a_failure_that_nobody_waits_for_is_logged(
+async def test_a_failure_that_is_not_awaited_is_logged(
     error: Exception, level: int, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def fail() -> None:

@@ -92,8 +92,8 @@ def test_a_wrong_option_is_named(settings: dict[str, Any], option: str) -> None:
 
 def test_each_role_may_have_a_quantization_of_its_own() -> None:
     config = ClusterSettings.of(model=Path("m"), quantization="int8", decode_quantization="int4")
-    found = [worker_config(config, slot).engine.quantization for slot in plan(config, gpus=0)]
-    assert found == ["int8", "int4"]
+    quantizations = [worker_config(config, slot).engine.quantization for slot in plan(config, gpus=0)]
+    assert quantizations == ["int8", "int4"]
     everywhere = ClusterSettings.of(model=Path("m"), mode="colocated", quantization="fp8")
     assert [worker_config(everywhere, slot).engine.quantization for slot in plan(everywhere, gpus=0)] == ["fp8"]
 
@@ -194,7 +194,10 @@ def test_engines_of_workers_that_draft_capture_their_steps() -> None:
         )
         for method in methods
     }
-    engines = {method: worker_config(each, plan(each, gpus=1)[0]).engine for method, each in configs.items()}
+    engines = {
+        method: worker_config(method_config, plan(method_config, gpus=1)[0]).engine
+        for method, method_config in configs.items()
+    }
     assert {method: engine.draft_graphs for method, engine in engines.items()} == methods
 
 

@@ -51,17 +51,17 @@ class Controller:
 
 def watch(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> list[Progress]:
     monkeypatch.setattr(launcher, "WATCH_S", 0.0)
-    told: list[Progress] = []
-    controller.cluster = cluster = Cluster(ClusterSettings.of(model=Path("m")), told.append)
+    reports: list[Progress] = []
+    controller.cluster = cluster = Cluster(ClusterSettings.of(model=Path("m")), reports.append)
     cluster._watch(controller, HEALTH)  # type: ignore[arg-type]
-    return told
+    return reports
 
 
 def test_a_controller_that_dies_is_restarted_and_both_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     controller = Controller(HEALTH, Unavailable("the controller died"), HEALTH, failures=2)
-    told = watch(controller, monkeypatch)
+    reports = watch(controller, monkeypatch)
     assert controller.restarts == 3
-    assert told == [Progress("controller", False, "the controller died"), Progress("controller", True)]
+    assert reports == [Progress("controller", False, "the controller died"), Progress("controller", True)]
 
 
 def test_a_controller_that_does_not_start_again_ends_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ ROLES = {"prefill-0": P, "decode-0": D}
 
 
 def expected(registry: Registry) -> dict[str, Role]:
-    return {each.worker_id: each.role for each in registry.membership().expected}
+    return {worker.worker_id: worker.role for worker in registry.membership().expected}
 
 
 async def test_a_worker_that_dies_is_expected_from_its_death_to_its_return() -> None:

@@ -81,7 +81,7 @@ async def test_another_one_that_lives_has_them_from_then_on(keeps: bool) -> None
     assert await leaves(alone=False, keeps=keeps)
 
 
-async def test_one_that_let_go_ends_them_where_nobody_lives_any_more() -> None:
+async def test_a_controller_that_released_workers_ends_them_where_no_other_lives() -> None:
     """Both were stopped: it had no time to take over again."""
     assert not await leaves(keeps=False)
     assert await leaves(keeps=False, asked=True)

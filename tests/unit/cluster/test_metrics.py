@@ -45,8 +45,8 @@ async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ClusterMetri
 async def samples(cluster: ClusterMetrics) -> dict[tuple[str, str], tuple[str, float]]:
     """Returns the samples as (name, worker) → (role, value)."""
     text = await fetch(cluster.address, METRICS_PATH, KEY, timeout_s=60.0)  # type: ignore[attr-defined]
-    found = [each for metric in text_string_to_metric_families(text) for each in metric.samples]
-    return {(each.name, each.labels["worker"]): (each.labels.get("role", ""), each.value) for each in found}
+    parsed = [sample for metric in text_string_to_metric_families(text) for sample in metric.samples]
+    return {(sample.name, sample.labels["worker"]): (sample.labels.get("role", ""), sample.value) for sample in parsed}
 
 
 async def test_all_that_answer(cluster: ClusterMetrics) -> None:
@@ -55,28 +55,28 @@ async def test_all_that_answer(cluster: ClusterMetrics) -> None:
         listener, address = await worker(name)
         listeners.append(listener)
         cluster.opened(name, "decode", address)
-    found = await samples(cluster)
+    values = await samples(cluster)
     for name in ("decode-0", "decode-1"):
-        assert found["tandem_num_preemptions_total", name] == ("", 1)
-        assert found["tandem_metrics_target_up", name][1] == 1
+        assert values["tandem_num_preemptions_total", name] == ("", 1)
+        assert values["tandem_metrics_target_up", name][1] == 1
     # Roles are those of now, where they are known.
-    assert found["tandem_process_up", "decode-0"] == ("prefill", 1)
-    assert found["tandem_process_up", "decode-1"] == ("decode", 1)
-    assert found["tandem_process_restarts_total", "decode-1"] == ("", 2)
-    assert ("tandem_metrics_target_up", "router") not in found
-    assert found["process_resident_memory_bytes", "controller"][1] > 0
+    assert values["tandem_process_up", "decode-0"] == ("prefill", 1)
+    assert values["tandem_process_up", "decode-1"] == ("decode", 1)
+    assert values["tandem_process_restarts_total", "decode-1"] == ("", 2)
+    assert ("tandem_metrics_target_up", "router") not in values
+    assert values["process_resident_memory_bytes", "controller"][1] > 0
     await listeners[0].close()
-    found = await samples(cluster)
-    assert found["tandem_metrics_target_up", "decode-0"][1] == 0
-    assert ("tandem_num_preemptions_total", "decode-0") not in found
-    assert found["tandem_num_preemptions_total", "decode-1"][1] == 1
+    values = await samples(cluster)
+    assert values["tandem_metrics_target_up", "decode-0"][1] == 0
+    assert ("tandem_num_preemptions_total", "decode-0") not in values
+    assert values["tandem_num_preemptions_total", "decode-1"][1] == 1
     cluster.gone("decode-0")
-    found = await samples(cluster)
-    assert ("tandem_metrics_target_up", "decode-0") not in found
+    values = await samples(cluster)
+    assert ("tandem_metrics_target_up", "decode-0") not in values
     await listeners[1].close()
 
 
-async def test_who_lives_is_asked_where_that_changes() -> None:
+async def test_health_is_read_on_the_event_loop() -> None:
     """Health is read on the event loop, because a concurrent change elsewhere would fail the page."""
     asked: list[threading.Thread] = []
 
@@ -93,7 +93,7 @@ async def test_who_lives_is_asked_where_that_changes() -> None:
     assert set(asked) == {threading.current_thread()}
 
 
-async def test_whoever_has_a_gone_processs_port_is_not_shown_the_token(cluster: ClusterMetrics) -> None:
+async def test_a_stranger_at_the_port_of_an_ended_process_does_not_receive_the_token(cluster: ClusterMetrics) -> None:
     stranger = await Stranger().start()
     cluster.opened("decode-0", "decode", stranger.address)
     await cluster.text()

@@ -84,7 +84,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Groups:
     return Groups(monkeypatch)
 
 
-async def test_a_place_that_was_left_is_used_again_and_given_back(groups: Groups) -> None:
+async def test_an_orphaned_placement_group_is_used_again_and_released(groups: Groups) -> None:
     first = WorkerActors(OUTLIVING, "t")._group(SLOT)
     assert first.lifetime == "detached"
     second = WorkerActors(OUTLIVING, "t")
@@ -110,7 +110,9 @@ async def test_workers_that_end_with_their_start_have_places_that_do_so_too(grou
     assert not groups.mine
 
 
-async def test_giving_a_place_back_holds_up_nobody_else(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_releasing_a_placement_group_does_not_block_the_event_loop(
+    groups: Groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ray may be slow; meanwhile the event loop has workers to watch."""
     actors, looked = WorkerActors(OUTLIVING, "t"), threading.Event()
     actors._group(SLOT)
@@ -142,7 +144,7 @@ def test_a_place_that_has_the_name_since_is_left_alone(groups: Groups, monkeypat
     assert groups.mine["decode-0"].state == "CREATED"
 
 
-def test_a_place_that_ray_does_not_forget_is_told(
+def test_a_placement_group_that_ray_does_not_remove_is_logged(
     groups: Groups, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(left_workers, "GONE_S", 0.0)
@@ -161,7 +163,7 @@ async def test_what_no_worker_needs_is_cleared(groups: Groups) -> None:
     assert not groups.mine
 
 
-def test_one_that_somebody_has_given_back_is_made_anew(groups: Groups) -> None:
+def test_a_placement_group_that_was_released_is_created_anew(groups: Groups) -> None:
     actors = WorkerActors(OUTLIVING, "t")
     first = actors._group(SLOT)
     assert actors._group(SLOT) is first
@@ -174,11 +176,11 @@ async def test_who_waits_for_its_place_is_not_asked_what_it_is(groups: Groups) -
     for name, state in (("decode-0", "CREATED"), ("decode-9", "PENDING")):
         groups.make([{"decode": 1.0}], name=name, lifetime="detached").state = state
     groups.actors = {"decode-0-7", "decode-1-7", "decode-9-7", "router-7"}
-    placed = {each.peer.worker_id: each._placed for each in await RayOrphanedWorkers().living()}  # type: ignore[attr-defined]
+    placed = {worker.peer.worker_id: worker._placed for worker in await RayOrphanedWorkers().living()}  # type: ignore[attr-defined]
     assert placed == {"decode-0": True, "decode-1": False, "decode-9": False}
 
 
-def test_the_last_worker_gives_back_what_nobody_uses(groups: Groups) -> None:
+def test_the_last_worker_releases_unused_placement_groups(groups: Groups) -> None:
     for name in ("decode-0", "decode-1", "decode-2", "decode-9"):
         groups.make([{"decode": 1.0}], name=name, lifetime="detached")
     groups.mine["decode-1"].state = "PENDING"

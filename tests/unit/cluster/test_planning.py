@@ -98,7 +98,7 @@ class Scene:
             self.router.counter(f.OFFERED_ANSWER_TOKENS).add(count * answer)
             await self.planning.poll()
 
-    def told(self) -> Scrape:
+    def scrape(self) -> Scrape:
         return Scrape(Exposition(self.own).render()[0].decode(), self.now)
 
 
@@ -118,10 +118,10 @@ async def test_roles_change_and_metrics_and_logs_say_why(said: pytest.LogCapture
     (change,) = scene.hand.asked
     assert isinstance(change, ModeChange)
     assert (change.mode, change.prefill, change.decode) == (Mode.DISAGGREGATED, 7, 0)
-    told = scene.told()
-    assert told.total(f.PLANNER_CHANGES, direction="to_prefill") == 1
-    assert told.total(f.PLANNER_WANTED, role="prefill") == 7
-    assert told.total(f.PLANNER_LOAD_RATIO, role="prefill") > 1 > told.total(f.PLANNER_LOAD_RATIO, role="decode")
+    metrics = scene.scrape()
+    assert metrics.total(f.PLANNER_CHANGES, direction="to_prefill") == 1
+    assert metrics.total(f.PLANNER_WANTED, role="prefill") == 7
+    assert metrics.total(f.PLANNER_LOAD_RATIO, role="prefill") > 1 > metrics.total(f.PLANNER_LOAD_RATIO, role="decode")
     assert "from 4:4 to 7:1: 45 requests/s of 900 computed" in said.text
 
 
@@ -129,7 +129,7 @@ async def test_a_dry_run_decides_and_changes_nothing(said: pytest.LogCaptureFixt
     scene = Scene(PlannerSettings(PlannerMode.DRY_RUN, WINDOW_S), APART)
     await scene.poll(45.0, times=4)
     assert scene.hand.asked == []
-    assert scene.told().total(f.PLANNER_CHANGES, direction="to_prefill") == 1
+    assert scene.scrape().total(f.PLANNER_CHANGES, direction="to_prefill") == 1
     assert "planner, dry run: from 4:4 to 7:1" in said.text
 
 
@@ -143,7 +143,7 @@ async def test_the_number_of_workers_follows_where_it_may() -> None:
     assert 4 < change.workers <= 16
 
 
-async def test_those_who_serve_change_their_roles_while_others_wait_for_a_node() -> None:
+async def test_serving_workers_change_their_roles_while_others_wait_for_a_node() -> None:
     limits = Limits(workers=Range(4, 16))
     scene = Scene(PlannerSettings(PlannerMode.ON, WINDOW_S, limits), [Role.PREFILL] + [Role.DECODE] * 3)
     scene.hand.late = True
@@ -184,7 +184,7 @@ async def test_what_is_late_is_an_error_and_the_next_look_begins_anew() -> None:
     scene.hand.late = False
     scene.now += 1e6  # however long that took: it is of no window
     await scene.poll(45.0, times=3)
-    wanted = scene.told().total(f.PLANNER_WANTED, role="prefill")
+    wanted = scene.scrape().total(f.PLANNER_WANTED, role="prefill")
     assert wanted == 7
 
 

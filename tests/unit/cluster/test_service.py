@@ -73,7 +73,7 @@ def registration(worker_id: str, incarnation: int) -> cluster_pb2.RegisterReques
     )
 
 
-async def test_a_watcher_sees_who_comes_and_goes(listener: tuple[str, Registry]) -> None:
+async def test_a_watcher_sees_workers_come_and_go(listener: tuple[str, Registry]) -> None:
     address, registry = listener
     async with open_channel(address, "secret") as channel:
         stub = cluster_pb2_grpc.ClusterStub(channel)
@@ -100,7 +100,7 @@ async def test_unregister_is_for_good(listener: tuple[str, Registry]) -> None:
         assert registry.membership().workers == ()
 
 
-async def test_who_is_absent_is_known_to_those_with_the_secret(listener: tuple[str, Registry]) -> None:
+async def test_absent_workers_are_listed_for_callers_with_the_secret(listener: tuple[str, Registry]) -> None:
     address, _ = listener
     assert await ControllerClient(address, "secret").absent() == (ABSENT,)
     with pytest.raises(Unauthenticated, match=r"the TLS handshake .* failed: is --token .* the token of that cluster"):

@@ -32,7 +32,7 @@ def named(roles: list[Role], begin: str) -> dict[str, Role]:
 
 
 @given(COUNTS, st.lists(st.sampled_from([P, D]), max_size=8), st.lists(st.sampled_from([P, D]), max_size=3))
-def test_steps_lead_where_they_should_and_nobody_leaves_for_another(
+def test_steps_reach_the_wanted_roles_and_no_serving_worker_leaves_for_a_new_one(
     wanted: dict[Role, int], here: list[Role], awaited: list[Role]
 ) -> None:
     old, new = named(here, "h"), named(awaited, "a")
@@ -44,7 +44,7 @@ def test_steps_lead_where_they_should_and_nobody_leaves_for_another(
         assert not any(name in old for name in steps.leave), "one that serves leaves, and another has to start"
 
 
-def test_whoever_is_worth_least_leaves() -> None:
+def test_the_worker_of_least_value_leaves() -> None:
     steps = Steps.to(Counter({P: 1, D: 2}), {"c": D, "b": D, "a": P}, {"z": P, "y": D, "x": D})
     assert steps == Steps(leave=("z", "y", "x"))
     assert Steps.to(Counter({P: 1, D: 3}), {"c": D, "b": D, "a": P}, {"y": D, "x": D}) == Steps(leave=("y",))
@@ -122,8 +122,8 @@ async def test_who_finds_no_room_is_awaited_and_counts() -> None:
         await crew.operator.resize(SizeChange(prefill=2, decode=2))
     assert len(crew.supervisors) == 4
     assert crew.operator.coming == 2
-    assert [each.worker_id for each in crew.operator.absent()] == ["prefill-1", "decode-1"]
-    assert {(each.reason, each.coming) for each in crew.operator.absent()} == {(WAITS_FOR_NODE, True)}
+    assert [worker.worker_id for worker in crew.operator.absent()] == ["prefill-1", "decode-1"]
+    assert {(worker.reason, worker.coming) for worker in crew.operator.absent()} == {(WAITS_FOR_NODE, True)}
     await crew.operator.set_mode(ModeChange("disaggregated", prefill=1, decode=1))
     with pytest.raises(DeadlineExceeded, match="prefill-1"):
         await crew.operator.resize(SizeChange(prefill=2, decode=1))
@@ -144,7 +144,7 @@ async def test_a_new_worker_ends_the_standing_in_for_one_that_stays_away() -> No
     await crew.operator.resize(SizeChange(prefill=1, decode=1, wait_s=60))
     await until(lambda: workers.roles == {"prefill-1": P, "decode-0": D})
     assert crew.supervisors["prefill-0"].phase is Phase.DRAINED, "an operator wanted that"
-    assert [(each.worker_id, each.coming) for each in crew.operator.absent()] == [("prefill-0", False)]
+    assert [(worker.worker_id, worker.coming) for worker in crew.operator.absent()] == [("prefill-0", False)]
     await crew.operator.drain_worker("prefill-0", 1.0, restart=True, force=False)
     assert workers.roles == {"prefill-0": P, "prefill-1": P, "decode-0": D}
     await crew.stop()
@@ -188,7 +188,7 @@ async def test_one_that_moves_comes_back_although_ray_did_not_answer_for_a_while
     await crew.stop()
 
 
-async def test_who_is_given_up_while_it_restarts_says_so() -> None:
+async def test_a_worker_that_is_abandoned_during_its_restart_is_reported() -> None:
     workers = Workers({"both-0": BOTH, "both-1": BOTH}, Topology(Mode.ADAPTIVE))
     crew = await Crew.of(workers)
     crew.room.clear()
@@ -201,7 +201,7 @@ async def test_who_is_given_up_while_it_restarts_says_so() -> None:
     await crew.stop()
 
 
-async def test_who_lets_go_ends_what_is_under_way_and_tells_who_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_finishing_ends_operations_under_way_and_names_drained_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tandem.cluster.operations.operator, "NODE_LOOK_S", 0.001)
     workers = Workers({"prefill-0": P, "decode-0": D, "decode-1": D, "decode-2": D}, DISAGGREGATED)
     crew = await Crew.of(workers)
@@ -260,7 +260,7 @@ async def test_who_drains_since_its_node_leaves_is_handed_over_as_one_that_moves
     await crew.stop()
 
 
-async def test_a_drain_that_never_ends_keeps_nobody_from_taking_over(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_drain_that_never_ends_does_not_prevent_a_takeover(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tandem.cluster.operations.operator, "END_S", 0.0)
     workers = Workers({"prefill-0": P, "decode-0": D, "decode-1": D}, DISAGGREGATED)
     crew = await Crew.of(workers)

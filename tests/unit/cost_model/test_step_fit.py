@@ -146,12 +146,12 @@ def test_empty_steps_teach_nothing() -> None:
 def test_later_steps_are_learned_from_together() -> None:
     fit = StepFit(GUESS)
     play(fit, TRUE, mixed, AT_ONCE)
-    told = fit.parameters
+    reported = fit.parameters
     play(fit, TRUE, mixed, LEARN_EVERY - 1, seed=1)
-    assert fit.parameters is told
+    assert fit.parameters is reported
     play(fit, TRUE, mixed, 1, seed=2)
     assert fit.parameters.observed == AT_ONCE + LEARN_EVERY
-    assert fit.parameters.token_s != told.token_s
+    assert fit.parameters.token_s != reported.token_s
 
 
 def test_the_reported_noise_is_that_of_mixed_steps() -> None:
@@ -162,8 +162,8 @@ def test_the_reported_noise_is_that_of_mixed_steps() -> None:
         for _ in range(4000):
             work = mixed(rng)
             fit.observe(work, StepCost(TRUE).seconds(work) * rng.lognormal(0, noise if work.decode_rows else 0.1))
-        told = fit.parameters.mixed_step_margin
-        over = [rng.lognormal(0, noise) > told for _ in range(5000)]
+        margin = fit.parameters.mixed_step_margin
+        over = [rng.lognormal(0, noise) > margin for _ in range(5000)]
         assert np.mean(over) < 0.03
 
 

@@ -67,7 +67,9 @@ def test_the_most_tokens_within_a_target(cost: StepCost, target_s: float, pairs:
     context = 400 * rows
     tokens = cost.tokens_within(target_s, rows, context, pairs)
     within = [
-        each for each in range(1, 2000) if cost.seconds(StepWork(each, each * pairs, rows, context)) <= target_s + 1e-9
+        index
+        for index in range(1, 2000)
+        if cost.seconds(StepWork(index, index * pairs, rows, context)) <= target_s + 1e-9
     ]
     best = max(within, default=0)
     assert tokens <= best, "never too many"

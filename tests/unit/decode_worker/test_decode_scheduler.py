@@ -152,7 +152,7 @@ def test_the_answer_grows_from_the_promise_and_its_pages_are_free_at_the_end() -
         assert row.draw.index == index
         assert row.start < len(row.page_ids) * PAGE_TOKENS
         house.pool.check_integrity()
-        events += [each.event for each in events_of(house.scheduler.apply([100 + index]))]
+        events += [request_event.event for request_event in events_of(house.scheduler.apply([100 + index]))]
     assert [event.first_index for event in events] == list(range(1, 10))
     assert [stamp.event for stamp in events[0].event_times] == [
         LifecycleEvent.NOTICE_SEEN,
@@ -320,7 +320,7 @@ class Checks:
     def chosen(self, _lease: Lease, _tokens: int, _skipped: int) -> tuple[int, ...]:
         return (0,)
 
-    def compare(self, _pages: object, _told: object, _tokens: int, on_result: Callable[[str], None]) -> None:
+    def compare(self, _pages: object, _reported: object, _tokens: int, on_result: Callable[[str], None]) -> None:
         if self.closed:
             raise Unavailable("closing")
         self.results.append(on_result)
@@ -334,13 +334,13 @@ def errors_of(house: House) -> list[str]:
 
 
 @pytest.mark.parametrize("checks", [None, Checks()], ids=["nothing is checked", "page 0 is"])
-@pytest.mark.parametrize("told", [(), SUMS, (PageChecksum(1, 7),), (*SUMS, PageChecksum(1, 7))])
-def test_a_sender_cannot_choose_what_is_checked(checks: Checks | None, told: tuple[PageChecksum, ...]) -> None:
+@pytest.mark.parametrize("reported", [(), SUMS, (PageChecksum(1, 7),), (*SUMS, PageChecksum(1, 7))])
+def test_a_sender_cannot_choose_what_is_checked(checks: Checks | None, reported: tuple[PageChecksum, ...]) -> None:
     house = House(checks=checks)
     lease = house.reserve("a")
     house.allocate_pages(lease)
-    house.deliver(lease, checksums=told)
-    agreed = told == (() if checks is None else SUMS)
+    house.deliver(lease, checksums=reported)
+    agreed = reported == (() if checks is None else SUMS)
     assert errors_of(house) == ([] if agreed else ["TRANSFER_FAILED"])
     assert house.admission.fenced == (not agreed)
     if not agreed:
@@ -423,7 +423,7 @@ def test_a_stranger_cannot_deliver() -> None:
     assert house.admission.fenced == 1
 
 
-def test_a_lease_without_heartbeat_ends_and_the_router_hears_it() -> None:
+def test_a_lease_without_heartbeat_ends_and_the_router_is_notified() -> None:
     house = House()
     promised, advertised = house.reserve("a"), house.reserve("b")
     house.allocate_pages(advertised)
@@ -439,7 +439,7 @@ def test_a_lease_without_heartbeat_ends_and_the_router_hears_it() -> None:
     house.assert_empty()
 
 
-def test_anything_in_any_order_leaves_nothing_behind() -> None:
+def test_operations_in_any_order_leak_nothing() -> None:
     for seed in range(60):
         random_walk(random.Random(seed))
 
@@ -529,7 +529,7 @@ def test_a_step_of_two_routers_has_columns_for_each_and_events_for_those_that_en
         house.arrive(name, router=router, max_tokens=limit)
     house.scheduler.schedule(16)
     joined = house.scheduler.apply([10, 20, 30])
-    assert [(each.router_id, each.event.token_ids) for each in joined.events] == [
+    assert [(event.router_id, event.event.token_ids) for event in joined.events] == [
         ("r", (10,)), ("other", (20,)), ("r", (30,)),
     ]  # fmt: skip
     assert not joined.plain_tokens()
@@ -551,7 +551,7 @@ def test_a_step_of_two_routers_has_columns_for_each_and_events_for_those_that_en
 
     house.scheduler.schedule(16)
     ended = house.scheduler.apply([23, 33])
-    assert [(each.router_id, each.event.finish_reason) for each in ended.events] == [("other", FinishReason.LENGTH)]
+    assert [(event.router_id, event.event.finish_reason) for event in ended.events] == [("other", FinishReason.LENGTH)]
     assert ended.plain_tokens() == [RoutedTokens("r", StepTokens(["c"], [1], [4], [33]))]
 
 
@@ -579,18 +579,18 @@ def test_an_answer_is_whole_whenever_it_is_asked_for() -> None:
     assert late.answer == said
 
 
-def test_the_transport_hears_each_count_before_the_next_change() -> None:
+def test_the_transport_receives_each_count_before_the_next_change() -> None:
     """Counts told outside the lock could arrive in the wrong order: a stale 0 would put the transport to rest."""
     house = House()
-    told: list[tuple[int, bool]] = []
-    house.admission._expect = lambda leases: told.append((leases, house.admission.lock.locked()))
+    expectations: list[tuple[int, bool]] = []
+    house.admission._expect = lambda leases: expectations.append((leases, house.admission.lock.locked()))
     house.arrive("q")
     house.reserve("r")
     house.abort("r")
     with pytest.raises(InvalidArgument):
         house.reserve("s", tokens=10_000)
-    assert [leases for leases, _ in told] == [1, 0, 1, 0, 0]
-    assert all(held for _, held in told)
+    assert [leases for leases, _ in expectations] == [1, 0, 1, 0, 0]
+    assert all(held for _, held in expectations)
 
 
 def test_quarantine_beyond_its_share_stops_promises_until_the_dead_writer_is_surely_quiet() -> None:

@@ -44,10 +44,10 @@ def matching(first: Sequence[int], drafts: Sequence[int], second: Sequence[int])
 
 def trusting(first: Sequence[int], drafts: Sequence[int], second: Sequence[int]) -> list[list[int]]:
     """A broken rule: it takes the draw behind a draft that was drawn almost, by the neighbouring token."""
-    found = []
+    outputs = []
     for token, draft, following in zip(first, drafts, second, strict=True):
-        found.append([token, following] if abs(token - draft) <= 1 else [token])
-    return found
+        outputs.append([token, following] if abs(token - draft) <= 1 else [token])
+    return outputs
 
 
 def draw(logits: Tensor, sampling: SamplingParams, index: int) -> list[int]:
@@ -66,8 +66,8 @@ def soft(logits: Tensor, sampling: SamplingParams) -> Tensor:
 
 def kept(logits: Tensor, sampling: SamplingParams) -> Tensor:
     """The probabilities [rows, VOCAB] float64 that temperature and filters leave, one token after the other."""
-    found = torch.zeros(logits.shape, dtype=torch.float64)
-    for row, probabilities in zip(found, soft(logits.double(), sampling), strict=True):
+    distribution = torch.zeros(logits.shape, dtype=torch.float64)
+    for row, probabilities in zip(distribution, soft(logits.double(), sampling), strict=True):
         ranked = sorted(range(VOCAB), key=lambda token: (-float(probabilities[token]), token))
         best = ranked[: sampling.top_k or VOCAB]
         total, before = float(probabilities[best].sum()), 0.0
@@ -76,7 +76,7 @@ def kept(logits: Tensor, sampling: SamplingParams) -> Tensor:
             if weight >= sampling.min_p * float(probabilities[best[0]]) and before < sampling.top_p * total:
                 row[token] = weight
             before += weight
-    return found / found.sum(-1, keepdim=True)
+    return distribution / distribution.sum(-1, keepdim=True)
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,10 @@ def statistic(rule: Rule, sampling: SamplingParams) -> tuple[float, int, int]:
     expected = SEEDS * kept(HEAD[None], sampling)[0][:, None] * kept(TAIL, sampling)
     common = expected >= 5
     rare_counts, rare = counts[~common].sum(), expected[~common].sum()
-    found = ((counts - expected)[common].square() / expected[common]).sum()
+    chi_square = ((counts - expected)[common].square() / expected[common]).sum()
     if rare > 0:
-        found += (rare_counts - rare) ** 2 / rare
-    return float(found), int(common.sum()) - (0 if rare > 0 else 1), int(counts[expected == 0].sum())
+        chi_square += (rare_counts - rare) ** 2 / rare
+    return float(chi_square), int(common.sum()) - (0 if rare > 0 else 1), int(counts[expected == 0].sum())
 
 
 def limit(degrees: int) -> float:
@@ -123,16 +123,16 @@ def limit(degrees: int) -> float:
 
 @pytest.mark.parametrize("sampling", LARGE_SAMPLES)
 def test_answers_follow_the_model(sampling: SamplingParams) -> None:
-    found, degrees, dropped = statistic(matching, sampling)
+    chi_square, degrees, dropped = statistic(matching, sampling)
     assert not dropped
     assert degrees > 100
-    assert found < limit(degrees)
+    assert chi_square < limit(degrees)
 
 
 @pytest.mark.parametrize("sampling", LARGE_SAMPLES)
 def test_a_broken_rule_is_detected(sampling: SamplingParams) -> None:
-    found, degrees, _ = statistic(trusting, sampling)
-    assert found > 2 * limit(degrees)
+    chi_square, degrees, _ = statistic(trusting, sampling)
+    assert chi_square > 2 * limit(degrees)
 
 
 @pytest.mark.parametrize("sampling", FILTERS.values(), ids=FILTERS)

@@ -65,7 +65,7 @@ class FakeBatch:
         self.drafts: Mapping[Any, Draft] = {}
 
     def next_rows(self) -> tuple[Sequence[FakeRequest], StepWork]:
-        context = sum(each.tokens for each in self.requests)
+        context = sum(request.tokens for request in self.requests)
         return self.requests, StepWork(decode_rows=len(self.requests), decode_context_tokens=context)
 
     def rows_left(self, _: FakeRequest) -> int:
@@ -125,10 +125,10 @@ class FakeModel(BatchProposer):
             self.stored[key] += tokens
 
     def compute(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
-        for each in wanted:
-            assert self.missing(each.key) <= MISSING_MAX
-            self.stored[each.key] = self.known[each.key]
-        return [[9] * len(each.draws) for each in wanted]
+        for proposal in wanted:
+            assert self.missing(proposal.key) <= MISSING_MAX
+            self.stored[proposal.key] = self.known[proposal.key]
+        return [[9] * len(proposal.draws) for proposal in wanted]
 
 
 def bounds(seconds: float = math.inf, rows: int = 1000) -> StepBounds:
@@ -229,13 +229,13 @@ def test_without_memory_a_request_has_no_drafts(make: Any) -> None:
 
 def test_the_predicted_seconds_are_those_of_both_models() -> None:
     costs = DraftCosts(TARGET, SMALL, StepWork(decode_rows=2, decode_context_tokens=20), 2, 20)
-    found = costs.count([0.5, 0.25], kv_read_once=False)
+    prediction = costs.count([0.5, 0.25], kv_read_once=False)
     verify_s = 30e-3 + 6 * 0.5e-3
     propose_s = 2 * 3e-3 + (2 + 2 * 0.25 + 2) * 0.1e-3
-    assert found.seconds == pytest.approx(verify_s + propose_s)
-    assert found.saved_s == pytest.approx(31e-3 - (verify_s + propose_s) / 1.75)
+    assert prediction.seconds == pytest.approx(verify_s + propose_s)
+    assert prediction.saved_s == pytest.approx(31e-3 - (verify_s + propose_s) / 1.75)
     assert costs.count([], kv_read_once=False).saved_s == 0
-    assert found.saved_s > (1 - 1 / GAIN_MIN) * 31e-3
+    assert prediction.saved_s > (1 - 1 / GAIN_MIN) * 31e-3
 
 
 def test_look_ups_have_no_such_control() -> None:

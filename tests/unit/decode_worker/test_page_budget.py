@@ -68,8 +68,8 @@ def test_together_is_one_by_one() -> None:
         while gave and (growing := [request for request in some if request.reserved_pages]):
             before = [list(request.pages) for request in growing]
             gave = together.grow_all(growing)
-            each = [single.grow(request) for request in others if request.reserved_pages]
-            assert gave == all(each)
+            outcomes = [single.grow(request) for request in others if request.reserved_pages]
+            assert gave == all(outcomes)
             if gave:
                 assert state(together, some) == state(single, others)
                 together._pool.check_integrity()
@@ -123,7 +123,7 @@ def test_pages_that_are_kept_for_others_count_against_the_limit(claims: PageRese
     assert claims.reserve(Prefix(b""), 5, 4, 3) == 5
 
 
-def test_nobody_enters_while_answers_that_outgrew_their_forecasts_lack_pages(claims: PageReservations) -> None:
+def test_no_request_enters_while_answers_that_outgrew_their_forecasts_lack_pages(claims: PageReservations) -> None:
     """Not even one that needs no page of its own, as all it reads is cached."""
     request = entered(claims, "q", 16, 2, taken=2)
     claims.extend(request, 17)
@@ -131,7 +131,7 @@ def test_nobody_enters_while_answers_that_outgrew_their_forecasts_lack_pages(cla
         claims.reserve(Prefix(b""), 0, 4, 0)
 
 
-def test_a_chunk_of_a_local_prompt_gets_the_pages_of_its_lease_and_no_more(claims: PageReservations) -> None:
+def test_a_chunk_of_a_local_prompt_gets_at_most_the_pages_of_its_lease(claims: PageReservations) -> None:
     request = entered(claims, "q", 8, 3)
     assert (claims.for_chunk(request, 2), claims.for_chunk(request, 9)) == (2, 3)
 

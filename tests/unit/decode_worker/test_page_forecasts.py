@@ -136,7 +136,7 @@ def test_of_a_cached_prefix_a_prompt_reads_what_its_first_step_here_sees(local: 
     assert (desk.pool.counts().shared, desk.pool.counts().reserved, desk.budget.committed) == (0, 0, 0)
 
 
-def test_what_a_local_prompt_has_read_and_sees_no_more_becomes_pages_for_later_positions() -> None:
+def test_pages_outside_the_window_of_a_local_prompt_serve_later_positions() -> None:
     desk = Desk(64, WINDOWED)
     cached(desk, 20)
     request = desk.reserve(ask("q", 40, 8), local=True)

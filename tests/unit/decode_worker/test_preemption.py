@@ -1,6 +1,6 @@
 """Admission by forecast: more run at once than have room for their longest answers, and who is too much gives way.
 
-A router played by hand sends requests that gave way once more, behind the tokens that it has.
+A router played by hand sends preempted requests once more, after the tokens that it has.
 """
 
 import random
@@ -71,8 +71,8 @@ class Asked:
 class House:
     """A decode half and its router.
 
-    `behind`: a step is scheduled while the previous one runs; `late`: KV arrives in random order instead of the order
-    of the leases.
+    `asynchronous`: a step is scheduled while the previous one runs; `late`: KV arrives in random order instead of the
+    order of the leases.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class House:
         *,
         batch: int = 8,
         max_pages: int | None = None,
-        behind: bool = False,
+        asynchronous: bool = False,
         late: random.Random | None = None,
     ) -> None:
         self.pool = PagePool(pages)
@@ -108,7 +108,7 @@ class House:
             kv=KvPages(PAGE_TOKENS),
             max_batch_requests=batch,
         )
-        self.behind = behind
+        self.asynchronous = asynchronous
         self.late = late
         self.coming: list[Callable[[], None]] = []
         """Prompts whose KV is on its way."""
@@ -152,7 +152,7 @@ class House:
         written: set[int] = set()
         launched = []
         for row in rows:
-            asked = next(each for each in self.asked.values() if row.draw and row.draw.sampling is each.sampling)
+            asked = next(sent for sent in self.asked.values() if row.draw and row.draw.sampling is sent.sampling)
             page = row.page_ids[row.start // PAGE_TOKENS]
             assert page not in written
             assert page not in self.pool.readers()
@@ -164,7 +164,7 @@ class House:
             self.flying.append(launched)
         # The step loop sleeps now, until somebody else wakes it.
         assert launched or self.flying or self.scheduler.idle or self.coming
-        while len(self.flying) > (1 if self.behind and launched else 0):
+        while len(self.flying) > (1 if self.asynchronous and launched else 0):
             done = self.flying.popleft()
             for routed in events_of(self.scheduler.apply([asked.token(index) for asked, index in done])):
                 self._take(self.asked[routed.event.ref.request_id], routed.event)
@@ -231,13 +231,13 @@ class House:
 
 
 @pytest.fixture(params=[False, True], ids=["", "asynchronous"])
-def behind(request: pytest.FixtureRequest) -> bool:
+def asynchronous(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-def test_expected_lengths_let_more_run_at_once(behind: bool) -> None:
+def test_expected_lengths_let_more_run_at_once(asynchronous: bool) -> None:
     def most_running(*, taught: bool) -> int:
-        house = House(pages=24, behind=behind)
+        house = House(pages=24, asynchronous=asynchronous)
         if taught:
             house.believe_in_short_answers(40)
         for number in range(6):
@@ -250,9 +250,9 @@ def test_expected_lengths_let_more_run_at_once(behind: bool) -> None:
     assert most_running(taught=True) == 6
 
 
-def test_answers_that_may_fill_the_context_share_a_pool_from_the_first_on(behind: bool) -> None:
+def test_answers_that_may_fill_the_context_share_a_pool_from_the_first_on(asynchronous: bool) -> None:
     """Clients that name no limit had it to themselves, one after the other, until 16 of them had ended."""
-    house = House(pages=400, behind=behind)
+    house = House(pages=400, asynchronous=asynchronous)
     for number in range(6):
         house.ask(f"q{number}", 4, 1500, length=7)
     house.run()
@@ -260,8 +260,8 @@ def test_answers_that_may_fill_the_context_share_a_pool_from_the_first_on(behind
     assert not house.admission.requests.preemptions
 
 
-def test_the_youngest_gives_way_and_goes_on_behind_its_tokens(behind: bool) -> None:
-    house = House(pages=12, behind=behind)
+def test_the_youngest_is_preempted_and_continues_after_its_tokens(asynchronous: bool) -> None:
+    house = House(pages=12, asynchronous=asynchronous)
     house.believe_in_short_answers(30)
     old, young = (house.ask(name, 4, 30) for name in ("old", "young"))
     house.run()
@@ -271,8 +271,8 @@ def test_the_youngest_gives_way_and_goes_on_behind_its_tokens(behind: bool) -> N
     assert young.progress[0] > PAGE_TOKENS
 
 
-def test_where_all_answers_run_to_their_limit_nobody_gives_way(behind: bool) -> None:
-    house = House(pages=12, behind=behind)
+def test_where_all_answers_run_to_their_limit_none_is_preempted(asynchronous: bool) -> None:
+    house = House(pages=12, asynchronous=asynchronous)
     house.believe_in_short_answers(30)
     for name in "abc":
         house.ask(name, 4, 30, ignore_eos=True)
@@ -281,18 +281,18 @@ def test_where_all_answers_run_to_their_limit_nobody_gives_way(behind: bool) -> 
     assert house.most_running == 1
 
 
-def test_one_that_nearly_fills_the_pool_ends_among_others(behind: bool) -> None:
-    house = House(pages=20, behind=behind)
+def test_one_that_nearly_fills_the_pool_ends_among_others(asynchronous: bool) -> None:
+    house = House(pages=20, asynchronous=asynchronous)
     house.believe_in_short_answers(70, 20)
     large = house.ask("large", 5, 70)
     small = [house.ask(f"small-{number}", 5, 20) for number in range(9)]
     house.run()
     assert large.preempted == 0
-    assert sum(each.preempted for each in small) > 0
+    assert sum(small_request.preempted for small_request in small) > 0
 
 
-def test_one_that_nearly_fills_the_pool_ends_behind_others(behind: bool) -> None:
-    house = House(pages=20, behind=behind)
+def test_one_that_nearly_fills_the_pool_ends_after_others(asynchronous: bool) -> None:
+    house = House(pages=20, asynchronous=asynchronous)
     house.believe_in_short_answers(70, 20)
     for number in range(4):
         house.ask(f"small-{number}", 5, 20)
@@ -311,7 +311,7 @@ def test_what_can_never_fit_is_refused_whatever_is_expected() -> None:
         house.place()
 
 
-def test_nobody_new_takes_the_pages_of_one_that_gave_way() -> None:
+def test_no_new_request_takes_the_pages_of_a_preempted_one() -> None:
     house = House(pages=12)
     house.believe_in_short_answers(30, 3)
     house.ask("old", 4, 30)
@@ -331,7 +331,7 @@ def test_nobody_new_takes_the_pages_of_one_that_gave_way() -> None:
 
 
 def decoding(epoch: int, brought: int, prior_output_tokens: int = 0) -> DecodeRequest:
-    """One that was granted the lease number `epoch` and has brought so many tokens behind `answered` ones."""
+    """One that was granted the lease number `epoch` and has brought this many tokens after `prior_output_tokens`."""
     ref, prompt = RequestRef(f"q{epoch}", 1 + bool(prior_output_tokens)), (7,) * (4 + prior_output_tokens)
     reservation = Reservation("r", ref, prompt, SamplingParams(200), P, prior_output_tokens=prior_output_tokens)
     lease = Lease(ref.request_id, ref.attempt, epoch)
@@ -348,7 +348,7 @@ def test_the_youngest_is_chosen_and_never_the_oldest() -> None:
     assert choose(old, [old]) is None
 
 
-def test_one_that_came_back_makes_progress_before_it_gives_way_again() -> None:
+def test_a_resumed_request_makes_progress_before_it_is_preempted_again() -> None:
     old, middle, back = decoding(1, 1), decoding(2, 1), decoding(3, PROGRESS_TOKENS - 1, prior_output_tokens=5)
     there = [old, middle, back]
     assert choose(middle, there) is middle
@@ -364,15 +364,15 @@ def test_no_progress_keeps_those_from_the_batch_that_are_older_and_ready() -> No
     ready, back = decoding(1, 1), decoding(2, PROGRESS_TOKENS - 1, prior_output_tokens=5)
     ready.stage = Stage.READY
     assert choose(back, [ready, back]) is back
-    behind = decoding(3, 1, prior_output_tokens=5)
-    assert choose(back, [ready, back, behind]) is behind
-    assert choose(behind, [ready, back, behind]) is None
+    after_output = decoding(3, 1, prior_output_tokens=5)
+    assert choose(back, [ready, back, after_output]) is after_output
+    assert choose(after_output, [ready, back, after_output]) is None
     ready.stage = Stage.RUNNING
-    assert choose(back, [ready, back, behind]) is None
+    assert choose(back, [ready, back, after_output]) is None
 
 
-def test_the_oldest_goes_on_where_its_limit_was_lowered(behind: bool) -> None:
-    house = House(pages=20, max_pages=16, behind=behind)
+def test_the_oldest_goes_on_where_its_limit_was_lowered(asynchronous: bool) -> None:
+    house = House(pages=20, max_pages=16, asynchronous=asynchronous)
     house.believe_in_short_answers(50)
     house.ask("old", 4, 50)
     house.place()
@@ -380,12 +380,12 @@ def test_the_oldest_goes_on_where_its_limit_was_lowered(behind: bool) -> None:
     house.run()
 
 
-def house_of_any_lengths(seed: int, *, behind: bool, late: bool = False) -> House:
+def house_of_any_lengths(seed: int, *, asynchronous: bool, late: bool = False) -> House:
     drawn = random.Random(seed)
     pages = drawn.randint(6, 40)
     max_pages = drawn.choice([None, None, max(6, pages - 3)])
     order = random.Random(-1 - seed) if late else None
-    house = House(pages, batch=drawn.randint(1, 8), max_pages=max_pages, behind=behind, late=order)
+    house = House(pages, batch=drawn.randint(1, 8), max_pages=max_pages, asynchronous=asynchronous, late=order)
     if drawn.random() < 0.8:
         house.believe_in_short_answers(*(2**bits for bits in range(9)))
     most = (max_pages or pages) * PAGE_TOKENS
@@ -397,29 +397,29 @@ def house_of_any_lengths(seed: int, *, behind: bool, late: bool = False) -> Hous
 
 
 @seeds(40)
-def test_all_end_whatever_their_lengths(seed: int, behind: bool) -> None:
-    house = house_of_any_lengths(seed, behind=behind)
+def test_all_end_whatever_their_lengths(seed: int, asynchronous: bool) -> None:
+    house = house_of_any_lengths(seed, asynchronous=asynchronous)
     house.run()
     assert sum(asked.preempted for asked in house.asked.values()) == house.admission.requests.preemptions
 
 
 @seeds(40)
-def test_all_end_in_whatever_order_their_kv_comes(seed: int, behind: bool) -> None:
+def test_all_end_in_whatever_order_their_kv_comes(seed: int, asynchronous: bool) -> None:
     """The request with the oldest lease may be ready last, when others are running."""
-    house_of_any_lengths(seed, behind=behind, late=True).run()
+    house_of_any_lengths(seed, asynchronous=asynchronous, late=True).run()
 
 
 @seeds(25)
 def test_pages_given_together_are_those_given_one_by_one(
-    seed: int, behind: bool, monkeypatch: pytest.MonkeyPatch
+    seed: int, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def steps() -> list[list[tuple[int, Sequence[int]]]]:
-        house = house_of_any_lengths(seed, behind=behind)
-        found = []
+        house = house_of_any_lengths(seed, asynchronous=asynchronous)
+        rows = []
         while not all(asked.over for asked in house.asked.values()):
             house.place()
-            found.append([(row.start, row.page_ids) for row in house.step()])
-        return found
+            rows.append([(row.start, row.page_ids) for row in house.step()])
+        return rows
 
     together = steps()
     monkeypatch.setattr(DecodeRequests, "grow_all", lambda _self, _requests: False)

@@ -36,7 +36,6 @@ class Known:
     landed: int = 0
     stopped: bool = False
     over: bool = False
-    told: bool = False
 
     @property
     def next_position(self) -> int:
@@ -84,7 +83,7 @@ class Model:
         request = DecodeRequest(
             reservation, Lease(f"q{self.made}", 1, self.made), pages, pages, 0, b"", Prefix(b"", [], 0, []), 0
         )
-        request.answer, request.pages = [100 + self.made], [1000 + self.made * 50 + each for each in range(pages)]
+        request.answer, request.pages = [100 + self.made], [1000 + self.made * 50 + index for index in range(pages)]
         request.ending = Ending.of(request.prompt_tokens, sampling, FACTS)
         if sampling.penalized:
             request.history = History(reservation.original_prompt, request.answer)
@@ -93,14 +92,14 @@ class Model:
 
     def give_pages(self, share: float) -> None:
         needs_page = self.batch.without_page()
-        assert set(needs_page) == {each.request for each in self.known if each.short}
+        assert set(needs_page) == {member.request for member in self.known if member.short}
         for request in needs_page:
             if self.dice.random() < share:
                 request.pages.append(request.pages[0] + len(request.pages))
                 self.batch.page_added(request)
 
     def launch(self) -> None:
-        expected = [each for each in self.known if each.due and not each.short]
+        expected = [member for member in self.known if member.due and not member.short]
         self.drafts = {}
         if isinstance(self.batch, DraftingBatch):
             self.drafts = self.draft(self.batch, expected) if not self.flying else {}
@@ -114,37 +113,37 @@ class Model:
         if rows is None:
             return
         assert len(rows) - len(rows.newest) == sum(map(len, self.drafts.values()))
-        by_request = {each.request: each for each in expected}
+        by_request = {member.request: member for member in expected}
         step = [by_request.pop(slot.request) for slot in self.batch.in_flight_steps[-1][1].slots]
         assert not by_request
-        self.drafts = {each.request: self.drafts[each.request] for each in step if each.request in self.drafts}
+        self.drafts = {member.request: self.drafts[member.request] for member in step if member.request in self.drafts}
         before = self.flying[-1] if self.flying else []
         assert rows.context_tokens == sum(row.start + 1 for row in rows)
         assert rows.newest.context_tokens == sum(row.start + 1 for row in list(rows)[: len(step)])
         assert rows.columns.longest == max(row.start + 1 for row in rows)
         draws = rows.columns.draws
-        assert draws.masked == any(each.index < each.sampling.masked_tokens for each in draws)
+        assert draws.masked == any(draw.index < draw.sampling.masked_tokens for draw in draws)
         self.check_draft_rows(step, list(rows)[len(step) :])
-        for each, row in zip(step, list(rows)[: len(step)], strict=True):
-            source = before.index(each) if each in before else None
-            assert (row.start, row.source) == (each.next_position, source)
-            assert source is not None or row.token_ids == (each.said[-1],)
-            assert row.page_ids == each.request.pages
+        for member, row in zip(step, list(rows)[: len(step)], strict=True):
+            source = before.index(member) if member in before else None
+            assert (row.start, row.source) == (member.next_position, source)
+            assert source is not None or row.token_ids == (member.said[-1],)
+            assert row.page_ids == member.request.pages
             assert row.draw is not None
-            assert row.draw.index == row.start - each.request.prompt_tokens + each.request.first_draw
-            assert row.draw.sampling is each.request.reservation.sampling
-            each.launched += 1
+            assert row.draw.index == row.start - member.request.prompt_tokens + member.request.first_draw
+            assert row.draw.sampling is member.request.reservation.sampling
+            member.launched += 1
         assert all(source == FROM_HOST or source < len(before) for source in rows.columns.sources)
         self.flying.append(step)
 
     def draft(self, batch: DraftingBatch, due: list[Known]) -> dict[DecodeRequest, list[int]]:
         """Random drafts for some requests, as far as their pages and limits go."""
         drafts = {}
-        for each in due:
-            request = each.request
-            capacity = len(request.pages) * PAGE_TOKENS - each.next_position - 1
+        for member in due:
+            request = member.request
+            capacity = len(request.pages) * PAGE_TOKENS - member.next_position - 1
             assert batch.positions_left(request) == capacity
-            assert batch.next_position(request) == each.next_position
+            assert batch.next_position(request) == member.next_position
             most = min(capacity, batch.rows_left(request) - 1, 5)
             if request.history is None and most > 0 and self.dice.random() < 0.7:
                 drafts[request] = [self.dice.randrange(20, 60) for _ in range(self.dice.randint(1, most))]
@@ -152,7 +151,7 @@ class Model:
 
     def check_draft_rows(self, step: list[Known], rows: list[StepRow]) -> None:
         """The rows behind those of the newest tokens are the drafts, at the positions that follow."""
-        positions = {each.request: each.next_position for each in step}
+        positions = {member.request: member.next_position for member in step}
         expected = [
             (token, positions[request] + distance, request)
             for request, tokens in self.drafts.items()
@@ -169,7 +168,7 @@ class Model:
     def draw(self, step: list[Known]) -> tuple[list[int], dict[DecodeRequest, list[int]]]:
         """Draws of all rows, often the draft; and the tokens that each request gains."""
         token = lambda: self.dice.choice((STOP, *range(20, 60)))  # noqa: E731
-        drawn = {each.request: [token()] for each in step}
+        drawn = {member.request: [token()] for member in step}
         gained = {request: [*tokens] for request, tokens in drawn.items()}
         further = []
         for request, drafts in self.drafts.items():
@@ -180,71 +179,71 @@ class Model:
             right = next((n for n, draft in enumerate(drafts) if row[n] != draft), len(drafts))
             gained[request] = row[: right + 1]
             further += row[1:]
-        return [drawn[each.request][0] for each in step] + further, gained
+        return [drawn[member.request][0] for member in step] + further, gained
 
     def land(self) -> None:
         step = self.flying.popleft()
         drawn, gained = self.draw(step)
         completed = self.batch.complete(drawn)
-        told: dict[str, tuple[int, list[int]]] = {}
+        reported: dict[str, tuple[int, list[int]]] = {}
         self.late = completed, completed.plain_tokens()
         for routed in self.late[1]:
             for event in routed.tokens.events():
-                told[event.ref.request_id] = (event.first_index, list(event.token_ids))
+                reported[event.ref.request_id] = (event.first_index, list(event.token_ids))
         events = {
             request: (index, list(tokens)) for request, index, tokens in map(completed.tokens, completed.event_rows)
         }
-        for each in step:
-            each.landed += 1
-            request, name = each.request, each.request.reservation.ref.request_id
-            if each.over:
-                assert name not in told
+        for member in step:
+            member.landed += 1
+            request, name = member.request, member.request.reservation.ref.request_id
+            if member.over:
+                assert name not in reported
                 assert request not in events
                 continue
-            first, ends = len(each.said), False
+            first, ends = len(member.said), False
             for token in gained[request]:
-                each.said.append(token)
-                ends = request.ending.reason(token, len(each.said) - 1) is not None
+                member.said.append(token)
+                ends = request.ending.reason(token, len(member.said) - 1) is not None
                 if ends:
                     break
-            assert (request in events) != (name in told), "tokens are reported once"
-            assert (events.get(request) or told[name]) == (first, each.said[first:])
+            assert (request in events) != (name in reported), "tokens are reported once"
+            assert (events.get(request) or reported[name]) == (first, member.said[first:])
             assert request in events or not (ends or request.reservation.sampling.logprobs is not None)
-            self.accepted += len(each.said) - first - 1
-            assert request.history is None or request.history.answer == each.said
+            self.accepted += len(member.said) - first - 1
+            assert request.history is None or request.history.answer == member.said
             if ends:
-                each.over = each.stopped = True
+                member.over = member.stopped = True
                 self.batch.drop(request)
                 self.ended += 1
 
     def leave(self) -> None:
         gone = self.batch.drained()
-        over = [each for each in self.known if each.stopped and not any(each in step for step in self.flying)]
-        assert set(gone) == {each.request for each in over}
-        for each in over:
-            self.batch.leave(each.request)
-            assert each.request.answer == each.request.token_ids == each.said
-            assert each.request.in_flight == 0
-            self.known.remove(each)
+        over = [member for member in self.known if member.stopped and not any(member in step for step in self.flying)]
+        assert set(gone) == {member.request for member in over}
+        for member in over:
+            self.batch.leave(member.request)
+            assert member.request.answer == member.request.token_ids == member.said
+            assert member.request.in_flight == 0
+            self.known.remove(member)
 
     def disturb(self) -> None:
         """Somebody is cancelled, or gives way."""
-        short = [each for each in self.known if each.short]
-        each = self.dice.choice(short if short and self.dice.random() < 0.5 else self.known)
-        if not each.stopped:
-            each.stopped = True
+        short = [member for member in self.known if member.short]
+        member = self.dice.choice(short if short and self.dice.random() < 0.5 else self.known)
+        if not member.stopped:
+            member.stopped = True
             if self.dice.random() < 0.5:
-                each.over = True
-                self.batch.drop(each.request)
-                self.dropped_drafts += bool(self.flying) and each.request in self.drafts
+                member.over = True
+                self.batch.drop(member.request)
+                self.dropped_drafts += bool(self.flying) and member.request in self.drafts
             else:
-                self.batch.stop(each.request)
+                self.batch.stop(member.request)
 
     def empty(self) -> None:
         """All requests are cancelled and leave; the batch keeps nothing of them."""
-        for each in self.known:
-            each.over = each.stopped = True
-            self.batch.drop(each.request)
+        for member in self.known:
+            member.over = member.stopped = True
+            self.batch.drop(member.request)
         while self.flying:
             self.land()
         self.leave()
@@ -261,11 +260,11 @@ class Model:
         assert sorted(batch._free) == list(range(len(batch._columns)))
 
     def check(self) -> None:
-        assert len(self.batch) == sum(not each.stopped for each in self.known)
-        for each in self.known:
-            assert each.request.in_flight == each.launched - each.landed
+        assert len(self.batch) == sum(not member.stopped for member in self.known)
+        for member in self.known:
+            assert member.request.in_flight == member.launched - member.landed
             if self.dice.random() < 0.1:
-                assert each.request.token_ids == each.said
+                assert member.request.token_ids == member.said
 
 
 @pytest.mark.parametrize("ahead", [0, 1], ids=["each step by itself", "one step ahead"])

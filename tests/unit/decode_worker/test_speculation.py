@@ -36,8 +36,8 @@ def candidate(*rates: float) -> Candidate:
 
 def chosen(cost: StepCost, *candidates: Candidate, seconds: float = math.inf, rows: int = 1000) -> list[int]:
     work = StepWork(decode_rows=len(candidates), decode_context_tokens=100 * len(candidates))
-    found = with_most_tokens(StepBounds(cost, seconds, rows), work, candidates)
-    return [len(each.survival) for each in found]
+    drafts = with_most_tokens(StepBounds(cost, seconds, rows), work, candidates)
+    return [len(draft.survival) for draft in drafts]
 
 
 def test_drafts_are_added_while_the_tokens_per_second_rise() -> None:
@@ -55,13 +55,13 @@ def test_no_other_number_of_drafts_is_better(seed: int) -> None:
     work = StepWork(decode_rows=2, decode_context_tokens=200)
 
     def rate(first: int, second: int) -> float:
-        each = [candidates[0].first(first), candidates[1].first(second)]
-        tokens = 2 + sum(sum(one.survival) for one in each)
-        return tokens / cost.seconds(with_drafts(work, each))
+        drafts = [candidates[0].first(first), candidates[1].first(second)]
+        tokens = 2 + sum(sum(one.survival) for one in drafts)
+        return tokens / cost.seconds(with_drafts(work, drafts))
 
-    found = with_most_tokens(StepBounds(cost, math.inf, 100), work, candidates)
-    counts = {id(each.request): len(each.survival) for each in found}
-    best = rate(*(counts.get(id(each.request), 0) for each in candidates))
+    chosen_drafts = with_most_tokens(StepBounds(cost, math.inf, 100), work, candidates)
+    counts = {id(draft.request): len(draft.survival) for draft in chosen_drafts}
+    best = rate(*(counts.get(id(option.request), 0) for option in candidates))
     most = max(rate(first, second) for first in range(5) for second in range(5))
     assert best == pytest.approx(most) or most < GAIN_MIN * rate(0, 0)
 
@@ -75,9 +75,9 @@ def test_the_bounds_of_a_step_hold() -> None:
 
 def test_rows_that_read_no_kv_add_no_context() -> None:
     cost = StepCost(CostParameters(base_s=10e-3, row_s=0.0, context_s=20e-6))
-    each = candidate(0.9, 0.9)
-    once = replace(each, context=None)
-    assert with_drafts(ONE, [each]) == StepWork(decode_rows=3, decode_context_tokens=303, draft_rows=2)
+    draft = candidate(0.9, 0.9)
+    once = replace(draft, context=None)
+    assert with_drafts(ONE, [draft]) == StepWork(decode_rows=3, decode_context_tokens=303, draft_rows=2)
     assert with_drafts(ONE, [once]) == StepWork(decode_rows=3, decode_context_tokens=100, draft_rows=2)
     assert break_even(cost, ONE) == pytest.approx(2 / 12)
     assert break_even(cost, ONE, kv_read_once=True) == 0

@@ -40,22 +40,22 @@ def sampling_of(number: int) -> SamplingParams:
     return SAMPLINGS[number % len(SAMPLINGS)]
 
 
-def assert_whole(heard: RequestOutput, prompt: Sequence[int], sampling: SamplingParams) -> None:
+def assert_whole(output: RequestOutput, prompt: Sequence[int], sampling: SamplingParams) -> None:
     wanted = answer_to(list(prompt), sampling)
-    assert heard.tokens == wanted
-    assert heard.finish is (FinishReason.STOP if wanted[-1] == EOS else FinishReason.LENGTH)
-    assert len(heard.logprobs) == (len(wanted) if sampling.logprobs is not None else 0)
+    assert output.tokens == wanted
+    assert output.finish is (FinishReason.STOP if wanted[-1] == EOS else FinishReason.LENGTH)
+    assert len(output.logprobs) == (len(wanted) if sampling.logprobs is not None else 0)
 
 
 @pytest.mark.parametrize("speculate", [SpeculationMethod.NGRAM, SpeculationMethod.OFF])
 @pytest.mark.parametrize("both", [False, True], ids=["", "one worker"])
 async def test_answers_follow_their_grammars(both: bool, speculate: SpeculationMethod) -> None:
     async with WorkerPair(pages=256, both=both, speculate=speculate) as pair:
-        heard = [pair.send(f"q{n}", prompt, sampling_of(n)) for n, prompt in enumerate(PROMPTS)]
-        await until(lambda: all(each.finish for each in heard))
+        outputs = [pair.send(f"q{n}", prompt, sampling_of(n)) for n, prompt in enumerate(PROMPTS)]
+        await until(lambda: all(output.finish for output in outputs))
         for number, prompt in enumerate(PROMPTS):
-            assert_whole(heard[number], prompt, sampling_of(number))
-        assert sum(each.tokens[-1] == EOS for each in heard) >= 4
+            assert_whole(outputs[number], prompt, sampling_of(number))
+        assert sum(output.tokens[-1] == EOS for output in outputs) >= 4
         await pair.empty()
 
 
@@ -65,13 +65,13 @@ async def test_an_answer_goes_on_elsewhere() -> None:
     wanted = answer_to(prompt, sampling)
     for known in (1, 7, len(wanted) - 1):
         async with WorkerPair(pages=64) as pair:
-            heard = pair.send("q", prompt, sampling, 2, wanted[:known])
-            await until(lambda heard=heard: heard.finish)
-            assert heard.tokens == wanted
+            output = pair.send("q", prompt, sampling, 2, wanted[:known])
+            await until(lambda output=output: output.finish)
+            assert output.tokens == wanted
             await pair.empty()
 
 
-async def test_a_grammar_that_fails_takes_nobody_along(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_grammar_that_fails_ends_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its limits are reached in the fifth token: the request ends with the reason, all others go on."""
     fails = SAMPLINGS[1].grammar
 
@@ -91,12 +91,12 @@ async def test_a_grammar_that_fails_takes_nobody_along(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(FakeEngine, "run", run)
     async with WorkerPair(pages=256) as pair:
-        heard = [pair.send(f"q{n}", PROMPTS[n], sampling_of(n)) for n in range(4)]
-        await until(lambda: all(each.finish for each in heard))
-        assert (heard[1].finish, heard[1].error) == (FinishReason.ERROR, "INVALID_ARGUMENT")
-        assert "too complex" in heard[1].message
+        outputs = [pair.send(f"q{n}", PROMPTS[n], sampling_of(n)) for n in range(4)]
+        await until(lambda: all(output.finish for output in outputs))
+        assert (outputs[1].finish, outputs[1].error) == (FinishReason.ERROR, "INVALID_ARGUMENT")
+        assert "too complex" in outputs[1].message
         for number in (0, 2, 3):
-            assert_whole(heard[number], PROMPTS[number], sampling_of(number))
+            assert_whole(outputs[number], PROMPTS[number], sampling_of(number))
         await pair.empty()
 
 
@@ -123,10 +123,10 @@ async def test_an_answer_whose_mask_is_not_ready_repeats_its_row_and_no_other_wa
 
     monkeypatch.setattr(FakeEngine, "run", run)
     async with WorkerPair(pages=256, speculate=speculate, max_batch_requests=16) as pair:
-        heard = [pair.send(f"q{n}", prompt, sampling_of(n)) for n, prompt in enumerate(PROMPTS)]
-        await until(lambda: all(each.finish for each in heard))
+        outputs = [pair.send(f"q{n}", prompt, sampling_of(n)) for n, prompt in enumerate(PROMPTS)]
+        await until(lambda: all(output.finish for output in outputs))
         for number, prompt in enumerate(PROMPTS):
-            assert_whole(heard[number], prompt, sampling_of(number))
+            assert_whole(outputs[number], prompt, sampling_of(number))
         assert max(tries.values()) == 4
         await pair.empty()
 
@@ -149,12 +149,12 @@ async def test_a_grammar_that_fails_at_the_first_token_ends_with_its_error(
 
     monkeypatch.setattr(FakeEngine, "run", run)
     async with WorkerPair(pages=256, both=both) as pair:
-        heard = [pair.send(f"q{n}", PROMPTS[n], sampling_of(n)) for n in range(4)]
-        await until(lambda: all(each.finish for each in heard))
-        assert (heard[1].finish, heard[1].error) == (FinishReason.ERROR, "INVALID_ARGUMENT")
-        assert (heard[1].message, heard[1].tokens) == ("grammar: is too complex", [])
+        outputs = [pair.send(f"q{n}", PROMPTS[n], sampling_of(n)) for n in range(4)]
+        await until(lambda: all(output.finish for output in outputs))
+        assert (outputs[1].finish, outputs[1].error) == (FinishReason.ERROR, "INVALID_ARGUMENT")
+        assert (outputs[1].message, outputs[1].tokens) == ("grammar: is too complex", [])
         for number in (0, 2, 3):
-            assert_whole(heard[number], PROMPTS[number], sampling_of(number))
+            assert_whole(outputs[number], PROMPTS[number], sampling_of(number))
         await pair.empty()
 
 

@@ -46,7 +46,7 @@ class Chart:
         """Returns all manifests of a release with the default values, a secret with API keys, and `arguments`."""
         keys = () if "-f" in arguments else ("--set", "auth.apiKeys.existingSecret=tandem-keys")
         text = self.run("template", RELEASE, str(CHART), "--namespace", NAMESPACE, *keys, *arguments)
-        return [each for each in yaml.load_all(text, _LOADER) if each]
+        return [manifest for manifest in yaml.load_all(text, _LOADER) if manifest]
 
     @functools.cache  # noqa: B019
     def example(self, name: str) -> tuple[Manifest, ...]:
@@ -56,9 +56,11 @@ class Chart:
 
 def one(manifests: list[Manifest] | tuple[Manifest, ...], kind: str, name: str = "") -> Manifest:
     """Returns the only manifest of its kind whose name ends with `name`."""
-    found = [each for each in manifests if each["kind"] == kind and each["metadata"]["name"].endswith(name)]
-    assert len(found) == 1, f"{len(found)} of {kind} {name}"
-    return found[0]
+    matches = [
+        manifest for manifest in manifests if manifest["kind"] == kind and manifest["metadata"]["name"].endswith(name)
+    ]
+    assert len(matches) == 1, f"{len(matches)} of {kind} {name}"
+    return matches[0]
 
 
 def pods(manifests: list[Manifest] | tuple[Manifest, ...]) -> dict[str, Manifest]:
@@ -77,4 +79,6 @@ def containers(manifests: list[Manifest] | tuple[Manifest, ...]) -> Iterator[tup
 
 def driver(manifests: list[Manifest] | tuple[Manifest, ...]) -> Manifest:
     """Returns the container that runs `tandem up`."""
-    return next(each for name, each in containers(manifests) if (name, each["name"]) == ("router", "tandem"))
+    return next(
+        container for name, container in containers(manifests) if (name, container["name"]) == ("router", "tandem")
+    )

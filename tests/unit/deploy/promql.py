@@ -24,33 +24,33 @@ _NAME = re.compile(r"(?<![\w$.:])([A-Za-z_:][\w:]*)(?![\w:]*\s*\()")
 
 def known() -> dict[str, set[str]]:
     """Returns every series that a cluster exports, with its labels."""
-    found = {}
+    labels_of = {}
     for family in FAMILIES:
         labels = {*ROUTER, *family.labels}
         if family.kind is Kind.HISTOGRAM:
-            found[f"{family.full_name}_bucket"] = labels | {"le"}
-            found[f"{family.full_name}_count"] = found[f"{family.full_name}_sum"] = labels
+            labels_of[f"{family.full_name}_bucket"] = labels | {"le"}
+            labels_of[f"{family.full_name}_count"] = labels_of[f"{family.full_name}_sum"] = labels
         else:
-            found[family.full_name] = labels
+            labels_of[family.full_name] = labels
     registry = CollectorRegistry(auto_describe=False)
     for metric in ProcessCollector(registry=registry).collect():
         for sample in metric.samples:
-            found[sample.name] = set(PROCESS)
-    return found
+            labels_of[sample.name] = set(PROCESS)
+    return labels_of
 
 
 def selected(expression: str) -> list[tuple[str, set[str]]]:
     """Returns each selected metric with the labels of its matchers."""
     bare = _STRING.sub('""', expression)
-    found = [(name, _labels(inside)) for name, inside in _SELECTOR.findall(bare)]
+    pairs = [(name, _labels(inside)) for name, inside in _SELECTOR.findall(bare)]
     rest = re.sub(r"\[[^\]]*\]", "", _GROUPING.sub("", _SELECTOR.sub("", bare)))
-    return found + [(name, set()) for name in _NAME.findall(rest) if name not in _WORDS]
+    return pairs + [(name, set()) for name in _NAME.findall(rest) if name not in _WORDS]
 
 
 def grouped(expression: str) -> set[str]:
     """Returns the labels by which an expression groups or joins."""
     inside = _GROUPING.findall(_STRING.sub('""', expression))
-    return {label.strip() for each in inside for label in each.split(",") if label.strip()}
+    return {label.strip() for inner in inside for label in inner.split(",") if label.strip()}
 
 
 def strangers(expression: str, series: dict[str, set[str]]) -> list[str]:

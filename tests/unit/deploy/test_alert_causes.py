@@ -107,8 +107,8 @@ async def test_hand_overs_that_fail(tmp_path: Path) -> None:
             if number in {0, 5, 10}:
                 await cluster.minutes(2)
             pair.fabric.fail_next(number in {10, 11})
-            heard = pair.send(f"{number}", PROMPT, ONE)
-            await until(lambda heard=heard: heard.finish is not None)
+            output = pair.send(f"{number}", PROMPT, ONE)
+            await until(lambda output=output: output.finish is not None)
         await until(lambda: not pair.decode.engine.pool.counts().quarantined)
         await cluster.minutes(13)
     assert_fires(cluster, {5: set(), 9: {"TandemTransferFailures"}}, tmp_path)
@@ -120,8 +120,8 @@ async def test_pages_that_arrive_changed(tmp_path: Path) -> None:
         pair = cluster.pair
         pair.fabric.damage_next(lambda pages: pair.decode.engine.memory[pages[0]].fill(7))
         for name in map(str, range(25)):
-            heard = pair.send(name, PROMPT, ONE)
-            await until(lambda heard=heard: heard.finish is not None)
+            output = pair.send(name, PROMPT, ONE)
+            await until(lambda output=output: output.finish is not None)
         await cluster.minutes(34)
     assert_fires(cluster, {3: {"TandemKvChecksumFailed"}, 20: {"TandemKvChecksumFailed"}}, tmp_path)
 
@@ -131,8 +131,8 @@ async def test_a_pool_that_contradicts_itself(tmp_path: Path) -> None:
         await cluster.minutes(2)
         pair = cluster.pair
         pair.decode.engine.pool._free.take(1)
-        heard = pair.send("q", PROMPT, ONE)
-        await until(lambda: heard.finish is not None and pair.decode.worker.report.inspect().integrity_error)
+        output = pair.send("q", PROMPT, ONE)
+        await until(lambda: output.finish is not None and pair.decode.worker.report.inspect().integrity_error)
         await cluster.minutes(2)
     async with SmallCluster() as restarted:
         await restarted.minutes(2)
@@ -213,8 +213,10 @@ async def test_drafts_that_no_longer_fit(tmp_path: Path, monkeypatch: pytest.Mon
             oracle.alpha = alpha
             for turn in range(times):
                 await cluster.minutes(minutes)
-                heard = [cluster.pair.send(f"{alpha} {turn} {n}", [*PROMPT, n + 50], DRAFTED[alpha]) for n in range(8)]
-                await until(lambda heard=heard: all(each.finish for each in heard))
+                outputs = [
+                    cluster.pair.send(f"{alpha} {turn} {n}", [*PROMPT, n + 50], DRAFTED[alpha]) for n in range(8)
+                ]
+                await until(lambda outputs=outputs: all(output.finish for output in outputs))
                 await cluster.pair.empty()
         await cluster.minutes(20)
     assert_fires(cluster, {51: set(), 85: {"TandemDraftsRejected"}}, tmp_path)

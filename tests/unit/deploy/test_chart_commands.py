@@ -95,7 +95,7 @@ def test_the_planner_is_asked_for_as_values_say(chart: Chart) -> None:
 def test_a_routers_pod_finds_the_workers_of_the_one_before(chart: Chart) -> None:
     _, options = parsed(driver(chart.render())["command"])
     assert (options["workers_outlive"], options["cluster_name"]) == (300.0, "llm-tandem")
-    env = {each["name"] for each in driver(chart.render())["env"]}
+    env = {variable["name"] for variable in driver(chart.render())["env"]}
     assert "TANDEM_CLUSTER_TOKEN_FILE" in env, "else nobody could take them over"
     _, options = parsed(driver(chart.render("--set", "router.workersOutliveSeconds=0"))["command"])
     assert (options["workers_outlive"], options["cluster_name"]) == (0.0, "tandem")
@@ -116,7 +116,11 @@ def test_two_routers_stand_beside_each_other(chart: Chart) -> None:
     alone = chart.render()
     assert "affinity" not in pods(alone)["router"]["template"]["spec"]
     assert one(alone, "Service", "-controller")["spec"]["publishNotReadyAddresses"] is True
-    assert not [each for each in alone if each["metadata"]["name"].endswith("-router") and "Budget" in each["kind"]]
+    assert not [
+        manifest
+        for manifest in alone
+        if manifest["metadata"]["name"].endswith("-router") and "Budget" in manifest["kind"]
+    ]
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -152,7 +156,7 @@ def test_workers_pods_drain_before_they_end(chart: Chart, example: str) -> None:
         name, options = parsed(command)
         assert (name, options["node"]) == ("drain", "$POD_IP")
         assert options["grace"] + 60 <= spec["terminationGracePeriodSeconds"]
-        env = {each["name"] for each in spec["containers"][0]["env"]}
+        env = {variable["name"] for variable in spec["containers"][0]["env"]}
         assert {"POD_IP", "TANDEM_CONTROLLER", "TANDEM_CLUSTER_TOKEN_FILE"} <= env
 
 
@@ -161,7 +165,7 @@ def test_the_routers_pod_stays_until_what_runs_has_ended(chart: Chart) -> None:
     assert parsed(driver(manifests)["command"])[1]["stop_grace"] == 70
     spec = pods(manifests)["router"]["template"]["spec"]
     assert spec["terminationGracePeriodSeconds"] == 130
-    (ray,) = [each for each in spec["containers"] if each["name"] == "ray-worker"]
+    (ray,) = [container for container in spec["containers"] if container["name"] == "ray-worker"]
     shell, flag, script = ray["lifecycle"]["preStop"]["exec"]["command"]
     with socket.socket() as controller:
         controller.bind(("127.0.0.1", 0))
@@ -178,8 +182,8 @@ def test_the_routers_pod_stays_until_what_runs_has_ended(chart: Chart) -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_each_pod_with_processes_prints_their_logs(chart: Chart, example: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for group, each in pods(chart.example(example)).items():
-        logs = [container for container in each["template"]["spec"]["containers"] if container["name"] == "logs"]
+    for group, pod in pods(chart.example(example)).items():
+        logs = [container for container in pod["template"]["spec"]["containers"] if container["name"] == "logs"]
         if group == "head":
             assert not logs
             continue
@@ -187,7 +191,7 @@ def test_each_pod_with_processes_prints_their_logs(chart: Chart, example: str, m
         name, options = parsed(container["command"])
         assert (name, options["follow"]) == ("logs", True)
         roots = set()
-        for one_of_them in each["template"]["spec"]["containers"]:
+        for one_of_them in pod["template"]["spec"]["containers"]:
             (cache,) = [env["value"] for env in one_of_them["env"] if env["name"] == "XDG_CACHE_HOME"]
             monkeypatch.setenv("XDG_CACHE_HOME", cache)
             roots.add(log_root())
@@ -220,24 +224,34 @@ def test_a_pod_is_ready_when_its_workers_are(chart: Chart, example: str) -> None
         assert execute == "exec"
         asked, options = parsed(command)
         assert (asked, options["node"]) == ("ready", "$POD_IP")
-        assert {"POD_IP", "TANDEM_CONTROLLER", "TANDEM_CLUSTER_TOKEN_FILE"} <= {each["name"] for each in ray["env"]}
+        assert {"POD_IP", "TANDEM_CONTROLLER", "TANDEM_CLUSTER_TOKEN_FILE"} <= {
+            variable["name"] for variable in ray["env"]
+        }
 
 
 def test_secrets_are_files_that_the_commands_beside_them_find(chart: Chart) -> None:
     manifests = chart.example("many-hosts")
     for name, container in containers(manifests):
-        files = {each["name"]: each["value"] for each in container.get("env", []) if each["name"].endswith("_FILE")}
+        files = {
+            setting["name"]: setting["value"]
+            for setting in container.get("env", [])
+            if setting["name"].endswith("_FILE")
+        }
         mounted = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
-        volumes = {each["name"]: each for each in pods(manifests)[name]["template"]["spec"]["volumes"]}
+        volumes = {declared["name"]: declared for declared in pods(manifests)[name]["template"]["spec"]["volumes"]}
         for variable, file in files.items():
             folder, _, path = file.rpartition("/")
             volume = volumes[mounted[folder]["name"]]
             assert mounted[folder]["readOnly"]
             source = volume.get("secret") or volume["projected"]
             assert source["defaultMode"] == 0o440, "the pod's own group reads it, and no others"
-            items = [item for each in source.get("sources", [{"secret": source}]) for item in each["secret"]["items"]]
+            items = [
+                item
+                for projected in source.get("sources", [{"secret": source}])
+                for item in projected["secret"]["items"]
+            ]
             assert path in {item["path"] for item in items}, variable
-    names = {each["name"] for each in driver(manifests)["env"]}
+    names = {setting["name"] for setting in driver(manifests)["env"]}
     assert {"TANDEM_API_KEY_FILE", "TANDEM_METRICS_KEY_FILE", "TANDEM_CLUSTER_TOKEN_FILE"} <= names
 
 
@@ -246,16 +260,19 @@ def test_a_certificate_is_read_by_the_router_and_by_its_command(client_ca: bool,
     settings = ["--set", "tls.existingSecret=llm-tls", *(["--set", "tls.clientCaKey=ca.crt"] if client_ca else [])]
     manifests = chart.render(*settings)
     command = driver(manifests)["command"]
-    named = {each.partition("=")[0]: each.partition("=")[2] for each in command if each.startswith("--tls")}
+    named = {word.partition("=")[0]: word.partition("=")[2] for word in command if word.startswith("--tls")}
     files = {"--tls-certificate": "tls.crt", "--tls-key": "tls.key"}
     files |= {"--tls-client-ca": "client-ca.crt"} if client_ca else {}
     assert named == {option: f"/etc/tandem/tls/{file}" for option, file in files.items()}
     spec = pods(manifests)["router"]["template"]["spec"]
-    (volume,) = (each for each in spec["volumes"] if each["name"] == "tls")
+    (volume,) = (mounted for mounted in spec["volumes"] if mounted["name"] == "tls")
     assert volume["secret"]["defaultMode"] == 0o440
     assert [item["path"] for item in volume["secret"]["items"]] == list(files.values())
     mounts = {"name": "tls", "mountPath": "/etc/tandem/tls", "readOnly": True}
-    assert [each["name"] for each in spec["containers"] if mounts in each["volumeMounts"]] == ["ray-worker", "tandem"]
+    assert [container["name"] for container in spec["containers"] if mounts in container["volumeMounts"]] == [
+        "ray-worker",
+        "tandem",
+    ]
     router = driver(manifests)
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
         assert router[probe]["httpGet"]["port"] == "operations"
@@ -266,10 +283,13 @@ def test_a_certificate_is_read_by_the_router_and_by_its_command(client_ca: bool,
 def test_the_router_reads_the_keys_that_its_command_names(chart: Chart) -> None:
     spec = pods(chart.example("many-hosts"))["router"]["template"]["spec"]
     mounts = {"name": "keys", "mountPath": "/etc/tandem/keys", "readOnly": True}
-    assert [each["name"] for each in spec["containers"] if mounts in each["volumeMounts"]] == ["ray-worker", "tandem"]
+    assert [container["name"] for container in spec["containers"] if mounts in container["volumeMounts"]] == [
+        "ray-worker",
+        "tandem",
+    ]
 
 
-def test_without_keys_the_router_is_told_that_it_is_meant(chart: Chart) -> None:
+def test_without_keys_the_router_runs_with_insecure(chart: Chart) -> None:
     assert parsed(driver(chart.render())["command"])[1]["insecure"] is False
     settings = "auth.apiKeys.existingSecret=,auth.insecure=true"
     _, options = parsed(driver(chart.render("--set", settings))["command"])

@@ -29,10 +29,10 @@ UPDATE = "UPDATE_GOLDEN"
 def strict(schema: Any) -> Any:
     """Returns the schema for Kubernetes' strict field validation, which rejects unknown fields."""
     if isinstance(schema, list):
-        return [strict(each) for each in schema]
+        return [strict(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    inside = {key: strict(each) for key, each in schema.items()}
+    inside = {key: strict(value) for key, value in schema.items()}
     if schema.get("x-kubernetes-int-or-string"):
         return {"type": ["integer", "string"]}
     free = schema.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in schema
@@ -56,10 +56,10 @@ def test_lint_finds_nothing(chart: Chart, example: str) -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_kubernetes_accepts_it(chart: Chart, example: str) -> None:
-    judged = [each for each in chart.example(example) if not each["apiVersion"].startswith(NOT_KUBERNETES)]
+    judged = [document for document in chart.example(example) if not document["apiVersion"].startswith(NOT_KUBERNETES)]
     for manifest in judged:
         kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
-    assert {"Service", "Secret", "ServiceAccount", "NetworkPolicy"} <= {each["kind"] for each in judged}
+    assert {"Service", "Secret", "ServiceAccount", "NetworkPolicy"} <= {document["kind"] for document in judged}
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -113,7 +113,7 @@ def test_rdma_reaches_the_workers_alone(chart: Chart) -> None:
         assert ("rdma/ib" in limits) is works
         assert ("hugepages-2Mi" in limits) is works
         assert (container["securityContext"]["capabilities"].get("add") == ["IPC_LOCK"]) is works
-        env = {each["name"]: each.get("value") for each in container.get("env", [])}
+        env = {variable["name"]: variable.get("value") for variable in container.get("env", [])}
         assert (env.get("UCX_NET_DEVICES") == "mlx5_0:1") is works
         assert (env.get("NCCL_IB_HCA") == "mlx5") is works
 
@@ -130,8 +130,8 @@ def test_workers_on_their_hosts_network_reach_head_and_router(chart: Chart) -> N
 
 def admits(rule: dict[str, Any], labels: dict[str, str], port: int) -> bool:
     """Returns True if a NetworkPolicy's rule admits a pod with these labels to this TCP port."""
-    selectors = [each["podSelector"]["matchLabels"] for each in rule["from"] if "podSelector" in each]
-    ports = [(each["port"], each.get("endPort", each["port"])) for each in rule["ports"]]
+    selectors = [peer["podSelector"]["matchLabels"] for peer in rule["from"] if "podSelector" in peer]
+    ports = [(allowed["port"], allowed.get("endPort", allowed["port"])) for allowed in rule["ports"]]
     return any(first <= port <= last for first, last in ports) and any(
         selector.items() <= labels.items() for selector in selectors
     )
@@ -151,7 +151,7 @@ def test_none_but_workers_reach_the_ports_where_ucx_listens(chart: Chart) -> Non
         everyone
     )
     for name, container in containers(manifests):
-        env = {each["name"]: each.get("value") for each in container.get("env", [])}
+        env = {variable["name"]: variable.get("value") for variable in container.get("env", [])}
         works = name in {"prefill", "decode"} and container["name"] == "ray-worker"
         assert (env.get("UCX_TCP_PORT_RANGE") == "22000-22009") is works
     settings = "monitoring.serviceMonitor.enabled=true,monitoring.serviceMonitor.scrape=processes"
@@ -167,8 +167,8 @@ def test_prefill_and_decode_share_a_fabric(chart: Chart, policy: str, key: str) 
     for name in ("prefill", "decode"):
         labels = groups[name]["template"]["metadata"]["labels"]
         spec = groups[name]["template"]["spec"]
-        found = spec.get("affinity", {}).get(key) or spec[key]
-        terms = found["requiredDuringSchedulingIgnoredDuringExecution"] if policy == "together" else found
+        constraints = spec.get("affinity", {}).get(key) or spec[key]
+        terms = constraints["requiredDuringSchedulingIgnoredDuringExecution"] if policy == "together" else constraints
         assert [term["topologyKey"] for term in terms] == ["rack"]
         assert terms[0]["labelSelector"]["matchLabels"].items() <= labels.items()
     assert key not in str(groups["router"])
@@ -180,18 +180,18 @@ def test_rays_autoscaler_knows_what_each_pod_would_bring(chart: Chart) -> None:
     assert cluster["spec"]["enableInTreeAutoscaling"]
     cluster = {**cluster, "metadata": {**cluster["metadata"], "namespace": NAMESPACE}}
     kinds = _derive_autoscaling_config_from_ray_cr(cluster)["available_node_types"]
-    found = {
+    limits = {
         name: (kind["min_workers"], kind["max_workers"], kind["resources"])
         for name, kind in kinds.items()
         if name in {"prefill", "decode"}
     }
-    assert found["prefill"][:2] == (4, 8)
-    assert found["decode"][:2] == (8, 16)
-    assert found["prefill"][2].items() >= {"prefill": 2, "GPU": 2}.items()
-    assert found["decode"][2].items() >= {"decode": 1, "GPU": 1}.items()
+    assert limits["prefill"][:2] == (4, 8)
+    assert limits["decode"][:2] == (8, 16)
+    assert limits["prefill"][2].items() >= {"prefill": 2, "GPU": 2}.items()
+    assert limits["decode"][2].items() >= {"decode": 1, "GPU": 1}.items()
     for role in ("prefill", "decode"):
         slot = Slot(f"{role}-9", Role(role), "cuda")
-        assert all(found[role][2][resource] >= count for resource, count in bundle(slot).items())
+        assert all(limits[role][2][resource] >= count for resource, count in bundle(slot).items())
     assert kinds["router"]["max_workers"] == 1
     assert not one(chart.example("one-gpu"), "RayCluster")["spec"]["enableInTreeAutoscaling"]
 
@@ -238,7 +238,7 @@ def stable(manifests: tuple[Manifest, ...]) -> str:
         if copy["kind"] == "PrometheusRule":
             copy["spec"] = "…"
         shown.append(copy)
-    shown.sort(key=lambda each: (each["kind"], each["metadata"]["name"]))
+    shown.sort(key=lambda document: (document["kind"], document["metadata"]["name"]))
     return yaml.safe_dump_all(shown, allow_unicode=True, width=120)
 
 

@@ -71,7 +71,7 @@ def test_what_is_wrong_is_named(chart: Chart, setting: str, message: str) -> Non
     assert re.search(message, str(refusal.value)), refusal.value
 
 
-def test_what_is_dangerous_is_told(chart: Chart) -> None:
+def test_dangerous_settings_are_named_in_the_notes(chart: Chart) -> None:
     settings = "auth.insecure=true,ingress.enabled=true,ingress.host=a.b"
     notes = chart.run("install llm", str(CHART), "--dry-run=client", "--set", settings)
     assert "auth.insecure: every client that reaches the router is served" in notes
@@ -92,7 +92,7 @@ def test_the_worker_in_the_notes_is_there(chart: Chart, example: str, worker: st
 
 
 @pytest.mark.parametrize("example", ["one-gpu", "one-host-eight-gpus"])
-def test_nobody_is_warned_of_a_wire_that_carries_nothing(chart: Chart, example: str) -> None:
+def test_no_warning_about_a_network_that_carries_nothing(chart: Chart, example: str) -> None:
     notes = chart.run("install llm", str(CHART), "--dry-run=client", "-f", str(CHART / "examples" / f"{example}.yaml"))
     assert "rdma.enabled" not in notes[notes.index("NOTES:") :]
 
@@ -114,4 +114,4 @@ def test_a_gateway_has_names_for_grpc_of_its_own(chart: Chart) -> None:
     assert one(manifests, "HTTPRoute")["spec"]["hostnames"] == ["a.b"]
     assert one(manifests, "GRPCRoute")["spec"]["hostnames"] == ["g.b"]
     for names in (",gateway.hostnames={a.b}", ""):
-        assert {each["kind"] for each in chart.render("--set", GATEWAY + names)}.isdisjoint({"GRPCRoute"})
+        assert {manifest["kind"] for manifest in chart.render("--set", GATEWAY + names)}.isdisjoint({"GRPCRoute"})

@@ -34,7 +34,7 @@ def parsed(command: list[str]) -> dict[str, Any]:
 
 def mounts(service: str) -> dict[str, str]:
     """Returns what is mounted into a service, by its path there."""
-    return {there: here for here, there in (each.split(":")[:2] for each in PLAIN["services"][service]["volumes"])}
+    return {there: here for here, there in (volume.split(":")[:2] for volume in PLAIN["services"][service]["volumes"])}
 
 
 @pytest.mark.parametrize("file", [PLAIN, GPU])

@@ -35,12 +35,12 @@ def test_variables_are_filled_in_and_series_named() -> None:
         answers = Answers(1.0)
         shown = list(show(read_dashboard(name), answers, TIME_RANGE))
         assert answers.asked
-        assert not [each for each in answers.asked if "$" in each]
-        assert not [each for each in answers.asked if "DCGM" in each], "a folded row asks nothing"
-        assert any("[20s]" in each for each in answers.asked)
+        assert not [query for query in answers.asked if "$" in query]
+        assert not [query for query in answers.asked if "DCGM" in query], "a folded row asks nothing"
+        assert any("[20s]" in query for query in answers.asked)
         assert [panel.empty for panel in shown] == [[]] * len(shown)
         called = {curve.name for panel in shown for curves in panel.answers for curve in curves}
-        assert not [each for each in called if "{{" in each]
+        assert not [legend for legend in called if "{{" in legend]
     assert "decode-0" in called
 
 

@@ -14,7 +14,7 @@ from deploy.dashboards.promql import series
 from tandem.metrics import families as f
 from tests.unit.deploy.promql import DCGM_LABELS, known, selected, strangers, walk
 
-NAMES = [each.name for each in DASHBOARDS]
+NAMES = [entry.name for entry in DASHBOARDS]
 UNITS = {"s", "reqps", "cps", "bytes", "Bps", "flops", "percentunit", "short", "celsius", "watt", "hertz"}
 """Units of Grafana's list (packages/grafana-data/src/valueFormats/categories.ts) that these dashboards use."""
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
@@ -43,7 +43,7 @@ def everything() -> dict[str, set[str]]:
 
 def test_the_files_are_those_of_the_descriptions() -> None:
     assert {file.stem for file in FOLDER.glob("*.json")} == set(NAMES)
-    stale = [each.name for each in DASHBOARDS if file_of(each).read_text() != text_of(each)]
+    stale = [entry.name for entry in DASHBOARDS if file_of(entry).read_text() != text_of(entry)]
     assert not stale, "run `python -m deploy.dashboards`"
 
 
@@ -68,9 +68,9 @@ def test_queries_ask_for_what_is_exported(dashboard: dict[str, Any]) -> None:
 
 def test_each_metric_is_in_a_panel() -> None:
     """A metric that no dashboard shows need not be exported."""
-    panels = [queries(json.loads(file_of(each).read_text())) for each in DASHBOARDS]
+    panels = [queries(json.loads(file_of(entry).read_text())) for entry in DASHBOARDS]
     asked = {name for page in panels for _, expression, _ in page for name, _ in selected(expression)}
-    unseen = [each.full_name for each in f.FAMILIES if not asked & {each.full_name, *_parts(each.full_name)}]
+    unseen = [family.full_name for family in f.FAMILIES if not asked & {family.full_name, *_parts(family.full_name)}]
     assert unseen == []
 
 
@@ -122,18 +122,18 @@ def test_panels_lie_side_by_side(dashboard: dict[str, Any]) -> None:
 
 
 def test_variables_narrow_every_query(dashboard: dict[str, Any]) -> None:
-    variables = {each["name"]: each for each in dashboard["templating"]["list"]}
+    variables = {variable["name"]: variable for variable in dashboard["templating"]["list"]}
     assert list(variables) == ["datasource", "namespace", "model", "role"]
     assert variables["datasource"]["type"] == "datasource"
     assert variables["datasource"]["query"] == "prometheus"
     have = known()
     for name in ("namespace", "model", "role"):
-        each = variables[name]
-        assert each["datasource"] == SOURCE
-        asked, label = re.fullmatch(r"label_values\((.*), (\w+)\)", each["query"]["query"]).groups()
+        variable = variables[name]
+        assert variable["datasource"] == SOURCE
+        asked, label = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]["query"]).groups()
         assert label == name
         assert strangers(asked, have) == []
-        assert re.fullmatch(each["allValue"], "decode")
+        assert re.fullmatch(variable["allValue"], "decode")
     assert not re.fullmatch(variables["role"]["allValue"], "router")
     for title, expression, _ in queries(dashboard):
         assert ("$namespace" in expression and "$model" in expression) or "DCGM_" in expression, title

@@ -31,7 +31,7 @@ def anchors(page: Path) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
     words = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
     plain = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in words]
-    return {each for anchor in plain for each in (anchor, re.sub(r"-+", "-", anchor))}
+    return {variant for anchor in plain for variant in (anchor, re.sub(r"-+", "-", anchor))}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -65,7 +65,7 @@ def test_every_page_is_in_the_navigation() -> None:
     text = re.sub(r"!!python/\S+", "", (ROOT / "mkdocs.yml").read_text())
     listed = set(re.findall(r"[\w/]+\.md", str(yaml.safe_load(text)["nav"])))
     there = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
-    assert listed == {each for each in there if not each.startswith("decisions/")}
+    assert listed == {page for page in there if not page.startswith("decisions/")}
 
 
 def test_every_decision_is_in_the_index() -> None:
@@ -90,9 +90,9 @@ def option_table() -> list[tuple[str, str]]:
 
 def test_the_options_that_guides_name_are_options() -> None:
     commands: Any = get_command(app)
-    known = {option for command in commands.commands.values() for each in command.params for option in each.opts}
+    known = {option for command in commands.commands.values() for param in command.params for option in param.opts}
     known |= {
-        option for command in commands.commands.values() for each in command.params for option in each.secondary_opts
+        option for command in commands.commands.values() for param in command.params for option in param.secondary_opts
     }
     assert len(option_table()) > 15
     for theirs, ours in option_table():
@@ -102,7 +102,7 @@ def test_the_options_that_guides_name_are_options() -> None:
         for line in re.findall(r"^ *tandem .*$", guide.read_text(), re.MULTILINE):
             name, *rest = line.split("#")[0].split()[1:]
             command = commands.commands[name]
-            spelled = {option for each in command.params for option in (*each.opts, *each.secondary_opts)}
+            spelled = {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
             assert {word for word in rest if word.startswith("--")} <= spelled, line
 
 

@@ -33,7 +33,7 @@ class Stage:
 @pytest.fixture(scope="module")
 def stages() -> dict[str, Stage]:
     text = re.sub(r"\\\n\s*", "", DOCKERFILE.read_text())
-    found: dict[str, Stage] = {}
+    by_name: dict[str, Stage] = {}
     stage = Stage("")
     for line in text.splitlines():
         if not line.strip() or line.startswith("#"):
@@ -42,9 +42,9 @@ def stages() -> dict[str, Stage]:
         assert instruction in {"ARG", "FROM", "RUN", "ENV", "WORKDIR", "COPY", "USER", "EXPOSE", "ENTRYPOINT", "CMD"}
         if instruction == "FROM":
             base, _, name = rest.partition(" AS ")
-            stage = found[name] = Stage(base)
+            stage = by_name[name] = Stage(base)
         stage.steps.append((instruction, rest))
-    return found
+    return by_name
 
 
 def sent() -> list[str]:

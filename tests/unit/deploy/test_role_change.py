@@ -33,7 +33,7 @@ from tests.unit.deploy.test_rules import RULES, needs_promtool
 MINUTES, CHANGE = 20, 10
 LOOKS = (6, 9, 10, 11, 12, 13, 18)
 WINDOW = "4m"
-HISTOGRAMS = tuple(each for each in f.FAMILIES if each.kind is Kind.HISTOGRAM)
+HISTOGRAMS = tuple(family for family in f.FAMILIES if family.kind is Kind.HISTOGRAM)
 VALUES = {
     "outcome": ("met", "failed"),
     "state": ("free", "quarantined"),
@@ -93,7 +93,7 @@ class World:
 
     def _everything(self) -> dict[Family, dict[tuple[str, ...], float]]:
         given = {f.WORKER_INFO, f.PROCESS_UP, f.PROCESS_RESTARTS, f.TARGET_UP}
-        plain = [each for each in f.FAMILIES if each not in {*HISTOGRAMS, *given}]
+        plain = [family for family in f.FAMILIES if family not in {*HISTOGRAMS, *given}]
         return {family: dict.fromkeys(_cells(family), 5.0 + n * self.grown) for n, family in enumerate(plain)}
 
 
@@ -119,11 +119,11 @@ def played(namespace: str, role: Callable[[int], str]) -> list[dict[str, str]]:
 def expressions() -> list[str]:
     asked = {
         target["expr"]
-        for each in DASHBOARDS
-        for panel in walk(json.loads(text_of(each))["panels"])
+        for dashboard in DASHBOARDS
+        for panel in walk(json.loads(text_of(dashboard))["panels"])
         for target in panel["targets"]
     }
-    return sorted(each for each in asked if "DCGM_" not in each and "slo_burn" not in each)
+    return sorted(query for query in asked if "DCGM_" not in query and "slo_burn" not in query)
 
 
 def _of(expression: str, namespace: str, role: str) -> str:
@@ -176,7 +176,7 @@ def test_a_label_that_changes_is_noticed(tmp_path: Path, monkeypatch: pytest.Mon
     assert "rate(tandem_engine_busy_seconds_total" in compare(tmp_path)
 
 
-def test_rules_and_panels_ask_for_roles_where_they_are_told() -> None:
+def test_rules_and_panels_match_roles_only_where_series_have_them() -> None:
     """A `role` matcher in any other selector would miss all series of workers."""
     asked = [
         *expressions(),

@@ -52,10 +52,10 @@ def test_rules_ask_for_what_is_exported() -> None:
 def test_cases_play_series_that_are_exported() -> None:
     have = known()
     for case in cases():
-        for each in case["input_series"]:
-            assert strangers(each["series"], have) == [], each["series"]
-            (labels,) = re.findall(r"\{.*\}", each["series"])
-            assert {"namespace", "model", "worker"} <= set(re.findall(r"(\w+)=", labels)), each["series"]
+        for input_series in case["input_series"]:
+            assert strangers(input_series["series"], have) == [], input_series["series"]
+            (labels,) = re.findall(r"\{.*\}", input_series["series"])
+            assert {"namespace", "model", "worker"} <= set(re.findall(r"(\w+)=", labels)), input_series["series"]
 
 
 def test_each_alert_is_complete() -> None:

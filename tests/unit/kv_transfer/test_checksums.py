@@ -39,17 +39,17 @@ def checks(pages: Pages) -> Iterator[PageChecks]:
     made.close()
 
 
-def compared(checks: PageChecks, told: Sequence[PageChecksum]) -> str:
-    heard: list[str] = []
+def compared(checks: PageChecks, reported: Sequence[PageChecksum]) -> str:
+    problems: list[str] = []
     done = threading.Event()
 
-    def hear(problem: str) -> None:
-        heard.append(problem)
+    def report(problem: str) -> None:
+        problems.append(problem)
         done.set()
 
-    checks.compare([20, 21, 22], told, 2 * PAGE_TOKENS + 1, hear)
+    checks.compare([20, 21, 22], reported, 2 * PAGE_TOKENS + 1, report)
     assert done.wait(TIMEOUT_S)
-    return heard[0]
+    return problems[0]
 
 
 def lease(epoch: int) -> Lease:

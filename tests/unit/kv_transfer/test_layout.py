@@ -9,7 +9,7 @@ LAYOUT = KVLayout(
 )
 
 
-def test_pages_lie_one_behind_the_other() -> None:
+def test_pages_are_contiguous() -> None:
     assert LAYOUT.page_bytes == 3 * 2 * 8 * 4 * 2 * 2
     assert LAYOUT.total_bytes == 3 * LAYOUT.page_bytes
     assert [LAYOUT.page_address(page) for page in range(3)] == [4096, 4096 + 768, 4096 + 1536]

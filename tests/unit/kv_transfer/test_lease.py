@@ -166,7 +166,7 @@ def test_after_a_revocation_a_release_frees(desk: Desk, over: Callable[[Desk], N
 
 
 @pytest.mark.parametrize("over", [lambda _desk: None, *REVOCATIONS])
-def test_a_delivery_that_was_not_heard_of_ends_the_lease(desk: Desk, over: Callable[[Desk], None]) -> None:
+def test_a_delivery_whose_notice_was_lost_ends_the_lease(desk: Desk, over: Callable[[Desk], None]) -> None:
     lease = desk.advertise()
     over(desk)
     was_open = desk.table.renew([lease]) == ()
@@ -305,7 +305,7 @@ def test_the_grace_of_a_writer_is_what_it_was_when_it_was_first_believed_dead(de
     freed_after_the_grace(desk)
 
 
-def test_those_who_may_still_write_to_quarantined_pages_are_named_once(desk: Desk) -> None:
+def test_writers_that_may_still_write_to_quarantined_pages_are_named_once(desk: Desk) -> None:
     assert desk.table.silent_writers() == ()
     desk.advertise()
     later = desk.table.grant(RequestRef("s", 1), PeerRef("prefill-0", 4))
@@ -409,7 +409,7 @@ def test_a_lease_revoked_after_its_writer_died_is_quarantined_too(desk: Desk) ->
 
 
 @pytest.mark.parametrize("end", ["revoke", "expire", "release", "die"])
-def test_a_promise_ends_at_once_since_nobody_could_write(desk: Desk, end: str) -> None:
+def test_a_granted_lease_ends_at_once_since_no_peer_could_write(desk: Desk, end: str) -> None:
     match end:
         case "revoke":
             change = desk.table.revoke(desk.lease)
@@ -457,7 +457,7 @@ def test_heartbeats_keep_a_lease_alive(desk: Desk) -> None:
 @pytest.mark.parametrize(
     "stranger", [PeerRef("prefill-1", 3), PeerRef("prefill-0", 2), PeerRef("prefill-0", 4)], ids=str
 )
-def test_nobody_but_its_writer_may_use_a_lease(desk: Desk, stranger: PeerRef) -> None:
+def test_only_its_writer_may_use_a_lease(desk: Desk, stranger: PeerRef) -> None:
     desk.stale(lambda: desk.table.advertise(desk.lease, stranger, [1]))
     lease = desk.advertise()
     desk.stale(lambda: desk.table.permit(lease, stranger))

@@ -125,7 +125,7 @@ class Leases(RuleBasedStateMachine):
         self.end_by_writer(lease, notice=True)
 
     @rule(number=PICK)
-    def let_go(self, number: int) -> None:
+    def release_by_writer(self, number: int) -> None:
         lease = self.pick(number)
         if lease is None or self.seen[lease].writer in self.died or self.delivered(lease):
             return

@@ -7,7 +7,7 @@ import pytest
 from kv_transfer.lost_pages import LostPages
 
 
-def test_a_loss_beyond_the_share_is_told_once_and_rests_only_when_it_is_well_below(
+def test_a_loss_above_the_share_is_logged_once_and_cleared_only_well_below_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     lost = LostPages("decode-0", 0.5)

@@ -72,7 +72,7 @@ def test_after_its_deadline_a_write_has_failed_unless_its_notice_left(notice: Tr
     assert (future.exception() is None) == (notice is not None)
 
 
-def test_a_write_that_fails_after_its_notice_moves_no_more() -> None:
+def test_a_write_that_fails_after_its_notice_is_not_pending() -> None:
     pair = Pair()
     future = pair.write([0, 1], [4, 5], NOTICE)
     pair.fabric.land(pair.fabric.writes[0], 1)

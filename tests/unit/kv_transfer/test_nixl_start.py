@@ -67,7 +67,7 @@ def test_an_error_of_every_step_is_met_ever_more_seldom(monkeypatch: pytest.Monk
     transport = NixlTransport(LAYOUT, PeerRef("w", 1), lambda _: None)
     assert enough.wait(60)
     transport.close()
-    doubled = [LISTEN_S * 2**each for each in range(15)]
-    assert pauses[:15] == [min(each, REST_S) for each in doubled]
+    doubled = [LISTEN_S * 2**index for index in range(15)]
+    assert pauses[:15] == [min(pause, REST_S) for pause in doubled]
     assert pauses[14] == REST_S
     assert pauses[16] == LISTEN_S

@@ -70,8 +70,8 @@ class Bench:
         self.agent = Agent()
         agent: Any = self.agent
         self.links = Links(agent)
-        self.heard: list[tuple[str, TransferNotice]] = []
-        self.writes = Writes(agent, self.links, LAYOUT, lambda sender, notice: self.heard.append((sender, notice)))
+        self.received: list[tuple[str, TransferNotice]] = []
+        self.writes = Writes(agent, self.links, LAYOUT, lambda sender, notice: self.received.append((sender, notice)))
         self.links.add(PeerDescription(PEER, b"", 0, LAYOUT.page_bytes, 8, 0, "DRAM"))
 
     def post(self) -> "Future[WriteDone]":
@@ -221,7 +221,7 @@ def test_a_notice_is_announced_once_the_peer_was_reached(bench: Bench) -> None:
     bench.writes.announce(PEER)  # no harm: the write itself will fail
 
 
-def test_who_was_told_that_a_notice_is_due_listens_until_it_comes_or_for_a_while(
+def test_an_announced_notice_is_due_until_it_arrives_or_for_a_while(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
@@ -230,9 +230,9 @@ def test_who_was_told_that_a_notice_is_due_listens_until_it_comes_or_for_a_while
     assert not bench.writes.notice_due
     for sender in ("a/1", "b/1"):
         bench.writes.receive(sender, nixl_writes.NOTICE_DUE)
-    assert bench.heard == []
+    assert bench.received == []
     bench.writes.receive("a/1", encode_notice(notice))
-    assert bench.heard == [("a/1", notice)]
+    assert bench.received == [("a/1", notice)]
     assert bench.writes.notice_due, "the other one's"
     now += nixl_writes.DUE_S
     assert not bench.writes.notice_due

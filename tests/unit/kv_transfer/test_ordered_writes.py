@@ -33,16 +33,16 @@ def test_it_begins_once_with_the_last_that_lands(order: tuple[int, ...]) -> None
 
 @pytest.mark.parametrize("failed", range(3))
 def test_it_never_begins_once_one_has_failed(failed: int) -> None:
-    told: list[str] = []
+    reasons: list[str] = []
     others: list[Future[WriteDone]] = [Future() for _ in range(3)]
-    hold(others, told.append)
+    hold(others, reasons.append)
     for number, other in enumerate(others):
         if number == failed:
             other.set_exception(TransferFailed("the connection failed"))
-            assert told == ["a write that it depends on has failed"], "at once: nothing of it moves"
+            assert reasons == ["a write that it depends on has failed"], "at once: nothing of it moves"
         else:
             other.set_result(DONE)
-    assert len(told) == 1
+    assert len(reasons) == 1
 
 
 def test_it_begins_on_the_thread_that_finds_the_last_one_over() -> None:

@@ -129,13 +129,13 @@ def test_the_expectation_follows_a_wire_that_becomes_slower(clock: Clock) -> Non
 @pytest.mark.skipif(sys.platform != "linux", reason="timers have a slack on Linux")
 def test_a_thread_s_timers_ring_when_they_should() -> None:
     get_slack = 30  # PR_GET_TIMERSLACK
-    found: list[int] = []
+    slacks: list[int] = []
 
     def run() -> None:
         wait_precisely()
-        found.append(ctypes.CDLL(None).prctl(get_slack, 0, 0, 0, 0))
+        slacks.append(ctypes.CDLL(None).prctl(get_slack, 0, 0, 0, 0))
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert found == [1000]
+    assert slacks == [1000]

@@ -49,15 +49,15 @@ def assert_every_byte_arrives(source: RankedPages, target: RankedPages) -> None:
         (rank, page): contents(target, rank, page)
         for rank, page in product(range(target.ranks), range(larger // target.page_tokens))
     }
-    found = {key: np.full_like(page, -1) for key, page in wanted.items()}
-    for each in plan_handoff(source, target):
-        place = found[each.target_rank, each.target_page][each.target_start : each.target_end]
-        assert len(place) == each.bytes
+    received = {key: np.full_like(page, -1) for key, page in wanted.items()}
+    for piece in plan_handoff(source, target):
+        place = received[piece.target_rank, piece.target_page][piece.target_start : piece.target_end]
+        assert len(place) == piece.bytes
         assert (place == -1).all(), "a byte is written twice"
-        place[:] = sent[each.source_rank, each.source_page][each.source_start : each.source_end]
+        place[:] = sent[piece.source_rank, piece.source_page][piece.source_start : piece.source_end]
     for key, page in wanted.items():
         assert len(page) == target.page_bytes(key[0])
-        assert (found[key] == page).all()
+        assert (received[key] == page).all()
 
 
 CASES = [
@@ -87,15 +87,15 @@ def test_pages_of_different_sizes_are_cut_into_blocks_of_tokens(kind: str, mine:
 @pytest.mark.parametrize(("source", "target"), list(product((1, 2, 4, 8), repeat=2)))
 def test_equal_stages_need_one_range_for_each_pair_of_ranks(source: int, target: int) -> None:
     plan = plan_handoff(divided(source, 1, 8, "8-bit"), divided(target, 1, 8, "8-bit"))
-    assert len(plan) == len({(each.source_rank, each.target_rank) for each in plan}) == max(source, target)
+    assert len(plan) == len({(piece.source_rank, piece.target_rank) for piece in plan}) == max(source, target)
 
 
 def test_ranks_that_hold_the_same_heads_share_the_load() -> None:
     """Two KV heads on eight ranks: four hold each head."""
     plan = plan_handoff(divided(8, 1, 2, "plain"), divided(8, 1, 2, "plain"))
-    assert sorted(each.source_rank for each in plan) == list(range(8))
+    assert sorted(piece.source_rank for piece in plan) == list(range(8))
     plan = plan_handoff(divided(4, 1, 1, "latents"), divided(4, 1, 1, "latents"))
-    assert sorted(each.source_rank for each in plan) == list(range(4))
+    assert sorted(piece.source_rank for piece in plan) == list(range(4))
 
 
 def test_what_differs_is_named() -> None:

@@ -116,7 +116,7 @@ def test_what_is_as_fast_as_it_can_be_is_no_warning(wire: str, near: bool, on_gp
     assert slow_transport(wire, "go to decode-0", near=near, on_gpu=on_gpu, environment={}) == ""
 
 
-def test_a_wire_that_nobody_knows_is_a_warning_where_pages_are_on_a_gpu() -> None:
+def test_an_unknown_transport_is_a_warning_where_pages_are_on_a_gpu() -> None:
     known = wires()
     known.learn(peer("decode-0", memory="VRAM"), "", {})
     assert "does not name" in known.warnings[0]

@@ -42,11 +42,11 @@ def start(*arguments: object, **how: object) -> "subprocess.Popen[bytes]":
 
 
 def files(log: Path) -> list[Path]:
-    return [each for each in (*(earlier(log, number) for number in range(KEPT + 1, 0, -1)), log) if each.exists()]
+    return [file for file in (*(earlier(log, number) for number in range(KEPT + 1, 0, -1)), log) if file.exists()]
 
 
 def expected(name: str, lines: int) -> Counter[str]:
-    return Counter(line for each in range(lines) for line in (f"{name} native {each}", f"x: {name} logged {each}."))
+    return Counter(line for index in range(lines) for line in (f"{name} native {index}", f"x: {name} logged {index}."))
 
 
 def without_time(line: str) -> str:
@@ -58,10 +58,10 @@ def test_a_full_log_goes_on_in_another_file(tmp_path: Path) -> None:
     assert start(log, LIMIT, LINES, "a").wait() == 0
     kept = files(log)
     assert len(kept) == KEPT + 1
-    for each in kept[:-1]:
-        assert LIMIT <= each.stat().st_size < 2 * LIMIT + 64 * LINES
-    assert {each.name for each in log.parent.iterdir()} == {each.name for each in kept}
-    assert all(each.stat().st_mode & 0o777 == 0o600 for each in kept)
+    for file in kept[:-1]:
+        assert LIMIT <= file.stat().st_size < 2 * LIMIT + 64 * LINES
+    assert {file.name for file in log.parent.iterdir()} == {file.name for file in kept}
+    assert all(file.stat().st_mode & 0o777 == 0o600 for file in kept)
     assert log.read_text().endswith("a is over\n") or "a is over\n" in earlier(log, 1).read_text()
 
 
@@ -70,11 +70,11 @@ def test_no_line_of_several_processes_is_lost_or_cut(tmp_path: Path) -> None:
     log = tmp_path / "run" / "router.log"
     limit = 2 * 2 * LINES * 40 // 3
     writers = [start(log, limit, LINES, name) for name in "ab"]
-    assert [each.wait() for each in writers] == [0, 0]
+    assert [writer.wait() for writer in writers] == [0, 0]
     kept = files(log)
     assert 1 < len(kept) <= KEPT
-    found = Counter(without_time(line) for each in kept for line in each.read_text().splitlines())
-    assert found - Counter({"x: a is over": 1, "x: b is over": 1}) == expected("a", LINES) + expected("b", LINES)
+    counts = Counter(without_time(line) for file in kept for line in file.read_text().splitlines())
+    assert counts - Counter({"x: a is over": 1, "x: b is over": 1}) == expected("a", LINES) + expected("b", LINES)
 
 
 def test_who_follows_reads_each_line_once_however_often_files_turn(tmp_path: Path) -> None:
@@ -83,16 +83,16 @@ def test_who_follows_reads_each_line_once_however_often_files_turn(tmp_path: Pat
     writer = start(log, LIMIT, LINES, "a", writes, reads, pass_fds=(writes, reads))
     os.close(writes)
     os.close(reads)
-    tail, found = LogTail(tmp_path), Counter[str]()
+    tail, counts = LogTail(tmp_path), Counter[str]()
     while os.read(wrote, 1):
-        found.update(map(without_time, tail.lines()))
+        counts.update(map(without_time, tail.lines()))
         os.write(read, b".")
     assert writer.wait() == 0
-    found.update(map(without_time, tail.lines()))
-    for each in (wrote, read):
-        os.close(each)
-    assert found - expected("a", LINES) == {"said": LINES, "x: a is over": 1}
-    assert not expected("a", LINES) - found
-    found.pop("said")
-    found.pop("x: a is over")
-    assert found == expected("a", LINES)
+    counts.update(map(without_time, tail.lines()))
+    for descriptor in (wrote, read):
+        os.close(descriptor)
+    assert counts - expected("a", LINES) == {"said": LINES, "x: a is over": 1}
+    assert not expected("a", LINES) - counts
+    counts.pop("said")
+    counts.pop("x: a is over")
+    assert counts == expected("a", LINES)

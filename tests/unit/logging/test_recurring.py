@@ -45,7 +45,7 @@ class Said:
         if line is not None:
             self.lines.append(line)
 
-    def told(self) -> list[tuple[str, bool]]:
+    def take_lines(self) -> list[tuple[str, bool]]:
         """Returns each new line, and True if it has a traceback."""
         new, self.lines = self.lines, []
         return [(line.getMessage(), line.exc_info is not None) for line in new]
@@ -66,7 +66,7 @@ def test_it_is_said_again_after_a_while_with_the_count() -> None:
     for second in range(150):
         said.now = second
         said.fails("a step of %d failed", second)
-    assert said.told() == [
+    assert said.take_lines() == [
         ("a step of 0 failed", True),
         ("a step of 60 failed (59 more like it in the last 60 s)", True),
         ("a step of 120 failed (59 more like it in the last 60 s)", True),
@@ -77,14 +77,14 @@ def test_the_count_is_said_of_an_error_that_has_gone() -> None:
     said = Said()
     for _ in range(3):
         said.fails("a step failed")
-    assert said.told() == [("a step failed", True)]
+    assert said.take_lines() == [("a step failed", True)]
     said.now = 59
     assert said.errors.due() == []
     said.now = 60
     (line,) = said.errors.due()
     assert (line.getMessage(), line.exc_info) == ("a step failed (ValueError) (2 more like it in the last 60 s)", None)
     said.fails("a step failed")
-    assert said.told() == [("a step failed", True)]
+    assert said.take_lines() == [("a step failed", True)]
     assert said.errors.due(all_of_them=True) == []
 
 
@@ -100,17 +100,17 @@ def test_other_errors_are_said() -> None:
         elsewhere(lambda: int("x"))
     except ValueError:
         said.takes("%s failed", "decode-0", exc_info=sys.exc_info())
-    assert len(said.told()) == 4
+    assert len(said.take_lines()) == 4
     for _ in range(2):
         said.takes("no error, no mark")
-    assert len(said.told()) == 2
+    assert len(said.take_lines()) == 2
 
 
 def test_a_marked_line_without_a_traceback_is_counted_too() -> None:
     said = Said()
     for _ in range(3):
         said.takes("%s refuses this router's token", "the controller", **RECURRING)
-    assert said.told() == [("the controller refuses this router's token", False)]
+    assert said.take_lines() == [("the controller refuses this router's token", False)]
     assert said.errors.due(all_of_them=True)[0].getMessage().endswith("token (2 more like it in the last 0 s)")
 
 
@@ -118,7 +118,7 @@ def test_each_request_has_its_line_and_one_of_them_the_traceback() -> None:
     said = Said()
     for name in "abc":
         said.fails("request %s met a defect", name, **about(name))
-    assert said.told() == [
+    assert said.take_lines() == [
         ("request a met a defect", True),
         ("request b met a defect (ValueError)", False),
         ("request c met a defect (ValueError)", False),
@@ -129,4 +129,4 @@ def test_no_variety_of_names_takes_memory_without_end() -> None:
     said = Said()
     for number in range(10 * MOST_KINDS):
         said.fails("%s failed", f"name-{number}")
-    assert len(said.told()) == MOST_KINDS + 1
+    assert len(said.take_lines()) == MOST_KINDS + 1

@@ -28,15 +28,15 @@ def bottleneck(**figures: float) -> Bottleneck:
 
 
 def test_a_worker_with_little_to_do() -> None:
-    found = diagnose(IDLE)
-    assert (found.bottleneck, found.because) == (Bottleneck.NONE, "it computes 10% of the time")
+    diagnosis = diagnose(IDLE)
+    assert (diagnosis.bottleneck, diagnosis.because) == (Bottleneck.NONE, "it computes 10% of the time")
     elsewhere = diagnose(replace(IDLE, requests_waiting=4))
     assert elsewhere.bottleneck is Bottleneck.NONE
     assert "other workers" in elsewhere.because
 
 
 @pytest.mark.parametrize(
-    ("compute", "bandwidth", "found"),
+    ("compute", "bandwidth", "expected"),
     [
         (0.6, 0.3, Bottleneck.COMPUTE),
         (0.3, 0.6, Bottleneck.BANDWIDTH),
@@ -49,8 +49,8 @@ def test_a_worker_with_little_to_do() -> None:
         (1.3, 0.2, Bottleneck.COMPUTE),  # a device better than its ceilings
     ],
 )
-def test_what_takes_most_of_its_steps(compute: float, bandwidth: float, found: Bottleneck) -> None:
-    assert bottleneck(busy=COMPUTING, compute=compute, bandwidth=bandwidth) is found
+def test_what_takes_most_of_its_steps(compute: float, bandwidth: float, expected: Bottleneck) -> None:
+    assert bottleneck(busy=COMPUTING, compute=compute, bandwidth=bandwidth) is expected
     assert bottleneck(busy=COMPUTING - BELOW, compute=compute, bandwidth=bandwidth) is Bottleneck.NONE
 
 
@@ -117,13 +117,13 @@ def test_pages_that_others_write() -> None:
 
 
 def test_a_look_shorter_than_a_step() -> None:
-    found = diagnose(replace(IDLE, steps=0, busy=0.0, prompts_waiting=3))
-    assert found.bottleneck is Bottleneck.NONE
-    assert "--seconds" in found.change
+    diagnosis = diagnose(replace(IDLE, steps=0, busy=0.0, prompts_waiting=3))
+    assert diagnosis.bottleneck is Bottleneck.NONE
+    assert "--seconds" in diagnosis.change
     assert diagnose(replace(IDLE, steps=0, busy=0.0)).change == diagnose(IDLE).change  # nothing to do
 
 
 def test_prompts_that_are_not_taken() -> None:
-    found = diagnose(replace(IDLE, prompts_waiting=3))
-    assert found.bottleneck is Bottleneck.QUEUE
-    assert "--step-policy" in found.change
+    diagnosis = diagnose(replace(IDLE, prompts_waiting=3))
+    assert diagnosis.bottleneck is Bottleneck.QUEUE
+    assert "--step-policy" in diagnosis.change

@@ -40,7 +40,7 @@ async def test_who_shows_the_key_reads() -> None:
         await fetch(address, METRICS_PATH, "right", timeout_s=60.0)
 
 
-async def test_nobody_is_asked_without_keys() -> None:
+async def test_without_keys_no_process_is_scraped() -> None:
     listener = MetricsServer(pages(), frozenset())
     address = await listener.open("::1")
     try:

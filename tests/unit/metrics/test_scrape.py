@@ -12,13 +12,13 @@ def scrapes(*fill: tuple[float, ...]) -> ScrapeInterval:
     """Returns two scrapes, 2 s apart, of a process that has observed these values by then."""
     registry = Registry({"worker": "w"})
     spread, count = registry.histogram(f.INTER_TOKEN_LATENCY), registry.counter(f.SLO_MISSED, "a", "queue")
-    found = []
+    readings = []
     for at, values in enumerate(fill):
         for value in values:
             spread.observe(value)
             count.add()
-        found.append(Scrape(Exposition(registry).render()[0].decode(), at * 2.0))
-    return ScrapeInterval(*found)
+        readings.append(Scrape(Exposition(registry).render()[0].decode(), at * 2.0))
+    return ScrapeInterval(*readings)
 
 
 def test_what_has_happened() -> None:

@@ -71,9 +71,9 @@ def test_a_key_is_found_by_its_hash_and_its_settings_come_from_the_file(tmp_path
     file.write_text(f"sha256:{digest_of('hashed').hex()} name=h\nboth name=b requests_per_minute=1\n")
     keys = ApiKeys(KeySource(("given", "both"), file, frozenset({"metrics", ""})))
     for key, name, role in (("hashed", "h", "tenant"), ("given", "", "tenant"), ("metrics", "metrics", "reader")):
-        found = keys.find(shown(key))
-        assert found is not None
-        assert (found.name, found.role) == (name, role)
+        match = keys.find(shown(key))
+        assert match is not None
+        assert (match.name, match.role) == (name, role)
     both = keys.find(shown("both"))
     assert both is not None
     assert both.requests_per_minute == 1, "a key given twice has the quota of the file"
@@ -89,8 +89,8 @@ def test_keys_are_searched_by_their_digests(monkeypatch: pytest.MonkeyPatch) -> 
     compared: list[tuple[bytes, bytes]] = []
     monkeypatch.setattr("hmac.compare_digest", lambda a, b: compared.append((a, b)) or a == b)
     keys = ApiKeys(KeySource(tuple(f"key-{number}" for number in range(1000))))
-    found = keys.find(shown("key-7"))
-    assert found is not None
+    match = keys.find(shown("key-7"))
+    assert match is not None
     assert compared == [(digest_of("key-7"), digest_of("key-7"))]
     assert keys.find(shown("other")) is None
     assert len(compared) == 2

@@ -40,7 +40,7 @@ def test_only_a_bearer_of_a_known_key_enters(header: str | bytes, enters: bool) 
 
 
 @pytest.mark.parametrize("header", ["Bearer right", b"bearer right", "BEARER   right", b"Bearer right  "])
-def test_the_key_that_matched_is_told_however_the_header_is_written(header: str | bytes) -> None:
+def test_the_key_that_matched_is_returned_however_the_header_is_written(header: str | bytes) -> None:
     """Regression: tenants were identified by the header, which has many spellings of one key."""
     assert presented_key([("authorization", header)]) == b"right"
     assert presented_key([(b"authorization", header)]) == b"right"

@@ -95,9 +95,9 @@ async def test_what_does_not_go_on_is_ended(setting: str, sent: bytes, said: byt
     app = App()
     async with serving(app, replace(PATIENT, **{setting: SHORT})) as address:
         reader, writer = await connect(address, sent)
-        heard = await until_end(reader)
-        assert said in heard
-        assert bool(heard) == bool(said)
+        received = await until_end(reader)
+        assert said in received
+        assert bool(received) == bool(said)
         if setting == "body_timeout_s":
             await app.left.wait()
         writer.close()
@@ -155,10 +155,10 @@ async def test_the_kernel_looks_after_silent_clients() -> None:
         _, writer = await connect(address, GET)
         await until(lambda: bool(app.begun), "it came in")
         here = writer.get_extra_info("sockname")
-        (accepted,) = [each for each in _sockets() - before if _peer(each) == here]
-        with socket.socket(fileno=_dup(accepted)) as found:
-            assert found.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-            assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 20
+        (accepted,) = [descriptor for descriptor in _sockets() - before if _peer(descriptor) == here]
+        with socket.socket(fileno=_dup(accepted)) as connection:
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 20
         app.go.set()
         writer.close()
 
@@ -173,8 +173,8 @@ def _dup(descriptor: int) -> int:
 
 def _peer(descriptor: int) -> Any:
     try:
-        with socket.socket(fileno=_dup(descriptor)) as found:
-            return found.getpeername()
+        with socket.socket(fileno=_dup(descriptor)) as connection:
+            return connection.getpeername()
     except OSError:
         return None
 

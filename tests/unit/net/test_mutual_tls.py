@@ -93,7 +93,7 @@ async def test_who_has_another_token_is_refused_though_it_trusts_the_server(memb
     assert servicer.calls == []
 
 
-async def test_a_server_of_another_token_hears_nothing_of_a_call(members: tuple[Members, str]) -> None:
+async def test_a_server_of_another_token_receives_nothing_of_a_call(members: tuple[Members, str]) -> None:
     servicer, address = members
     failure = await ask(rpc.open_channel(address, "of-another-cluster"))
     assert isinstance(failure, errors.Unavailable)
@@ -111,7 +111,7 @@ async def test_a_stranger_at_a_parts_address_learns_nothing() -> None:
     await stranger.stop()
 
 
-def test_the_metrics_key_comes_from_the_token_and_does_not_tell_it() -> None:
+def test_the_metrics_key_is_derived_from_the_token_and_does_not_reveal_it() -> None:
     key = metrics_key_of(TOKEN)
     assert key == metrics_key_of(TOKEN) != metrics_key_of(TOKEN + "2")
     assert len(key) == 64

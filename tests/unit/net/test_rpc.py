@@ -103,7 +103,7 @@ async def test_a_key_without_its_scheme_or_none_at_all_opens_no_listener(header:
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-async def test_nobody_there_is_unavailable() -> None:
+async def test_an_address_without_a_server_is_unavailable() -> None:
     channel = rpc.open_channel("127.0.0.1:1")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await cluster_pb2_grpc.ClusterStub(channel).Register(cluster_pb2.RegisterRequest(), timeout=5)

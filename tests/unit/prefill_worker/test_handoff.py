@@ -41,7 +41,7 @@ PROMPT = tuple(range(3, 3 + 2 * PAGE_TOKENS + 1))  # three pages
 
 
 class Scene(Sender, DecodePeers):
-    """Everything around one handoff, with a diary. Writes settle when the test says so."""
+    """Everything around one handoff, with a diary. Writes complete when the test says so."""
 
     def __init__(self, *, destination: bool = True) -> None:
         self.diary: list[str] = []
@@ -136,7 +136,7 @@ class Scene(Sender, DecodePeers):
         self.request.progress.finish(99, reason)
         await self.turn()
 
-    async def settle(self, write: int) -> None:
+    async def complete_write(self, write: int) -> None:
         self.futures[write].set_result(WriteDone(100, 1, 1000 + write))
         await asyncio.sleep(0.001)
         await self.turn()
@@ -154,7 +154,7 @@ async def test_pages_go_as_they_fill_and_the_notice_goes_last() -> None:
     assert scene.diary[3:] == ["write [11]", "write [12] + notice"]
     assert [list(write.after) for write in scene.writes] == [[], [], scene.futures[:2]]
     for write in (1, 0, 2):
-        await scene.settle(write)
+        await scene.complete_write(write)
     await scene.handoff.ended
     assert scene.diary[5:] == ["delivered", "withdraw", "free"]
     assert [list(write.remote_pages) for write in scene.writes] == [[20], [21], [22]]
@@ -191,8 +191,8 @@ async def test_what_decode_holds_is_not_sent() -> None:
     await scene.compute(2 * PAGE_TOKENS)
     assert scene.diary[2:] == ["write [11]"]
     await scene.finish()
-    await scene.settle(0)
-    await scene.settle(1)
+    await scene.complete_write(0)
+    await scene.complete_write(1)
     await scene.handoff.ended
     assert [list(write.remote_pages) for write in scene.writes] == [[21], [22]]
     notice = scene.writes[1].notice
@@ -208,7 +208,7 @@ async def test_the_last_page_alone_goes_with_the_notice() -> None:
     scene.allotted = [22]
     await scene.compute(2 * PAGE_TOKENS)
     await scene.finish()
-    await scene.settle(0)
+    await scene.complete_write(0)
     await scene.handoff.ended
     assert scene.diary == ["connect", "allocate_pages 3", "write [12] + notice", "delivered", "withdraw", "free"]
 
@@ -235,7 +235,7 @@ async def test_abort_gives_nothing_back_before_writes_are_quiet() -> None:
     scene.request.progress.release()
     await scene.turn()
     assert scene.diary[-1] == "transfer_outlives_request"
-    await scene.settle(0)
+    await scene.complete_write(0)
     await scene.handoff.ended
     assert scene.diary[-2:] == ["free", "release"]
     assert scene.events == []
@@ -256,7 +256,7 @@ async def test_a_write_that_fails_early_ends_the_prompt_with_the_next_chunk() ->
     assert scene.diary[-2:] == ["free", "release in doubt"]
 
 
-async def test_writes_that_fail_after_an_abort_are_nobodys_news() -> None:
+async def test_writes_that_fail_after_an_abort_are_not_reported() -> None:
     said: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))
     scene = Scene()
@@ -273,7 +273,7 @@ async def test_writes_that_fail_after_an_abort_are_nobodys_news() -> None:
 
 
 @pytest.mark.parametrize("turns", range(8))
-async def test_an_abort_is_heard_whatever_is_just_being_waited_for(turns: int) -> None:
+async def test_an_abort_ends_any_wait(turns: int) -> None:
     scene = Scene()
     await scene.compute(PAGE_TOKENS)
     scene.request.progress.finish(99, None)
@@ -284,11 +284,11 @@ async def test_an_abort_is_heard_whatever_is_just_being_waited_for(turns: int) -
     assert scene.diary[-2:] == ["withdraw", "transfer_outlives_request"]
 
 
-async def test_abort_gives_nothing_back_before_the_engine_has_let_go() -> None:
+async def test_abort_releases_nothing_before_the_engine_has_released_the_pages() -> None:
     scene = Scene()
     await scene.compute(2 * PAGE_TOKENS)
     scene.handoff.abort()
-    await scene.settle(0)
+    await scene.complete_write(0)
     assert scene.diary[-1] == "withdraw"
     scene.request.progress.release()
     await scene.handoff.ended
@@ -299,7 +299,7 @@ async def test_an_answer_that_ends_at_once_gives_the_lease_back() -> None:
     scene = Scene()
     await scene.compute(PAGE_TOKENS)
     await scene.finish(FinishReason.STOP)
-    await scene.settle(0)
+    await scene.complete_write(0)
     await scene.handoff.ended
     assert scene.diary == [
         "connect",
@@ -337,7 +337,7 @@ async def test_a_failed_write_is_reported_once_and_waits_for_the_others(failing:
     scene.futures[failing].set_exception(TransferFailed("lost"))
     await scene.turn()
     assert "free" not in scene.diary
-    await scene.settle(1 - failing)
+    await scene.complete_write(1 - failing)
     await scene.handoff.ended
     assert scene.diary[-2:] == ["free", "release in doubt"]
     (routed,) = scene.events
@@ -359,7 +359,7 @@ async def test_a_failure_before_the_first_chunk_stops_the_prompt(raised: Excepti
     assert routed.event.error.code == code
 
 
-async def test_a_lease_is_given_back_until_it_is_heard_and_the_pages_do_not_wait(
+async def test_a_release_is_repeated_until_it_succeeds_and_the_pages_do_not_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(handoff, "FIRST_RETRY_S", 0.001)
@@ -395,7 +395,7 @@ async def test_the_wait_to_give_a_lease_back_doubles_up_to_five_seconds(monkeypa
     assert scene.diary[-1] == "release"
 
 
-async def test_a_lease_that_is_over_is_not_given_back_again() -> None:
+async def test_an_ended_lease_is_not_released_again() -> None:
     scene = Scene()
     scene.refuse_release = [StaleEpoch("over")]
     scene.handoff.abort()
@@ -404,7 +404,7 @@ async def test_a_lease_that_is_over_is_not_given_back_again() -> None:
     assert scene.diary == ["withdraw", "free"]
 
 
-async def test_an_event_that_cannot_be_told_keeps_no_pages() -> None:
+async def test_an_event_that_cannot_be_sent_keeps_no_pages() -> None:
     scene = Scene()
     scene.refuse = Unavailable("away")
 
@@ -420,7 +420,7 @@ async def test_an_event_that_cannot_be_told_keeps_no_pages() -> None:
 
 
 @pytest.mark.parametrize("step", ["withdraw", "free"])
-async def test_a_lease_is_given_back_whatever_fails_here_and_not_before_writes_are_quiet(step: str) -> None:
+async def test_a_lease_is_released_whatever_fails_and_not_before_writes_have_ended(step: str) -> None:
     scene = Scene()
     scene.cannot[step] = KeyError("a defect")
     await scene.compute(2 * PAGE_TOKENS)
@@ -428,7 +428,7 @@ async def test_a_lease_is_given_back_whatever_fails_here_and_not_before_writes_a
     scene.request.progress.release()
     await scene.turn()
     assert "release" not in scene.diary
-    await scene.settle(0)
+    await scene.complete_write(0)
     with pytest.raises(KeyError):
         await asyncio.wait_for(scene.handoff.ended, 60.0)
     assert scene.diary[-1] == "release"
@@ -458,7 +458,7 @@ async def test_a_permission_that_ended_meanwhile_is_asked_for_before_the_next_wr
     assert scene.writes[2].begin_by() == 1300.0, "as it is now: what is held goes by the newest permission"
     assert scene.writes[0].begin_by() == 1300.0
     for write in range(3):
-        await scene.settle(write)
+        await scene.complete_write(write)
     await scene.handoff.ended
 
 
@@ -478,7 +478,7 @@ async def test_without_permission_nothing_is_written(
         scene.refuse_renewal, scene.write_for_s = refusal, 0.0
     await scene.compute(2 * PAGE_TOKENS)
     scene.request.progress.release()
-    await scene.settle(0)
+    await scene.complete_write(0)
     await scene.handoff.ended
     assert scene.diary == [
         "connect",
@@ -500,7 +500,7 @@ async def test_a_hand_over_that_is_over_renews_nothing() -> None:
     scene.write_for_s = 0.03
     await scene.compute(PAGE_TOKENS)
     scene.request.progress.release()
-    await scene.settle(0)
+    await scene.complete_write(0)
     await scene.handoff.ended
     renewed = scene.diary.count("renew")
     await asyncio.sleep(0.06)
@@ -520,13 +520,13 @@ async def test_time_of_writes_counts_while_it_passes() -> None:
     assert later(5) == 0, "permission to write is there, and no page yet"
     await scene.compute(PAGE_TOKENS)
     assert later(2) == 2
-    await scene.settle(0)
+    await scene.complete_write(0)
     assert later(3) == 2, "it computes"
     await scene.finish()
     assert later(1) == 3
-    await scene.settle(1)
+    await scene.complete_write(1)
     assert later(1) == 4, "the last page is under way"
-    await scene.settle(2)
+    await scene.complete_write(2)
     assert later(7) == 4
 
 

@@ -147,7 +147,7 @@ async def test_no_room_left_by_decoding_means_no_prompt() -> None:
     assert house.pool.counts().owned == 0
 
 
-async def test_the_head_of_the_line_waits_for_pages_and_nobody_overtakes() -> None:
+async def test_the_first_prompt_waits_for_pages_and_none_overtakes_it() -> None:
     house = House(pages=8)
     house.submit("first", 30)
     house.submit("large", 20)
@@ -248,7 +248,7 @@ async def test_a_local_prompt_that_ends_with_its_first_token_or_is_withdrawn_goe
     assert house.local.notices == []
 
 
-async def test_a_prompt_that_is_known_starts_behind_what_is_known() -> None:
+async def test_a_prompt_starts_after_its_cached_prefix() -> None:
     house = House()
     house.submit("a", 10, salt="")
     assert pieces(house.step(100)) == [(0, 10)]
@@ -276,7 +276,7 @@ async def test_a_prompt_that_is_known_starts_behind_what_is_known() -> None:
     assert house.pool.counts().shared == 0
 
 
-async def test_its_handoff_hears_of_cached_pages_before_anything_is_computed() -> None:
+async def test_its_handoff_receives_cached_pages_before_anything_is_computed() -> None:
     house = House()
     house.submit("a", 10, salt="")
     house.step(100)

@@ -45,11 +45,11 @@ class Prompts:
             if not request.remaining:
                 self.queue.remove(request)
                 self.ended[request.task.ref.request_id] = self.steps
-        found = {request.task.ref.request_id: tokens for request, tokens in plan}
-        assert len(found) == len(plan), "one row a prompt"
-        assert sum(found.values()) <= budget
-        assert all(tokens > 0 for tokens in found.values())
-        return found
+        tokens_of = {request.task.ref.request_id: tokens for request, tokens in plan}
+        assert len(tokens_of) == len(plan), "one row a prompt"
+        assert sum(tokens_of.values()) <= budget
+        assert all(tokens > 0 for tokens in tokens_of.values())
+        return tokens_of
 
 
 def test_short_prompts_overtake_and_the_oldest_keeps_its_share() -> None:
@@ -159,7 +159,7 @@ def test_who_comes_first_and_has_no_room_keeps_others_from_starting() -> None:
     assert prompts.step() == {"large": 14, "late": 2}
 
 
-def test_a_local_prompt_starts_whoever_has_no_room() -> None:
+def test_a_local_prompt_starts_although_remote_ones_lack_capacity() -> None:
     """The pages that are missing may be those promised to it."""
     full = {"large"}
     prompts = Prompts(lambda name: StartResult.NO_PAGES if name in full else StartResult.STARTED)

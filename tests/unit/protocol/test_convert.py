@@ -320,11 +320,11 @@ def test_an_event_that_cannot_be_written_is_its_request_s_failure(caplog: pytest
     good, bad = messages.RequestEvent(messages.RequestRef("a", 1)), messages.RequestRef("b", 2)
     columns = messages.StepTokens(("c", "b"), (1, 2), (3, 3), (7, -1))
     step = messages.StepOutput(1, (messages.RequestEvent(bad, 0, (-1,)), good), LOAD, tokens=(columns,))
-    found = list(conversion.step_output_from_proto(conversion.step_output_to_proto(step)).each())
-    assert [(each.ref.request_id, each.error and each.error.code) for each in found] == [
+    parsed = list(conversion.step_output_from_proto(conversion.step_output_to_proto(step)).each())
+    assert [(event.ref.request_id, event.error and event.error.code) for event in parsed] == [
         ("b", "INTERNAL"), ("a", None), ("c", None), ("b", "INTERNAL"),
     ]  # fmt: skip
-    assert found[2].token_ids == (7,)
+    assert parsed[2].token_ids == (7,)
     assert "an event of request b could not be written" in caplog.text
 
 

@@ -70,12 +70,12 @@ def test_a_death_amid_an_answer() -> None:
     for ahead in (0, 100, 90_000, -90_000):
         first = [(name, at + ahead * (name in DECODE)) for name, at in WHOLE[:-1]]
         timeline = timeline_of(*first, ("SILENT", 150), ("REQUEUED", 1990), *again)
-        found = drawn(timeline)
-        assert [(phase, number) for phase, *_, number in found] == [
+        spans = drawn(timeline)
+        assert [(phase, number) for phase, *_, number in spans] == [
             ("queue", 1), ("prefill", 1), ("transfer", 1), ("decode", 1), ("stall", 1),
             ("queue", 2), ("prefill", 2), ("transfer", 2), ("decode", 2),
         ]  # fmt: skip
-        assert found[4:6] == [("stall", 150, 1990, 1), ("queue", 1990, 2010, 2)]
+        assert spans[4:6] == [("stall", 150, 1990, 1), ("queue", 1990, 2010, 2)]
         took = seconds_by_phase(spans_of(timeline))
         assert sum(took.values()) == pytest.approx(2.2)
         assert took["prefill"] == pytest.approx(0.08)
@@ -95,12 +95,12 @@ def test_clocks_that_do_not_agree() -> None:
     """Durations on a host with a skewed clock are kept where they fit between the router's own events."""
     for prefill, decode in ((90_000, -90_000), (-90_000, 90_000), (-4, 3)):
         shifts = dict.fromkeys(PREFILL, prefill) | dict.fromkeys(DECODE, decode)
-        found = drawn(timeline_of(*[(name, at + shifts.get(name, 0)) for name, at in WHOLE]))
-        assert [phase for phase, *_ in found] == ["queue", "prefill", "transfer", "decode"]
-        assert (found[0][1], found[-1][2]) == (0, 200)
-        assert found[1][2] - found[1][1] == 40  # the prefill
-        assert 5 <= found[1][1] <= 12  # after it was reserved, and in time for the first token
-        assert found[3][1] >= found[1][2]
+        spans = drawn(timeline_of(*[(name, at + shifts.get(name, 0)) for name, at in WHOLE]))
+        assert [phase for phase, *_ in spans] == ["queue", "prefill", "transfer", "decode"]
+        assert (spans[0][1], spans[-1][2]) == (0, 200)
+        assert spans[1][2] - spans[1][1] == 40  # the prefill
+        assert 5 <= spans[1][1] <= 12  # after it was reserved, and in time for the first token
+        assert spans[3][1] >= spans[1][2]
 
 
 def test_what_has_not_ended_has_none() -> None:

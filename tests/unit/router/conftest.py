@@ -82,9 +82,9 @@ class Cluster:
         self.workers = list(workers)
         self.extra.extend(workers)
         await self.controller.set(*workers)
-        told = [worker.info for worker in workers]
+        infos = [worker.info for worker in workers]
         views = self.router._dispatcher.pool.views
-        await until(lambda: _open([view.info for view in views()]) == _open(told), "all are live")
+        await until(lambda: _open([view.info for view in views()]) == _open(infos), "all are live")
 
     async def settled(self) -> None:
         """Waits until neither the router nor any live worker has a request."""

@@ -67,9 +67,9 @@ def prompt_logprobs(task: PrefillTask) -> PromptLogprobs | None:
     if not task.scores_prompt:
         return None
     top = task.sampling.prompt_logprobs or 0
-    found = [answer_logprobs(token_id, top)[0] for token_id in task.original_prompt[1:]]
-    ids, values = [each.top_ids for each in found], [each.top for each in found]
-    return PromptLogprobs(tuple(each.chosen for each in found), top, tuple(chain(*ids)), tuple(chain(*values)))
+    scores = [answer_logprobs(token_id, top)[0] for token_id in task.original_prompt[1:]]
+    ids, values = [score.top_ids for score in scores], [score.top for score in scores]
+    return PromptLogprobs(tuple(score.chosen for score in scores), top, tuple(chain(*ids)), tuple(chain(*values)))
 
 
 @dataclass
@@ -217,13 +217,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             PrefixList(self.batches, tuple(self.pages.values())), worker_pb2.ListPrefixesResponse
         )
 
-    def cache(self, digests: Sequence[bytes], *, told: bool = True) -> None:
-        """Adds pages to its prefix cache; unless `told`, the report of the change is lost."""
+    def cache(self, digests: Sequence[bytes], *, reported: bool = True) -> None:
+        """Adds pages to its prefix cache; unless `reported`, the report of the change is lost."""
         self.batches += 1
         for digest in digests:
             self.pages[digest] = PrefixRun(b"", (digest,))
         changes = PrefixChanges(self.batches, (PrefixRun(b"", tuple(digests)),))
-        for queue in self.streams.values() if told else ():
+        for queue in self.streams.values() if reported else ():
             queue.put_nowait(StepOutput(self.step, (), self.load, (changes,)))
 
     @property
@@ -434,7 +434,7 @@ class FakeController(cluster_pb2_grpc.ClusterServicer):
                 while self.revision <= seen:
                     await self.changed.wait()
                 seen = self.revision
-                coming = tuple(each for each in self.expected if each.worker_id not in self.workers)
+                coming = tuple(worker for worker in self.expected if worker.worker_id not in self.workers)
                 membership = Membership(seen, tuple(self.workers.values()), self.mode, self.adapters, coming)
             yield conversion.to_proto(membership, cluster_pb2.Membership)
 

@@ -13,7 +13,7 @@ ASK = pb.GenerateRequest(
 )
 
 
-async def test_an_abort_is_said_until_it_is_heard(cluster: Cluster) -> None:
+async def test_an_abort_is_repeated_until_the_worker_receives_it(cluster: Cluster) -> None:
     cluster.decode.switches.step_s = 0.05
     cluster.decode.switches.silent_aborts = 5
     async with channel_to(cluster.endpoints.grpc_address) as channel:
@@ -43,7 +43,7 @@ async def test_a_worker_whose_stream_broke_has_given_it_up_itself(cluster: Clust
     await asyncio.sleep(0)
 
 
-async def test_what_an_early_attempt_is_granted_behind_the_end_is_given_back(cluster: Cluster) -> None:
+async def test_a_late_grant_of_an_early_attempt_is_released(cluster: Cluster) -> None:
     """Regression: the late grant of the first attempt was never released, and held pages until the lease expired."""
     prefills = [cluster.prefill, await FakeWorker("prefill-1", Role.PREFILL, token="secret").start()]
     await cluster.members(*prefills, cluster.decode)
@@ -55,7 +55,7 @@ async def test_what_an_early_attempt_is_granted_behind_the_end_is_given_back(clu
         call = inference_pb2_grpc.InferenceStub(channel).Generate(ask)
         await until(lambda: decode.reservations, "it is asked for a place")
         chosen = next(iter(dispatcher.live_requests())).prefill_worker
-        await next(each for each in prefills if each.worker_id == chosen).drop_streams()
+        await next(prefill for prefill in prefills if prefill.worker_id == chosen).drop_streams()
         answer = [message async for message in call]
     assert answer[-1].complete.completion_tokens == 8
     first, second = (reservation.ref for reservation in decode.reservations)

@@ -74,7 +74,7 @@ async def test_an_earlier_attempts_lease_may_be_lost(cluster: Cluster, client: C
     await answer(cluster, client, second, running)
 
 
-async def test_both_workers_are_told_when_a_client_leaves(cluster: Cluster, client: Client) -> None:
+async def test_both_workers_are_notified_when_a_client_leaves(cluster: Cluster, client: Client) -> None:
     """The prefill worker has the prompt; without the abort it would compute it and write to a lease that is gone."""
     cluster.prefill.switches.silent_prefill = True
     call = client.stub.Generate(ask(8, PROMPT))

@@ -22,8 +22,8 @@ async def test_a_salt_reaches_both_workers(cluster: Cluster, client: Client) -> 
     base = f"http://{cluster.endpoints.http_address}/v1"
     async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as http:
         await http.completions.create(model="fake", prompt="x", max_tokens=3, extra_body={"cache_salt": "bob"})
-    for told in (cluster.prefill.prefills, cluster.decode.reservations):
-        assert [each.cache_salt for each in told] == ["/alice", "", "/bob"]
+    for received in (cluster.prefill.prefills, cluster.decode.reservations):
+        assert [message.cache_salt for message in received] == ["/alice", "", "/bob"]
 
 
 async def test_a_salt_has_a_limit(client: Client) -> None:
@@ -32,9 +32,9 @@ async def test_a_salt_has_a_limit(client: Client) -> None:
     await client.run(ask(3, cache_salt="é" * 256))
 
 
-@pytest.mark.parametrize(("told", "reported"), [(0, 0), (2, 2), (99, 4)])
-async def test_usage_says_what_was_cached(cluster: Cluster, client: Client, told: int, reported: int) -> None:
-    cluster.prefill.switches.cached_tokens = told
+@pytest.mark.parametrize(("cached", "reported"), [(0, 0), (2, 2), (99, 4)])
+async def test_usage_says_what_was_cached(cluster: Cluster, client: Client, cached: int, reported: int) -> None:
+    cluster.prefill.switches.cached_tokens = cached
     _, _, complete = await client.run(ask(3))
     assert (complete.prompt_tokens, complete.cached_tokens) == (4, reported)
 

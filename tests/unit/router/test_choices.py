@@ -59,8 +59,8 @@ async def test_each_answer_has_its_number_its_end_and_a_seed_of_its_own(cluster:
     for _ in range(2):
         tokens, completes = await by_choice(client.stub.Generate(ask(7, n=3, seed=SEED, temperature=1.0)))
         assert tokens == {index: expected(7) for index in range(3)}
-        assert {index: each.completion_tokens for index, each in completes.items()} == {0: 7, 1: 7, 2: 7}
-        seeds.append([each.sampling.seed for each in cluster.prefill.prefills])
+        assert {index: completion.completion_tokens for index, completion in completes.items()} == {0: 7, 1: 7, 2: 7}
+        seeds.append([prefill.sampling.seed for prefill in cluster.prefill.prefills])
         cluster.prefill.prefills.clear()
     await client.run(ask(7, seed=SEED, temperature=1.0))
     assert sorted(seeds[0]) == sorted(seeds[1]), "who is asked first of the others is chance"
@@ -103,7 +103,7 @@ async def test_abort_ends_all_with_their_answers(cluster: Cluster, client: Clien
     await until(lambda: len(cluster.decode.tasks) == 3, "all three decode")
     assert (await client.stub.Abort(pb.AbortRequest(request_id="mine"))).found
     _, completes = await running
-    assert [each.finish_reason for each in completes.values()] == [types_pb2.FINISH_REASON_ABORT] * 3
+    assert [completion.finish_reason for completion in completes.values()] == [types_pb2.FINISH_REASON_ABORT] * 3
 
 
 async def test_an_answer_that_fails_fails_the_call(cluster: Cluster, client: Client) -> None:
@@ -170,15 +170,17 @@ class TestSmallQueueOfATenant:
 async def test_openai_counts_the_prompt_once(cluster: Cluster, http: openai.AsyncOpenAI) -> None:
     one = await http.completions.create(model="fake", prompt=PROMPT, max_tokens=6)
     three = await http.completions.create(model="fake", prompt=PROMPT, max_tokens=6, n=3)
-    assert [(each.index, each.text) for each in three.choices] == [(n, one.choices[0].text) for n in range(3)]
+    assert [(completion.index, completion.text) for completion in three.choices] == [
+        (n, one.choices[0].text) for n in range(3)
+    ]
     assert one.usage is not None
     assert three.usage is not None
     assert (three.usage.prompt_tokens, three.usage.completion_tokens) == (one.usage.prompt_tokens, 18)
     chat = await http.chat.completions.create(
         model="fake", messages=[{"role": "user", "content": "hi"}], max_tokens=6, n=2, logprobs=True
     )
-    assert [each.index for each in chat.choices] == [0, 1]
-    assert all(each.logprobs and len(each.logprobs.content or ()) == 6 for each in chat.choices)
+    assert [choice.index for choice in chat.choices] == [0, 1]
+    assert all(choice.logprobs and len(choice.logprobs.content or ()) == 6 for choice in chat.choices)
 
 
 async def test_openai_streams_name_the_choice(cluster: Cluster, http: openai.AsyncOpenAI) -> None:

@@ -24,13 +24,13 @@ def test_beyond_the_budget_chunks_leave_at_its_rate() -> None:
     assert sent == pytest.approx(10 * 1000, rel=0.02)
 
 
-def test_nobody_waits_longer_than_allowed() -> None:
+def test_no_chunk_waits_longer_than_allowed() -> None:
     budget = ChunkBudget(chunks_per_s=10, delay_max_s=0.025)
     budget.spend(0.0, 1)
     assert budget.wait_s(0.0, 1000) == 0.025
 
 
-def test_a_quiet_hour_saves_no_more_than_the_longest_wait_earns() -> None:
+def test_a_quiet_hour_saves_at_most_what_the_longest_wait_earns() -> None:
     budget = ChunkBudget(chunks_per_s=1000, delay_max_s=0.02)
     budget.spend(0.0, 20)
     assert budget.wait_s(3600.0, 20) == 0.0

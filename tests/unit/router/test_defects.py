@@ -54,15 +54,15 @@ class Answers:
 
     async def held(self) -> None:
         await until(
-            lambda: len(self.requests) == 4 and all(each.answer.token_count == HELD_AT for each in self.requests),
+            lambda: len(self.requests) == 4 and all(request.answer.token_count == HELD_AT for request in self.requests),
             "all have three tokens",
         )
 
     def step(self) -> None:
         """Sends one message with the next token of each."""
         events = [
-            RequestEvent(each.ref, HELD_AT, (answer_token(each.admitted.prompt_token_ids, HELD_AT),))
-            for each in self.requests
+            RequestEvent(request.ref, HELD_AT, (answer_token(request.admitted.prompt_token_ids, HELD_AT),))
+            for request in self.requests
         ]
         self._cluster.decode.send(self._cluster.config.router_id, *events)
 
@@ -94,7 +94,7 @@ def defect(real: Callable[..., Any], of: Callable[..., str]) -> Callable[..., An
     return broken
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def defects_logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Returns the requests for which the log reports an internal error."""
     met = [record for record in caplog.records if "internal error in request" in record.message]
     return [getattr(record, "request_id", "").partition("~")[0] for record in met]
@@ -112,7 +112,7 @@ async def test_an_answer_that_cannot_be_delivered_ends_alone(
     with caplog.at_level(logging.ERROR):
         answers.step()
         await answers.check()
-    assert told(caplog) == [BAD]
+    assert defects_logged(caplog) == [BAD]
 
 
 async def test_an_event_that_cannot_be_taken_ends_its_request_and_not_the_link(
@@ -125,7 +125,7 @@ async def test_an_event_that_cannot_be_taken_ends_its_request_and_not_the_link(
         answers.step()
         await answers.check()
     assert cluster.decode.streams[cluster.config.router_id] is stream
-    assert told(caplog) == [BAD]
+    assert defects_logged(caplog) == [BAD]
 
 
 async def test_a_load_that_cannot_be_taken_ends_no_link(
@@ -142,10 +142,10 @@ async def test_a_load_that_cannot_be_taken_ends_no_link(
         ends = await asyncio.gather(*answers.ends.values())
     assert [len(end) for end in ends if isinstance(end, list)] == [TOKENS] * 4
     assert cluster.decode.streams[cluster.config.router_id] is stream
-    defects = [each for each in caplog.records if "could not be processed" in each.message]
+    defects = [record for record in caplog.records if "could not be processed" in record.message]
     errors = RecurringErrors()
     assert defects
-    assert len([each for each in defects if errors.take(each)]) == 1
+    assert len([record for record in defects if errors.take(record)]) == 1
 
 
 async def test_a_request_that_cannot_be_swept_keeps_no_other_from_it(
@@ -162,11 +162,11 @@ async def test_a_request_that_cannot_be_swept_keeps_no_other_from_it(
         assert {name_of(request) for request in answers.requests} == {"a", "c", "d"}
         assert {request.attempt for request in answers.requests} == {2}
         await answers.check()
-    assert told(caplog) == [BAD]
+    assert defects_logged(caplog) == [BAD]
 
 
 @pytest.mark.parametrize("settings", [WITHOUT_RECOVERY])
-async def test_a_lost_worker_is_told_to_all_of_its_requests(
+async def test_a_lost_worker_is_reported_to_all_of_its_requests(
     cluster: Cluster, answers: Answers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real = RequestEnds.fail_attempt
@@ -176,10 +176,10 @@ async def test_a_lost_worker_is_told_to_all_of_its_requests(
         ends = await asyncio.wait_for(asyncio.gather(*answers.ends.values()), 30)
     others = grpc.StatusCode.UNAVAILABLE  # no other worker decodes
     assert ends == [grpc.StatusCode.INTERNAL if name == BAD else others for name in NAMES]
-    assert told(caplog) == [BAD]
+    assert defects_logged(caplog) == [BAD]
 
 
-async def test_a_request_that_cannot_be_placed_blocks_nobody_behind_it(
+async def test_a_request_that_cannot_be_placed_does_not_block_later_ones(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = defect(RequestPlacer._place, lambda _, request, *__: name_of(request))
@@ -187,7 +187,7 @@ async def test_a_request_that_cannot_be_placed_blocks_nobody_behind_it(
     async with channel_to(cluster.endpoints.grpc_address) as channel:
         with caplog.at_level(logging.ERROR):
             await Answers(cluster, inference_pb2_grpc.InferenceStub(channel)).check()
-    assert told(caplog) == [BAD]
+    assert defects_logged(caplog) == [BAD]
 
 
 async def test_the_end_of_a_broken_request_is_tried_to_its_last_step(
@@ -200,5 +200,5 @@ async def test_the_end_of_a_broken_request_is_tried_to_its_last_step(
     with caplog.at_level(logging.ERROR):
         answers.step()
         await answers.check()
-    assert any("cleanup failed" in each.message for each in caplog.records)
+    assert any("cleanup failed" in record.message for record in caplog.records)
     await cluster.settled()

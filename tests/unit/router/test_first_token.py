@@ -76,12 +76,12 @@ async def steps_take(cluster: Cluster, seconds: float) -> None:
     await until(lambda: all(link.state.cost.parameters.observed for link in links), "the router heard it")
 
 
-async def pieces(client: Client, count: int, slo_class: str, heard: asyncio.Queue[list[int]]) -> list[int]:
+async def pieces(client: Client, count: int, slo_class: str, received: asyncio.Queue[list[int]]) -> list[int]:
     """Returns the answer's tokens; each chunk's are put into the queue `heard` when it arrives."""
     ids: list[int] = []
     async for message in client.stub.Generate(ask(count, slo_class=slo_class)):
         if message.chunk.token_ids:
-            heard.put_nowait(list(message.chunk.token_ids))
+            received.put_nowait(list(message.chunk.token_ids))
             ids += message.chunk.token_ids
     return ids
 
@@ -96,13 +96,13 @@ async def test_it_goes_with_the_second(cluster: Cluster, client: Client, workers
         await cluster.members(await FakeWorker("both-0", Role.BOTH, token="secret").start())
     await steps_take(cluster, 100.0)
     cluster.decode.switches.held_at = 1
-    heard: asyncio.Queue[list[int]] = asyncio.Queue()
-    answer = asyncio.create_task(pieces(client, COUNT, "patient", heard))
+    received: asyncio.Queue[list[int]] = asyncio.Queue()
+    answer = asyncio.create_task(pieces(client, COUNT, "patient", received))
     await until(lambda: held(cluster) == 1, "the first token waits")
-    assert heard.empty()
+    assert received.empty()
     cluster.decode.go.set()
     assert await answer == expected(COUNT)
-    assert heard.get_nowait()[:2] == expected(2)
+    assert received.get_nowait()[:2] == expected(2)
     assert not held(cluster)
 
 
@@ -111,10 +111,10 @@ async def test_with_the_second_it_waits_for_no_third(cluster: Cluster, client: C
     await steps_take(cluster, 100.0)
     cluster.prefill.switches.decode_first = True
     cluster.decode.switches.held_at = 2
-    heard: asyncio.Queue[list[int]] = asyncio.Queue()
-    answer = asyncio.create_task(pieces(client, COUNT, "patient", heard))
+    received: asyncio.Queue[list[int]] = asyncio.Queue()
+    answer = asyncio.create_task(pieces(client, COUNT, "patient", received))
     async with asyncio.timeout(60.0):
-        assert await heard.get() == expected(2)
+        assert await received.get() == expected(2)
     assert not held(cluster)
     cluster.decode.go.set()
     assert await answer == expected(COUNT)
@@ -128,10 +128,10 @@ async def test_with_the_second_it_waits_for_no_third(cluster: Cluster, client: C
 async def test_it_goes_alone(cluster: Cluster, client: Client, step_s: float, slo_class: str) -> None:
     await steps_take(cluster, step_s)
     cluster.decode.switches.held_at = 1
-    heard: asyncio.Queue[list[int]] = asyncio.Queue()
-    answer = asyncio.create_task(pieces(client, COUNT, slo_class, heard))
+    received: asyncio.Queue[list[int]] = asyncio.Queue()
+    answer = asyncio.create_task(pieces(client, COUNT, slo_class, received))
     async with asyncio.timeout(60.0):
-        assert await heard.get() == expected(1)
+        assert await received.get() == expected(1)
     cluster.decode.go.set()
     assert await answer == expected(COUNT)
 
@@ -147,17 +147,17 @@ async def test_without_a_target_it_waits_for_the_second_alone(cluster: Cluster, 
         return later(delay, *rest, **more)
 
     cluster.decode.switches.held_at = 1
-    heard: asyncio.Queue[list[int]] = asyncio.Queue()
+    received: asyncio.Queue[list[int]] = asyncio.Queue()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             loop, "call_later", lambda delay, *rest, **more: delays.append(delay) or later(delay, *rest, **more)
         )
-        answer = asyncio.create_task(pieces(client, COUNT, "any", heard))
+        answer = asyncio.create_task(pieces(client, COUNT, "any", received))
         await until(lambda: held(cluster) == 1, "the first token waits")
-        assert heard.empty()
+        assert received.empty()
         cluster.decode.go.set()
         assert await answer == expected(COUNT)
-    assert heard.get_nowait()[:2] == expected(2)
+    assert received.get_nowait()[:2] == expected(2)
     assert math.inf not in delays
 
 
@@ -169,9 +169,9 @@ async def test_an_answer_of_one_token_waits_for_nothing(cluster: Cluster, client
 async def test_another_attempt_brings_the_second(cluster: Cluster, client: Client) -> None:
     await steps_take(cluster, 100.0)
     cluster.prefill.switches.fail_transfers = 1
-    heard: asyncio.Queue[list[int]] = asyncio.Queue()
-    assert await pieces(client, COUNT, "patient", heard) == expected(COUNT)
-    assert heard.get_nowait()[:2] == expected(2)
+    received: asyncio.Queue[list[int]] = asyncio.Queue()
+    assert await pieces(client, COUNT, "patient", received) == expected(COUNT)
+    assert received.get_nowait()[:2] == expected(2)
     assert not held(cluster)
 
 
@@ -181,8 +181,8 @@ async def test_a_request_that_fails_meanwhile_gives_it_before_its_error(
 ) -> None:
     await steps_take(cluster, 100.0)
     cluster.decode.switches.held_at = 1
-    heard: asyncio.Queue[list[int]] = asyncio.Queue()
-    answer = asyncio.create_task(pieces(client, COUNT, "patient", heard))
+    received: asyncio.Queue[list[int]] = asyncio.Queue()
+    answer = asyncio.create_task(pieces(client, COUNT, "patient", received))
     await until(lambda: held(cluster) == 1, "the first token waits")
     (request,) = cluster.router._dispatcher._live.values()
     match end:
@@ -195,8 +195,8 @@ async def test_a_request_that_fails_meanwhile_gives_it_before_its_error(
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await answer
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert heard.get_nowait() == expected(1)
-    assert heard.empty()
+    assert received.get_nowait() == expected(1)
+    assert received.empty()
     assert not held(cluster)
     cluster.decode.go.set()
 
@@ -205,8 +205,8 @@ async def test_tokens_and_the_failure_of_one_message_keep_their_order(cluster: C
     """Such a message comes from a stream that was slower than the steps."""
     cluster.decode.switches.held_at = 1
     cluster.prefill.switches.silent_prefill = True
-    heard: asyncio.Queue[list[int]] = asyncio.Queue()
-    answer = asyncio.create_task(pieces(client, COUNT, "best_effort", heard))
+    received: asyncio.Queue[list[int]] = asyncio.Queue()
+    answer = asyncio.create_task(pieces(client, COUNT, "best_effort", received))
     await until(lambda: bool(cluster.prefill.prefills), "it is placed")
     (request,) = cluster.router._dispatcher._live.values()
     failure = failure_event(request.ref, Internal("the engine is lost"))
@@ -214,7 +214,7 @@ async def test_tokens_and_the_failure_of_one_message_keep_their_order(cluster: C
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await answer
     assert error.value.code() is grpc.StatusCode.INTERNAL
-    assert heard.get_nowait() == expected(1)
+    assert received.get_nowait() == expected(1)
 
 
 @pytest.mark.parametrize("slo_class", ["patient", "any"])

@@ -220,10 +220,10 @@ async def test_a_least_length_goes_to_the_workers_and_holds_for_stop_strings(clu
     stop = whole[8:10]
     for least, include in ((0, False), (30, False), (40, True)):
         asked = ask(40, stop=[stop], min_tokens=least, include_stop_str_in_output=include)
-        text, found, complete = await client.run(asked)
+        text, received, complete = await client.run(asked)
         assert cluster.prefill.prefills[-1].sampling.min_tokens == least
-        assert len(found) >= max(least, 1)
-        assert found == ids[: len(found)]
+        assert len(received) >= max(least, 1)
+        assert received == ids[: len(received)]
         assert whole.startswith(text)
         if least == 40:
             assert (text, complete.matched_stop) == (whole, "")
@@ -281,8 +281,8 @@ class TestUnnamedLimits:
     ) -> None:
         """Regression: the largest worker alone served all requests without a limit."""
         workers = [
-            await FakeWorker(f"decode-{n}", Role.DECODE, pages_total=each, token="secret").start()
-            for n, each in enumerate(pages, start=1)
+            await FakeWorker(f"decode-{n}", Role.DECODE, pages_total=page_count, token="secret").start()
+            for n, page_count in enumerate(pages, start=1)
         ]
         await cluster.members(cluster.prefill, *workers)
         pool = cluster.router._dispatcher.pool
@@ -388,7 +388,7 @@ async def test_answers_go_on_elsewhere_when_their_decode_worker_dies(
     doomed.switches.mute_after = out
     running = [asyncio.create_task(client.run(ask(tokens, prompt=[5, n], logprobs=1))) for n in range(6)]
     live = cluster.router._dispatcher._live
-    await until(lambda: [each.assembler.count for each in live.values()] == [out] * 6, "some tokens are out")
+    await until(lambda: [request.assembler.count for request in live.values()] == [out] * 6, "some tokens are out")
     heir = await FakeWorker("decode-1", Role.DECODE, token="secret").start()
     await cluster.members(cluster.prefill, doomed, heir)
     await doomed.kill()
@@ -399,8 +399,11 @@ async def test_answers_go_on_elsewhere_when_their_decode_worker_dies(
     assert len(second) == 6
     assert {task.prior_output_tokens for task in second} == {out}
     assert {task.original_prompt for task in second} == {(5, n) for n in range(6)}
-    assert len({each.ref.request_id for each in heir.reservations}) == (6 if tokens - out > 1 else 0)
-    assert all(each.answer == tuple(expected(out, list(each.original_prompt))) for each in heir.reservations)
+    assert len({reservation.ref.request_id for reservation in heir.reservations}) == (6 if tokens - out > 1 else 0)
+    assert all(
+        reservation.answer == tuple(expected(out, list(reservation.original_prompt)))
+        for reservation in heir.reservations
+    )
     await cluster.members(cluster.prefill, heir)
 
 
@@ -448,7 +451,7 @@ async def test_prompts_go_to_another_prefill_worker_when_theirs_dies(cluster: Cl
     await cluster.members(heir, cluster.decode)
 
 
-async def test_a_failure_behind_the_last_token_fails_nothing(cluster: Cluster, client: Client) -> None:
+async def test_a_failure_after_the_last_token_fails_nothing(cluster: Cluster, client: Client) -> None:
     """A prefill worker may report a failed transfer after the last token, while the text is not decoded yet."""
     cluster.prefill.switches.silent_prefill = True
     running = asyncio.create_task(client.run(ask(3)))
@@ -779,14 +782,14 @@ async def test_health_may_be_watched(cluster: Cluster) -> None:
         call.cancel()
 
 
-async def test_a_taken_port_is_told_in_words(cluster: Cluster) -> None:
+async def test_a_taken_port_is_reported_in_words(cluster: Cluster) -> None:
     for listener in ("grpc", "http"):
         port = int(getattr(cluster.endpoints, f"{listener}_address").split(":")[1])
         with pytest.raises(FailedPrecondition, match=f"{listener}_port: .*{port}"):
             await RouterServer(replace(cluster.config, **{f"{listener}_port": port})).start()
 
 
-async def test_one_port_for_both_listeners_is_told_in_words(cluster: Cluster) -> None:
+async def test_one_port_for_both_listeners_is_reported_in_words(cluster: Cluster) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     router = RouterServer(replace(cluster.config, router_id="router-1", grpc_port=port, http_port=port))
@@ -796,7 +799,7 @@ async def test_one_port_for_both_listeners_is_told_in_words(cluster: Cluster) ->
         pass  # the router has closed all listeners
 
 
-async def test_an_http_listener_that_cannot_open_is_told_in_words(
+async def test_an_http_listener_that_cannot_open_is_reported_in_words(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def no_listener(*_: object) -> None:

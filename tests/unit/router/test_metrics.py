@@ -67,9 +67,9 @@ WHOLE = {
 
 def test_phases_of_a_request() -> None:
     times = PhaseTimes.of(spans_of(timeline_of(**WHOLE)))
-    found = (times.queue_s, times.prefill_s, times.transfer_s, times.decode_s)
-    assert found == pytest.approx((0.5, 0.2, 0.3, 1.8))
-    assert sum(found) == pytest.approx(2.8)  # type: ignore[arg-type]
+    seconds = (times.queue_s, times.prefill_s, times.transfer_s, times.decode_s)
+    assert seconds == pytest.approx((0.5, 0.2, 0.3, 1.8))
+    assert sum(seconds) == pytest.approx(2.8)  # type: ignore[arg-type]
     assert times.stall_s is None
     assert PhaseTimes.of(spans_of(timeline_of(RECEIVED=0.0))) == PhaseTimes(None, None, None, None)
 
@@ -84,7 +84,7 @@ def test_phases_of_a_request_that_was_tried_again(metrics: RouterMetrics) -> Non
     request.event_times += timeline_of(SILENT=1.5, REQUEUED=6.0, **again).event_times
     metrics.finished(request, FinishReason.STOP)
     families = (f.QUEUE_TIME, f.PREFILL_TIME, f.TRANSFER_TIME, f.DECODE_TIME, f.STALL_TIME)
-    totals = [metrics.registry.histogram(each).total for each in families]
+    totals = [metrics.registry.histogram(family).total for family in families]
     assert totals == pytest.approx([0.5 + 0.5, 0.2 + 0.2, 0.3 + 0.3, 0.5 + 1.8, 4.5])
     assert sum(totals) == pytest.approx(metrics.registry.histogram(f.E2E_REQUEST_LATENCY).total)
     assert outcomes(metrics) == {("tight", "missed_itl"): 1, ("tight", "stall"): 1}
@@ -205,8 +205,8 @@ def request_of(slo: SloClass, prompt: int = 7, **event_times: float) -> RoutedRe
 
 def outcomes(metrics: RouterMetrics) -> dict[tuple[str, ...], float]:
     """Returns the outcomes with a count above zero."""
-    found = metrics.registry._counters
-    cells = {**found[f.SLO_REQUESTS], **found[f.SLO_MISSED]}
+    counters = metrics.registry._counters
+    cells = {**counters[f.SLO_REQUESTS], **counters[f.SLO_MISSED]}
     return {labels: cell.value for labels, cell in cells.items() if cell.value}
 
 
@@ -264,7 +264,7 @@ def test_ends_that_are_not_good(metrics: RouterMetrics) -> None:
     assert metrics.goodput.per_second()["tight"] == 0
 
 
-def test_what_leaves_behind_a_failure_is_in_its_trace(metrics: RouterMetrics) -> None:
+def test_tokens_sent_after_a_failure_are_in_its_trace(metrics: RouterMetrics) -> None:
     request = request_of(TIGHT, RECEIVED=0.0, PLACED=0.1)
     metrics.failed(request, TransferFailed("gone"))
     assert metrics.registry.counter(f.REQUEST_FAILURES, "TRANSFER_FAILED").value == 1
@@ -290,7 +290,7 @@ def test_refusals(metrics: RouterMetrics) -> None:
         metrics.refused("of the client's making", error)
         assert metrics.registry.counter(f.ADMISSION_REJECTIONS, reason).value == 2
         grown = {key for key, value in outcomes(metrics).items() if value > before.get(key, 0)}
-        assert grown == {("tight", each) for each in missed}
+        assert grown == {("tight", family) for family in missed}
 
 
 LATE, SLOW = RequestOutcome(Outcome.MISSED_TTFT, Phase.QUEUE), RequestOutcome(Outcome.MISSED_ITL, Phase.DECODE)
@@ -313,7 +313,7 @@ def test_a_request_is_judged_once_by_its_worst_answer(
     answers: tuple[RequestOutcome | None, ...], joint: RequestOutcome | None
 ) -> None:
     request = JointOutcome(len(answers))
-    assert [request.add(each) for each in answers] == [*(None for _ in answers[1:]), joint]
+    assert [request.add(answer) for answer in answers] == [*(None for _ in answers[1:]), joint]
 
 
 def test_every_code_begins_at_zero(metrics: RouterMetrics) -> None:
@@ -344,8 +344,8 @@ async def scrape(cluster: Cluster, key: str = "", path: str = "/metrics") -> htt
 
 
 def value_of(text: str, name: str, **labels: str) -> float:
-    samples = [each for metric in text_string_to_metric_families(text) for each in metric.samples]
-    return sum(each.value for each in samples if each.name == name and labels.items() <= each.labels.items())
+    samples = [sample for metric in text_string_to_metric_families(text) for sample in metric.samples]
+    return sum(sample.value for sample in samples if sample.name == name and labels.items() <= sample.labels.items())
 
 
 async def test_a_whole_router(cluster: Cluster) -> None:

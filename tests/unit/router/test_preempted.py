@@ -73,7 +73,9 @@ async def test_its_wait_begins_when_it_gives_way(cluster: Cluster, client: Clien
     cluster.decode.switches.held_at = 1
     dispatcher = cluster.router._dispatcher
     running = asyncio.create_task(client.run(ask(6)))
-    await until(lambda: [each.assembler.count for each in dispatcher._live.values()] == [1], "it decodes")
+    await until(
+        lambda: [live_request.assembler.count for live_request in dispatcher._live.values()] == [1], "it decodes"
+    )
     (request,) = dispatcher._live.values()
     request.waiting_since -= 2 * cluster.config.queue_timeout_s
     cluster.decode.not_ready = "not now"
@@ -108,7 +110,7 @@ async def test_others_pass_one_that_only_a_dead_worker_could_serve(cluster: Clus
     large.switches.mute_after = 3
     running = asyncio.create_task(client.run(ask(200)))
     dispatcher = cluster.router._dispatcher
-    await until(lambda: [each.assembler.count for each in dispatcher._live.values()] == [3], "it reads")
+    await until(lambda: [request.assembler.count for request in dispatcher._live.values()] == [3], "it reads")
     small = await FakeWorker("decode-1", Role.DECODE, pages_total=4, token="secret").start()
     await cluster.members(cluster.prefill, large, small)
     await large.kill()
@@ -131,7 +133,7 @@ def test_a_skipped_request_waits_on_without_a_turn() -> None:
     queue.skip(hopeless)
     assert len(queue) == 3
     assert queue.head() is other
-    assert {each.internal_id for each in queue} == {"hopeless", "back", "other"}
+    assert {request.internal_id for request in queue} == {"hopeless", "back", "other"}
     queue.remove(other)
     assert queue.head() is None
     queue.restore_skipped()
@@ -162,8 +164,8 @@ def test_a_worker_is_given_what_it_is_expected_to_have_room_for() -> None:
         return len(decode.request_ids) - before
 
     assert placed(3) == 2
-    for each in list(decode.request_ids):
-        decode.remove_answer(each)
+    for name in list(decode.request_ids):
+        decode.remove_answer(name)
     ended = QueuedRequest("ended", 0, 0.0, 100, 400)
     for _ in range(SEEN_MIN):
         scheduler.ended(ended, 20)

@@ -35,7 +35,9 @@ async def few_slots(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def running(cluster: Cluster) -> list[int]:
-    return [each.assembler.count for each in cluster.router._dispatcher._live.values() if each.decode is not None]
+    return [
+        request.assembler.count for request in cluster.router._dispatcher._live.values() if request.decode is not None
+    ]
 
 
 async def tokens(client: Client, request: pb.GenerateRequest) -> list[int]:
@@ -82,7 +84,7 @@ async def test_another_tenant_is_served_while_one_holds_every_slot(cluster: Clus
             assert sorted(await call) == sorted(expected(TOKENS) * n)
 
 
-async def test_the_one_that_came_second_gets_a_share_and_no_more(cluster: Cluster) -> None:
+async def test_the_second_tenant_gets_its_share_of_slots_only(cluster: Cluster) -> None:
     address = cluster.endpoints.grpc_address
     async with asyncio.timeout(60), channel_to(address, "many") as many, channel_to(address, "few") as few:
         calls = await fill(cluster, Client(many), SLOTS)
@@ -90,7 +92,9 @@ async def test_the_one_that_came_second_gets_a_share_and_no_more(cluster: Cluste
         live = cluster.router._dispatcher._live
 
         def share() -> int:
-            return sum(each.decode is not None and each.token_ids[:2] == tuple(OTHER) for each in live.values())
+            return sum(
+                request.decode is not None and request.token_ids[:2] == tuple(OTHER) for request in live.values()
+            )
 
         async def step() -> None:
             await go_on(cluster)
@@ -115,7 +119,9 @@ async def test_another_tenant_is_served_while_one_answer_holds_most_pages(cluste
         await until(lambda: running(cluster) == [HELD_AT], "the long answer runs")
         other = asyncio.create_task(tokens(Client(few), ask(64)))
         dispatcher = cluster.router._dispatcher
-        await until(lambda: any(each.queued.yielded for each in dispatcher.waiting_requests()), "the long one yields")
+        await until(
+            lambda: any(waiter.queued.yielded for waiter in dispatcher.waiting_requests()), "the long one yields"
+        )
         end(cluster)
         assert await other == expected(64)
         assert await long == expected(TOKENS)
@@ -136,8 +142,8 @@ async def test_an_answer_that_gave_its_slot_away_may_wait_longer_than_new_ones(c
     async with asyncio.timeout(60), channel_to(address, "many") as many, channel_to(address, "few") as few:
         calls = await fill(cluster, Client(many), SLOTS)
         calls.append(asyncio.create_task(tokens(Client(few), ask(TOKENS, prompt=OTHER))))
-        await until(lambda: any(each.queued.yielded for each in dispatcher.waiting_requests()), "it gave way")
-        (waiting,) = (each for each in dispatcher.waiting_requests() if each.queued.yielded)
+        await until(lambda: any(waiter.queued.yielded for waiter in dispatcher.waiting_requests()), "it gave way")
+        (waiting,) = (waiter for waiter in dispatcher.waiting_requests() if waiter.queued.yielded)
         waiting.waiting_since -= 2 * cluster.config.queue_timeout_s
         dispatcher._sweeper._sweep(time.monotonic())
         end(cluster)
@@ -151,8 +157,8 @@ async def test_an_answer_that_a_worker_refuses_to_take_back_does_not_go_before_o
     async with asyncio.timeout(60), channel_to(address, "many") as many, channel_to(address, "few") as few:
         calls = await fill(cluster, Client(many), SLOTS)
         calls.append(asyncio.create_task(tokens(Client(few), ask(TOKENS, prompt=OTHER))))
-        await until(lambda: any(each.queued.yielded for each in dispatcher.waiting_requests()), "it gave way")
-        (waiting,) = (each for each in dispatcher.waiting_requests() if each.queued.yielded)
+        await until(lambda: any(waiter.queued.yielded for waiter in dispatcher.waiting_requests()), "it gave way")
+        (waiting,) = (waiter for waiter in dispatcher.waiting_requests() if waiter.queued.yielded)
         await until(lambda: running(cluster) == [HELD_AT] * SLOTS, "another tenant's answer has its slot")
         cluster.decode.switches.refuse_reserve = 2
         attempt = waiting.attempt

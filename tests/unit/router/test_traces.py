@@ -60,7 +60,7 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
 
     def Export(self, request: Any, _context: Any) -> Any:
         for batch in request.resource_spans:
-            self.resources |= {each.value.string_value for each in batch.resource.attributes}
+            self.resources |= {attribute.value.string_value for attribute in batch.resource.attributes}
             self.spans.extend(span for scope in batch.scope_spans for span in scope.spans)
         return trace_service_pb2.ExportTraceServiceResponse()
 
@@ -74,8 +74,8 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
 
     def under(self, root: trace_pb2.Span) -> list[trace_pb2.Span]:
         """Returns the phases of a request, in order."""
-        found = [s for s in self.spans if s.parent_span_id == root.span_id and s.trace_id == root.trace_id]
-        return sorted(found, key=lambda s: s.start_time_unix_nano)
+        children = [s for s in self.spans if s.parent_span_id == root.span_id and s.trace_id == root.trace_id]
+        return sorted(children, key=lambda s: s.start_time_unix_nano)
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ async def flush(cluster: Cluster) -> None:
     assert await asyncio.to_thread(exporter.flush)
 
 
-class Heard:
+class CallTimes:
     """The times at which workers received anything of a request, and sent anything."""
 
     def __init__(self, *workers: FakeWorker) -> None:
@@ -120,7 +120,9 @@ class Heard:
 
 
 def attributes(span: trace_pb2.Span) -> dict[str, Any]:
-    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes}
+    return {
+        attribute.key: getattr(attribute.value, attribute.value.WhichOneof("value")) for attribute in span.attributes
+    }
 
 
 def seconds(span: trace_pb2.Span) -> float:
@@ -138,9 +140,9 @@ async def test_spans_add_up_to_what_clients_measure(cluster: Cluster, receiver: 
         empty_s: list[float] = []
         ways_s: list[float] = []
         await client.run(ask(2))
-        heard = Heard(cluster.prefill, cluster.decode)
+        observed = CallTimes(cluster.prefill, cluster.decode)
         while len(ways_s) < TRIES or (min(ways_s) >= NEAR_S + min(empty_s) and len(ways_s) < TRIES_MAX):
-            heard.moments.clear()
+            observed.moments.clear()
             asked = time.time_ns()
             await client.stub.GetServerInfo(pb.GetServerInfoRequest())
             empty_s.append((time.time_ns() - asked) / SECOND)
@@ -151,7 +153,7 @@ async def test_spans_add_up_to_what_clients_measure(cluster: Cluster, receiver: 
             root, phases = receiver.roots[-1], receiver.under(receiver.roots[-1])
             assert [span.name for span in phases] == ["queue", "prefill", "transfer", "decode"]
             assert sum(map(seconds, phases)) == pytest.approx(seconds(root), abs=1e-9)
-            heard.check(root, asked)
+            observed.check(root, asked)
             ways_s.append(waited_s - sum(map(seconds, phases)))
         assert min(ways_s) < NEAR_S + min(empty_s), (ways_s, empty_s)
 
@@ -165,33 +167,33 @@ async def test_spans_of_a_request_whose_worker_dies_add_up(cluster: Cluster, rec
         for number in range(TRIES):
             doomed = cluster.decode
             doomed.switches.mute_after = 4
-            heard, asked = Heard(cluster.prefill, doomed), time.time_ns()
+            observed, asked = CallTimes(cluster.prefill, doomed), time.time_ns()
             running = asyncio.create_task(client.run(ask(12, prompt=[5, number])))
-            await until(lambda: [each.assembler.count for each in live.values()] == [4], "four tokens are out")
+            await until(lambda: [request.assembler.count for request in live.values()] == [4], "four tokens are out")
             heir = await FakeWorker(f"decode-{number + 1}", Role.DECODE, token="secret").start()
             heir.switches.step_s = 1e-3
-            later = Heard(heir)
+            later = CallTimes(heir)
             await cluster.members(cluster.prefill, doomed, heir)
             await asyncio.sleep(0.1)
             await doomed.kill()
             await running
             await flush(cluster)
             root, phases = receiver.roots[-1], receiver.under(receiver.roots[-1])
-            told = [(span.name, attributes(span)["tandem.attempt"]) for span in phases]
-            assert [each for each in told if each[0] != "queue"] == [
+            attempts = [(span.name, attributes(span)["tandem.attempt"]) for span in phases]
+            assert [attempt for attempt in attempts if attempt[0] != "queue"] == [
                 ("prefill", 1), ("transfer", 1), ("decode", 1), ("stall", 1),
                 ("prefill", 2), ("transfer", 2), ("decode", 2),
             ]  # fmt: skip
             stall = next(span for span in phases if span.name == "stall")
             assert 0.1 < seconds(stall) < seconds(root)
-            assert "tandem.transfer.bytes" not in attributes(phases[told.index(("transfer", 1))])
-            assert "tandem.transfer.bytes" in attributes(phases[told.index(("transfer", 2))])
+            assert "tandem.transfer.bytes" not in attributes(phases[attempts.index(("transfer", 1))])
+            assert "tandem.transfer.bytes" in attributes(phases[attempts.index(("transfer", 2))])
             assert sum(map(seconds, phases)) == pytest.approx(seconds(root), abs=1e-9)
-            heard.moments += later.moments
-            heard.check(root, asked)
+            observed.moments += later.moments
+            observed.check(root, asked)
             await cluster.members(cluster.prefill, heir)
         metrics = cluster.router._dispatcher.metrics.registry
-        whole = sum(metrics.histogram(each).total for each in PHASES)
+        whole = sum(metrics.histogram(phase).total for phase in PHASES)
         assert whole == pytest.approx(metrics.histogram(f.E2E_REQUEST_LATENCY).total)
         assert metrics.histogram(f.STALL_TIME).count >= TRIES
 
@@ -206,15 +208,15 @@ async def test_a_span_says_what_conventions_ask_for(cluster: Cluster, receiver: 
     (root,) = receiver.roots
     assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE, SPAN)
     assert root.name == "text_completion fake"
-    found = attributes(root)
-    assert found[gen_ai_attributes.GEN_AI_OPERATION_NAME] == "text_completion"
-    assert found[gen_ai_attributes.GEN_AI_PROVIDER_NAME] == "tandem"
-    assert found[gen_ai_attributes.GEN_AI_REQUEST_MODEL] == found[gen_ai_attributes.GEN_AI_RESPONSE_MODEL] == "fake"
-    assert found[gen_ai_attributes.GEN_AI_RESPONSE_ID] == messages[0].request_id
-    assert found[gen_ai_attributes.GEN_AI_USAGE_INPUT_TOKENS] == 4
-    assert found[gen_ai_attributes.GEN_AI_USAGE_OUTPUT_TOKENS] == 5
-    assert found[gen_ai_attributes.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS] == 2
-    (reason,) = found[gen_ai_attributes.GEN_AI_RESPONSE_FINISH_REASONS].values
+    values = attributes(root)
+    assert values[gen_ai_attributes.GEN_AI_OPERATION_NAME] == "text_completion"
+    assert values[gen_ai_attributes.GEN_AI_PROVIDER_NAME] == "tandem"
+    assert values[gen_ai_attributes.GEN_AI_REQUEST_MODEL] == values[gen_ai_attributes.GEN_AI_RESPONSE_MODEL] == "fake"
+    assert values[gen_ai_attributes.GEN_AI_RESPONSE_ID] == messages[0].request_id
+    assert values[gen_ai_attributes.GEN_AI_USAGE_INPUT_TOKENS] == 4
+    assert values[gen_ai_attributes.GEN_AI_USAGE_OUTPUT_TOKENS] == 5
+    assert values[gen_ai_attributes.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS] == 2
+    (reason,) = values[gen_ai_attributes.GEN_AI_RESPONSE_FINISH_REASONS].values
     assert reason.string_value == "length"
     assert [event.name for event in root.events] == ["first_token"]
     by_name = {span.name: attributes(span) for span in receiver.under(root)}
@@ -242,8 +244,8 @@ async def test_http_failures_and_what_a_client_does_not_record(cluster: Cluster,
     assert attributes(failed)["error.type"] == "INTERNAL"
     assert failed.status.code == failed.status.STATUS_CODE_ERROR
     assert not failed.parent_span_id
-    assert [each.outcome for each in kept] == ["INTERNAL", "length", "length"]
-    assert [each.context.sampled for each in kept] == [True, False, True]
+    assert [kept_trace.outcome for kept_trace in kept] == ["INTERNAL", "length", "length"]
+    assert [kept_trace.context.sampled for kept_trace in kept] == [True, False, True]
     assert failed.trace_id.hex() == kept[0].context.trace_id
     assert most == 20
 
@@ -269,7 +271,7 @@ async def test_a_failed_answer_s_trace_has_the_tokens_that_its_client_got(cluste
     assert events[-2:] == [LifecycleEvent.FIRST_TOKEN, LifecycleEvent.FINISHED]
 
 
-async def test_a_failed_answer_whose_client_left_unheard_has_a_trace(cluster: Cluster) -> None:
+async def test_a_failed_answer_whose_client_left_has_a_trace(cluster: Cluster) -> None:
     cluster.prefill.switches.prefill_error = Internal("broken")
     prompt = ClientRequest("gone", "fake", (5, 6, 7), Options(max_tokens=20), EventTime.now(LifecycleEvent.RECEIVED))
     choices = cluster.router._dispatcher.submit(await cluster.router._validator.admit(prompt))
@@ -279,7 +281,7 @@ async def test_a_failed_answer_whose_client_left_unheard_has_a_trace(cluster: Cl
     assert trace.outcome == "INTERNAL"
 
 
-async def test_whoever_scrapes_an_exemplar_finds_its_request(cluster: Cluster) -> None:
+async def test_an_exemplar_leads_to_its_request(cluster: Cluster) -> None:
     async with channel_to(cluster.endpoints.grpc_address) as channel:
         request = ask(3)
         request.request_id = "an/id?of=the client's"[:10]
@@ -288,14 +290,14 @@ async def test_whoever_scrapes_an_exemplar_finds_its_request(cluster: Cluster) -
         accept = {"accept": "application/openmetrics-text; version=1.0.0"}
         families = list(text_string_to_metric_families((await http.get("/metrics", headers=accept)).text))
         for name in ("tandem_time_to_first_token_seconds", "tandem_e2e_request_latency_seconds"):
-            (family,) = (each for each in families if each.name == name)
-            (sample,) = (each for each in family.samples if each.exemplar is not None)
+            (family,) = (candidate for candidate in families if candidate.name == name)
+            (sample,) = (candidate for candidate in family.samples if candidate.exemplar is not None)
             assert sample.exemplar is not None
             assert sample.exemplar.labels["request_id"] == "an/id?of=t"
             for wanted in sample.exemplar.labels.values():
-                (found,) = traces_from_json((await http.get("/traces", params={"id": wanted})).text)[0]
-                assert found.timeline.at(LifecycleEvent.FINISHED)
-                assert found.prompt_tokens == 4
+                (kept_trace,) = traces_from_json((await http.get("/traces", params={"id": wanted})).text)[0]
+                assert kept_trace.timeline.at(LifecycleEvent.FINISHED)
+                assert kept_trace.prompt_tokens == 4
         assert len(traces_from_json((await http.get("/traces?slow")).text)[0]) == 1
         assert traces_from_json((await http.get("/traces?id=nobody")).text)[0] == []
 
@@ -325,7 +327,7 @@ class TestByDefault:
         async with channel_to(cluster.endpoints.grpc_address) as channel:
             await Client(channel).run(ask(2))
         book = cluster.router._dispatcher.metrics.traces
-        assert [each.outcome for each in book.newest()] == ["length"]
+        assert [kept_trace.outcome for kept_trace in book.newest()] == ["length"]
 
 
 def trace(number: int, length_s: float, name: str = "") -> RequestTrace:
@@ -342,7 +344,7 @@ def trace(number: int, length_s: float, name: str = "") -> RequestTrace:
 def book_of(clock: VirtualClock, kept: int = 5) -> tuple[TraceStore, Histogram]:
     bounds = (0.1, 1.0, 10.0)
     first_tokens, whole = Histogram(bounds), Histogram(bounds)
-    exemplars = [Exemplars(each, 60.0, clock) for each in (first_tokens, whole)]
+    exemplars = [Exemplars(histogram, 60.0, clock) for histogram in (first_tokens, whole)]
     return TraceStore(kept, exemplars[0], exemplars[1]), whole
 
 
@@ -353,15 +355,15 @@ def test_slow_requests_outlive_thousands_of_fast_ones() -> None:
         clock.now += 0.1
         slow = {100: 5.0, 101: 7.0, 102: 6.0}.get(number, 0.05)
         book.add(trace(number, slow), whole=True)
-    (found,) = book.find("r101")
-    assert found.seconds == 7.0
-    assert book.find(f"{101:032x}") == book.find("r101~101") == [found]
+    (slow_trace,) = book.find("r101")
+    assert slow_trace.seconds == 7.0
+    assert book.find(f"{101:032x}") == book.find("r101~101") == [slow_trace]
     assert book.find("r100") == []
-    assert book.slow()[0] is found
+    assert book.slow()[0] is slow_trace
     example = whole.exemplars[whole.place(7.0)]
     assert example is not None
     assert (example.value, example.labels["request_id"]) == (7.0, "r101")
-    assert [each.request_id for each in book.newest()] == [f"r{number}" for number in range(2999, 2994, -1)]
+    assert [kept_trace.request_id for kept_trace in book.newest()] == [f"r{number}" for number in range(2999, 2994, -1)]
     assert len(book._all()) <= 5 + 2 * 4
 
 
@@ -372,7 +374,7 @@ def test_the_slowest_of_a_window_stands_until_a_later_window_has_one() -> None:
     for number, length in ((1, 5.0), (2, 7.0), (3, 6.0)):
         book.add(trace(number, length), whole=True)
         book.add(trace(9, 0.05), whole=True)
-    assert [each.request_id for each in book.slow()[:1]] == ["r2"]
+    assert [kept_trace.request_id for kept_trace in book.slow()[:1]] == ["r2"]
     clock.now = 119.0
     book.add(trace(4, 5.5), whole=True)
     assert book.slow()[0].request_id == "r2"

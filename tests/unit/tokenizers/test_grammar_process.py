@@ -47,7 +47,7 @@ def test_each_kind_is_made(process: GrammarProcess) -> None:
         (GrammarKind.REGEX, "a" * 2 * GRAMMAR_CHARS_MAX, "the limit is"),
     ],
 )
-def test_errors_are_told(process: GrammarProcess, kind: GrammarKind, value: Any, named: str) -> None:
+def test_errors_name_the_cause(process: GrammarProcess, kind: GrammarKind, value: Any, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         process.make(kind, value)
 
@@ -86,7 +86,7 @@ def test_the_memory_of_a_grammar_is_limited(process: GrammarProcess) -> None:
     assert 0 < most <= pages * resource.getpagesize() + (512 << 20)
 
 
-def test_a_compilation_ends_when_nobody_wants_it(process: GrammarProcess) -> None:
+def test_a_compilation_without_requesters_ends(process: GrammarProcess) -> None:
     """However much time it has left."""
     patient, unwanted = GrammarProcess(process._tokens, deadline_s=600.0), threading.Event()
     assert patient.make(GrammarKind.REGEX, "a") == of_regex("a")

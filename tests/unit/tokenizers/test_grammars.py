@@ -253,7 +253,7 @@ def test_what_is_not_supported_is_named(grammars: Grammars, schema: dict[str, An
 def test_the_cache_is_bounded(folder: Path) -> None:
     grammars = Grammars(folder, VOCAB, [EOS])
     for number in range(12):
-        grammars.check(of_choices([f"{number} {each:09}" for each in range(8_000)]))
+        grammars.check(of_choices([f"{number} {index:09}" for index in range(8_000)]))
     assert 2 <= len(grammars._compiled) <= 10
     for number in range(100):
         grammars.check(of_regex(f"b{{{number}}}"))
@@ -271,7 +271,7 @@ def test_a_grammar_that_took_too_long_fails_each_time(folder: Path, monkeypatch:
 
 
 def test_thousands_of_choices_are_followed(grammars: Grammars, folder: Path) -> None:
-    choices = [f"number {each * 7919} of them" for each in range(9_000)]
+    choices = [f"number {index * 7919} of them" for index in range(9_000)]
     for seed in range(3):
         assert text_of(folder, walk(grammars, of_choices(choices), seed)) in choices
     assert {text_of(folder, walk(grammars, of_choices(["a", "ab"]), seed)) for seed in range(9)} == {"a", "ab"}

@@ -154,7 +154,7 @@ def test_sentencepiece_without_a_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("sentencepiece")
-def test_sentencepiece_of_a_class_that_nobody_knows(tmp_path: Path) -> None:
+def test_sentencepiece_of_an_unknown_class(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"tokenizer_config\.json names the class FooTokenizer"):
         Tokenizer(write_sentencepiece(tmp_path, tokenizer_class="FooTokenizer"))
 

@@ -22,16 +22,16 @@ class Characters:
         pass
 
     def encode(self, text: str) -> list[int]:
-        return [1, *(ord(each) % 159 + 1 for each in text)]
+        return [1, *(ord(character) % 159 + 1 for character in text)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return "".join(chr(each) for each in ids)
+        return "".join(chr(token_id) for token_id in ids)
 
 
 def test_needles_have_their_length_number_and_depth() -> None:
     made = make_needles(Characters().encode, "hay " * 10, 500)
-    assert [len(each) for each in made.prompts] == [500] * 3
-    texts = ["".join(chr(each - 1) for each in prompt[1:]) for prompt in made.prompts]
+    assert [len(prompt) for prompt in made.prompts] == [500] * 3
+    texts = ["".join(chr(token_id - 1) for token_id in prompt[1:]) for prompt in made.prompts]
     places = [text.index(number) for text, number in zip(texts, made.numbers, strict=True)]
     assert places == sorted(places)
     assert [text.count(number) for text, number in zip(texts, made.numbers, strict=True)] == [1] * 3

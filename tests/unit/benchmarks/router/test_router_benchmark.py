@@ -20,7 +20,7 @@ model = conftest.model
 
 @pytest.mark.parametrize("age_s", [0.0, 0.003, 1.5, 3.9])
 @pytest.mark.parametrize("sent", [0.0, 3.9999, 1234.5678])
-def test_a_token_tells_its_age(sent: float, age_s: float) -> None:
+def test_the_age_of_a_token_comes_from_its_id(sent: float, age_s: float) -> None:
     assert age_of(token_of(sent), sent + age_s) == pytest.approx(age_s, abs=2e-4)
 
 

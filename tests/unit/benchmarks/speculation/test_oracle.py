@@ -49,7 +49,7 @@ def test_a_place_has_the_same_guess_however_it_is_asked_for() -> None:
     assert begun(0.5, seed=4).propose("a", 20).token_ids != whole
 
 
-def test_no_draft_behind_the_end() -> None:
+def test_no_draft_after_the_end_of_the_answer() -> None:
     proposer = begun(1.0)
     proposer.extend("a", ANSWER[:-1])
     assert proposer.propose("a", 4) == Draft(ANSWER[-1:], ORACLE)

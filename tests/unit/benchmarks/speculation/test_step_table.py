@@ -24,7 +24,7 @@ async def test_every_batch_and_rate_has_its_figures(tmp_path: Path) -> None:
     for row in rows:
         fixed: Any = row["fixed"]
         assert set(fixed) == ({"2", "4"} if row["batch"] == 1 else {"1", "2"})
-        assert all(1 <= each["tokens_a_step"] <= 1 + int(drafts) for drafts, each in fixed.items())
+        assert all(1 <= figures["tokens_a_step"] <= 1 + int(drafts) for drafts, figures in fixed.items())
         assert row["best_fixed"] in map(int, fixed)
     assert table_of(rows).row_count == 2
 

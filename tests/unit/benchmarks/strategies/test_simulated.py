@@ -65,15 +65,17 @@ def test_quantized_kv_and_weights_count_as_they_are_stored(stage: Stage) -> None
 def test_pages_are_named_alike_as_far_as_prompts_are() -> None:
     workload = offers([], 1.0, 1.0)[0].source.at(2.0, 5.0, 0)
     first, again = (make_requests(workload, 128, BEST_EFFORT) for _ in range(2))
-    assert [each.prompt.names for each in first] == [each.prompt.names for each in again]
-    assert len({name for each in first for name in each.prompt.names}) == sum(len(each.prompt.names) for each in first)
+    assert [request.prompt.names for request in first] == [request.prompt.names for request in again]
+    assert len({name for request in first for name in request.prompt.names}) == sum(
+        len(request.prompt.names) for request in first
+    )
 
 
 def test_chunks_share_a_budget_and_first_and_last_tokens_do_not_wait() -> None:
     answers = [[0.0, 0.010, 0.020, 0.030], [0.001, 0.011, 0.021, 0.031]]
     assert Chunks(1e9, 1.0).sent(answers) == answers
     sent = Chunks(100.0, 0.02).sent(answers)
-    assert [(each[0], each[-1]) for each in sent] == [(0.0, 0.030), (0.001, 0.031)]
+    assert [(sent_pair[0], sent_pair[-1]) for sent_pair in sent] == [(0.0, 0.030), (0.001, 0.031)]
     assert sent[0][1:3] == pytest.approx([0.010, 0.020]), "two chunks are saved, and one comes each 10 ms"
     assert sent[1][1:3] == pytest.approx([0.011, 0.030])
 
@@ -104,7 +106,7 @@ def test_the_command_prints_a_table_and_json_last(capsys: pytest.CaptureFixture[
     assert "| adaptive |" in printed
 
 
-def test_costs_that_nobody_knows_are_named(tmp_path: Path) -> None:
+def test_unknown_names_of_costs_are_refused(tmp_path: Path) -> None:
     costs = tmp_path / "costs.json"
     costs.write_text('{"base_ms": 3}')
     with pytest.raises(InvalidArgument, match="base_ms"):

@@ -50,7 +50,7 @@ def test_a_part_goes_on_where_it_was(tmp_path: Path) -> None:
     assert again.next_rate(2.0) == pytest.approx(2.0 * GROWTH**2)
     again.add(load(4.5, strict=0.1, quick=0.5), {})
     assert again.next_rate(2.0) is None
-    assert [each["rate"] for each in again.loads()] == [2.0, 3.0, 4.5]
+    assert [row["rate"] for row in again.loads()] == [2.0, 3.0, 4.5]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["part.json"]
 
 
@@ -111,23 +111,23 @@ def test_a_cell_is_judged_by_the_load_that_asked_for_it() -> None:
         name: load(2.0, strict, quick) | {"errors": {}, "served_by": {name: 1}}
         for name, strict, quick in (("strict", 0.9, 0.1), ("balanced", 0.5, 0.5), ("quick", 0.2, 0.8))
     }
-    for each in classes.values():
-        each["goodput"]["balanced"] = {"share": 0.7, "per_s": 1.4}
-    found = joined(classes)
-    assert {cell: score["share"] for cell, score in found["goodput"].items()} == {
+    for class_figures in classes.values():
+        class_figures["goodput"]["balanced"] = {"share": 0.7, "per_s": 1.4}
+    figures = joined(classes)
+    assert {cell: score["share"] for cell, score in figures["goodput"].items()} == {
         "strict": 0.9,
         "balanced": 0.7,
         "quick": 0.8,
     }
-    assert found["served_by"] == {"balanced": 1}
-    assert found["asked"]["quick"]["served_by"] == {"quick": 1}
+    assert figures["served_by"] == {"balanced": 1}
+    assert figures["asked"]["quick"]["served_by"] == {"quick": 1}
     assert joined({"": classes["strict"]}) == classes["strict"]
-    assert found["valid"]
+    assert figures["valid"]
     classes["quick"]["valid"] = False
     assert not joined(classes)["valid"]
 
 
-def test_only_the_adaptive_row_asks_unless_told_otherwise() -> None:
+def test_only_the_adaptive_row_sends_slo_classes_by_default() -> None:
     def asking(*more: str) -> list[str]:
         asked = parse_arguments(more).ask
         return [row.name for row in strategies(2) if asks(row, asked)]
@@ -149,7 +149,7 @@ def test_rows_share_arrivals_and_no_prompt(tmp_path: Path) -> None:
     assert len(set(seeds)) == len(seeds)
 
 
-def test_the_one_cluster_is_nobodys_row() -> None:
+def test_settings_of_all_rows_must_not_be_those_in_which_rows_differ() -> None:
     settings = settings_for_all({"page_tokens": 32}, "cuda", 3)
     assert ClusterSettings.of(Path("model"), **settings).worker_count == 3
     with pytest.raises(InvalidArgument, match="step_policy is what the rows differ in"):
@@ -168,17 +168,17 @@ def test_a_sweep_ends_some_time(tmp_path: Path) -> None:
 def test_workloads_are_scaled_and_slowed_down(tmp_path: Path) -> None:
     trace = tmp_path / "some_trace.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 600, "output_length": 10, "hash_ids": [1, 2]}\n')
-    found = {offer.name: offer for offer in offers([trace], scale=0.1, slowdown=4.0)}
-    assert list(found) == ["balanced", "decode-heavy", "some-trace"]
-    assert found["balanced"].first_rate == 0.25
+    by_name = {offer.name: offer for offer in offers([trace], scale=0.1, slowdown=4.0)}
+    assert list(by_name) == ["balanced", "decode-heavy", "some-trace"]
+    assert by_name["balanced"].first_rate == 0.25
     long = trace.rename(tmp_path / "mooncake_conversation.jsonl")
-    assert offers([long], scale=0.1, slowdown=1.0)[-1].first_rate < 4 * found["some-trace"].first_rate
-    workload = found["balanced"].source.at(50.0, 20.0, 0)
+    assert offers([long], scale=0.1, slowdown=1.0)[-1].first_rate < 4 * by_name["some-trace"].first_rate
+    workload = by_name["balanced"].source.at(50.0, 20.0, 0)
     mean = sum(arrival.prompt_tokens for arrival in workload.arrivals) / len(workload.arrivals)
     assert 160 < mean < 240
 
 
-def test_the_strict_cell_is_told_by_the_first_start(tmp_path: Path) -> None:
+def test_the_strict_cell_comes_from_the_step_time_that_the_first_start_wrote(tmp_path: Path) -> None:
     assert arguments(tmp_path).unloaded_step_s is None
     (tmp_path / "unloaded_step.json").write_text("0.004")
     assert arguments(tmp_path).unloaded_step_s == 0.004
@@ -202,7 +202,7 @@ def test_what_cannot_be_measured_is_said_before_a_cluster_starts(
         arguments(tmp_path, *given).measure()
 
 
-def test_rows_without_a_common_rate_lose_nobody_the_other_tables(
+def test_rows_without_a_common_rate_do_not_remove_the_other_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = "--rates", "1,2", "--only", "shared,adaptive"

@@ -22,9 +22,9 @@ def test_steps_of_a_load_are_those_since_it_began() -> None:
     for _ in range(2):
         seconds.observe(0.18)
         over.observe(1.39)
-    found = steps_of(ScrapeInterval(before, Scrape(Exposition(registry).render()[0].decode(), 1.0)))
-    assert list(found) == ["mixed"]
-    steps = found["mixed"]
+    by_class = steps_of(ScrapeInterval(before, Scrape(Exposition(registry).render()[0].decode(), 1.0)))
+    assert list(by_class) == ["mixed"]
+    steps = by_class["mixed"]
     assert steps["count"] == 100
     assert 4.0 <= steps["ms"]["p50"] <= 5.0  # type: ignore[index]
     assert 100.0 < steps["ms"]["p99"] <= 200.0  # type: ignore[index]

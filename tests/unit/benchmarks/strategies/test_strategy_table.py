@@ -44,11 +44,11 @@ def test_the_best_split_stands_in_the_table_and_the_relations_are_ratios() -> No
     table = make_rows(measured)
     assert [row.strategy.name for row in table] == ["shared", "chunked-512", "disaggregated-1-2", "adaptive"]
     assert common_load(table) == 1.5
-    found = figures(table)
-    assert found["itl_p99_disaggregated_over_shared"] == 0.055
-    assert found["goodput_disaggregated_over_colocated"] == {"strict": 2.25, "quick": 2.25}
-    assert found["goodput_adaptive_over_best"] == {"strict": 0.92, "quick": 1.0}
-    text = as_text(found)
+    results = figures(table)
+    assert results["itl_p99_disaggregated_over_shared"] == 0.055
+    assert results["goodput_disaggregated_over_colocated"] == {"strict": 2.25, "quick": 2.25}
+    assert results["goodput_adaptive_over_best"] == {"strict": 0.92, "quick": 1.0}
+    text = as_text(results)
     assert text.split("\n\n")[0].count("\n") == 5
     assert "| chunked-512 | 100 / 200 | 5.0 / 30.0 | 15 | 0.95 | 1.00 |" in text
     assert "| disaggregated-1-2 | 100 / 200 | 5.0 / 11.0 | 15 | ≥ 2.25 | ≥ 2.25 |" in text
@@ -66,14 +66,14 @@ def test_rows_that_were_not_swept_alike_are_not_compared() -> None:
             rows["adaptive"]: [load(1, 1.0), load(1.5, 0.5)],
         }
     )
-    found = figures(table)
-    assert found["goodput_adaptive_over_best"] == {"strict": None}, "no other has any"
-    assert found["goodput_adaptive_over_best_not_swept_alike"] == ["quick"]
-    columns: Any = found["rows"]
+    results = figures(table)
+    assert results["goodput_adaptive_over_best"] == {"strict": None}, "no other has any"
+    assert results["goodput_adaptive_over_best_not_swept_alike"] == ["quick"]
+    columns: Any = results["rows"]
     assert columns["adaptive"]["knee"] == {"strict": True, "quick": False}
     assert columns["shared"]["knee"] == columns["priority"]["knee"] == {"strict": True, "quick": True}
     assert columns["adaptive"]["rates"] == [1, 1.5]
-    text = as_text(found)
+    text = as_text(results)
     assert "| 1.00 | ≥ 1.50 |" in text
     assert "Rates of each row: shared 3 up to 2.25/s, priority 1 up to 1/s, adaptive 2 up to 1.5/s.\n" in text
     assert "No goodput_adaptive_over_best in quick: the rows were not swept alike." in text
@@ -83,8 +83,8 @@ def test_rates_that_one_row_alone_was_measured_at_are_no_sweep_alike() -> None:
     rows = {row.name: row for row in strategies(2)}
     shared = [load(1, 1.0, 1.0), load(2, 0.1, 0.1)]
     adaptive = [load(1, 1.0), load(1.5, 1.0), load(2, 0.1, 0.1)]
-    found = figures(make_rows({rows["shared"]: shared, rows["adaptive"]: adaptive}))
-    assert found["goodput_adaptive_over_best"] == {}
+    results = figures(make_rows({rows["shared"]: shared, rows["adaptive"]: adaptive}))
+    assert results["goodput_adaptive_over_best"] == {}
     again = figures(make_rows({rows["shared"]: [*shared, load(1.5, 0.95)], rows["adaptive"]: adaptive}))
     assert again["goodput_adaptive_over_best"] == {"strict": round(1.5 / 1.425, 4), "quick": 1.0}
 
@@ -113,9 +113,9 @@ def test_a_kept_table_is_drawn_as_the_command_draws_it(tmp_path: Path) -> None:
 def test_a_table_says_whose_clients_were_late() -> None:
     rows = {row.name: row for row in strategies(2)}
     late = load(1.5, 1.0) | {"valid": False}
-    found = figures(
+    results = figures(
         make_rows({rows["shared"]: [load(1, 1.0), late], rows["adaptive"]: [load(1, 1.0) | {"valid": True}]})
     )
-    assert found["invalid_loads"] == ["shared at 1.5/s"]
-    assert as_text(found).endswith("INVALID, the clients were late: shared at 1.5/s")
+    assert results["invalid_loads"] == ["shared at 1.5/s"]
+    assert as_text(results).endswith("INVALID, the clients were late: shared at 1.5/s")
     assert "INVALID" not in as_text(figures(make_rows({rows["shared"]: [load(1, 1.0)]})))

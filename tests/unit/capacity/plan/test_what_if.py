@@ -38,10 +38,10 @@ def test_kv_has_the_memory_that_weights_leave() -> None:
 
 
 def test_quantization_helps_where_kv_binds() -> None:
-    found = {each.name: each.rate for each in changes(ANSWERS, ANSWERS.best(8, Limits()), forms(MEMORY))}  # type: ignore[arg-type]
-    assert found["KV in 8 bits"] > 1.3
-    assert found["weights in 8 bits"] > 1.2
-    assert found["both"] > max(found["KV in 8 bits"], found["weights in 8 bits"])
+    rates = {change.name: change.rate for change in changes(ANSWERS, ANSWERS.best(8, Limits()), forms(MEMORY))}  # type: ignore[arg-type]
+    assert rates["KV in 8 bits"] > 1.3
+    assert rates["weights in 8 bits"] > 1.2
+    assert rates["both"] > max(rates["KV in 8 bits"], rates["weights in 8 bits"])
 
 
 def test_a_step_that_reads_half_of_the_kv_is_shorter() -> None:
@@ -51,8 +51,8 @@ def test_a_step_that_reads_half_of_the_kv_is_shorter() -> None:
     roomy = replace(MEMORY, device_bytes=1e4 * GIB)
     split = sizing.best(40, Limits(Range(20, 20), Range(20, 20)))
     assert split is not None
-    found = {each.name: each.rate for each in changes(sizing, split, forms(roomy))}
-    assert found["KV in 8 bits"] > 1.3
+    rates = {change.name: change.rate for change in changes(sizing, split, forms(roomy))}
+    assert rates["KV in 8 bits"] > 1.3
 
 
 def test_the_fewest_workers_have_the_requested_headroom() -> None:

@@ -202,8 +202,8 @@ class PlannedRun(Run):
 
     def _apply(self, decision: Decision) -> None:
         """Applies a decision like the controller: workers in a needed role keep it."""
-        workers = {each.peer.worker_id: each for each in self.cluster.workers.values()}
-        roles = {worker_id: each.assignment.assignment.role for worker_id, each in workers.items()}
+        workers = {worker.peer.worker_id: worker for worker in self.cluster.workers.values()}
+        roles = {worker_id: worker.assignment.assignment.role for worker_id, worker in workers.items()}
         assignments = assign(Topology(Mode.DISAGGREGATED, decision.split.prefill), roles)
         flipped = [
             worker_id for worker_id, assignment in assignments.items() if assignment.role is not roles[worker_id]
@@ -215,19 +215,19 @@ class PlannedRun(Run):
 
     def _observe(self) -> Observation:
         workers = list(self.cluster.workers.values())
-        loads = [each.load() for each in workers]
-        wanted = Counter(each.assignment.assignment.role for each in workers)
+        loads = [worker.load() for worker in workers]
+        wanted = Counter(worker.assignment.assignment.role for worker in workers)
         facts = self._facts()
-        shed = [each for each in self._verdicts if each.outcome is Kind.SHED]
+        shed = [verdict for verdict in self._verdicts if verdict.outcome is Kind.SHED]
         offered = Offered(
             len(self._offered) / self.window_s,
-            _mean([len(each.prompt) for each in self._offered]),
+            _mean([len(request.prompt) for request in self._offered]),
             0.0,
             self._expected / max(len(self._offered), 1),
             refused_per_s=len(shed) / self.window_s,
-            crowded_per_s=sum(each.phase is Phase.DECODE for each in shed) / self.window_s,
+            crowded_per_s=sum(verdict.phase is Phase.DECODE for verdict in shed) / self.window_s,
         )
-        missed = Counter(each.phase for each in self._verdicts if each.phase is not None)
+        missed = Counter(verdict.phase for verdict in self._verdicts if verdict.phase is not None)
         seen = Observation(
             seconds=self.window_s,
             offered=offered,
@@ -237,8 +237,8 @@ class PlannedRun(Run):
             prefill=wanted[Role.PREFILL],
             decode=wanted[Role.DECODE],
             waiting_requests=len(self.cluster.router.scheduler.queue),
-            waiting_tokens=sum(each.prefill_tokens for each in loads),
-            running_requests=sum(each.decode_requests for each in loads),
+            waiting_tokens=sum(load.prefill_tokens for load in loads),
+            running_requests=sum(load.decode_requests for load in loads),
             kept=TargetCounts(len(self._verdicts) - sum(missed.values()), missed),
         )
         self._offered, self._verdicts, self._expected = [], [], 0.0

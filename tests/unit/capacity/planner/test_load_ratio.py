@@ -91,8 +91,8 @@ def test_a_shared_worker_has_the_load_of_both_roles() -> None:
     prompts, answers = Demand(4.0, 900, 1), Demand(4.0, 1, 500)
     both = Demand(4.0, 900, 500)
     load_ratio = {
-        name: shared_load_ratio(each, TARGETS, FACTS, 1).value
-        for name, each in locals().items()
+        name: shared_load_ratio(phase_load, TARGETS, FACTS, 1).value
+        for name, phase_load in locals().items()
         if name != "load_ratio"
     }
     assert (

@@ -36,4 +36,4 @@ def test_a_day_that_swings() -> None:
     assert sum(tally.met) > 1.1 * sum(stays.met)
     assert list(dict.fromkeys(change.direction for change in planned.changes)) == ["to_prefill", "to_decode"]
     assert undone(planned.changes) == 0
-    assert all("%" in each.reason for each in planned.decisions)
+    assert all("%" in decision.reason for decision in planned.decisions)

@@ -39,7 +39,7 @@ def follow(loads: list[tuple[float, float, float]], limits: Limits, split: Split
 
 
 def changes(decisions: list[Decision]) -> list[Split]:
-    return [each.split for each in decisions if each.change is not Direction.NONE]
+    return [decision.split for decision in decisions if decision.change is not Direction.NONE]
 
 
 PROMPTS, ANSWERS = (45.0, 900.0, 10.0), (45.0, 90.0, 450.0)
@@ -49,7 +49,7 @@ PROMPTS, ANSWERS = (45.0, 900.0, 10.0), (45.0, 90.0, 450.0)
 def test_the_split_follows_a_swing_and_then_stays() -> None:
     decisions = follow([PROMPTS] * 10 + [ANSWERS] * 10, FLIPS, Split(4, 4))
     assert [split.prefill for split in changes(decisions)] == [7, 1]
-    first, second = (number for number, each in enumerate(decisions) if each.change is not Direction.NONE)
+    first, second = (number for number, decision in enumerate(decisions) if decision.change is not Direction.NONE)
     assert first == FLIPS.required_windows - 1
     assert second == 10 + FLIPS.required_windows - 1
 
@@ -58,8 +58,8 @@ def test_the_wanted_split_has_the_smallest_larger_load_ratio() -> None:
     decision = plan(seen(*PROMPTS), FLIPS, State())
     load_ratios = {
         prefill: max(
-            each.value
-            for each in _load_ratios(plan(seen(*PROMPTS, prefill=prefill, decode=8 - prefill), FLIPS, State()))
+            load_ratio.value
+            for load_ratio in _load_ratios(plan(seen(*PROMPTS, prefill=prefill, decode=8 - prefill), FLIPS, State()))
         )
         for prefill in range(1, 8)
     }
@@ -84,7 +84,9 @@ def test_a_change_must_be_wanted_in_several_windows() -> None:
 
 def acted(decisions: list[Decision]) -> list[tuple[int, Direction]]:
     """Returns the windows with a change, and the changes."""
-    return [(number, each.change) for number, each in enumerate(decisions) if each.change is not Direction.NONE]
+    return [
+        (number, decision.change) for number, decision in enumerate(decisions) if decision.change is not Direction.NONE
+    ]
 
 
 def test_a_young_change_is_undone_only_when_that_is_wanted_for_longer() -> None:
@@ -120,7 +122,7 @@ def test_repeating_a_change_takes_as_many_windows_and_undoing_by_removal_no_fewe
 def test_noise_changes_nothing_once_the_split_is_right(seed: int) -> None:
     """Loads and lengths vary by a quarter of the mean between windows: at most one intermediate step occurs."""
     dice = random.Random(seed)
-    loads = [tuple(each * dice.uniform(0.75, 1.25) for each in PROMPTS) for _ in range(200)]
+    loads = [tuple(prompt * dice.uniform(0.75, 1.25) for prompt in PROMPTS) for _ in range(200)]
     made = changes(follow(loads, FLIPS, Split(7, 1)))  # type: ignore[arg-type]
     assert len(made) <= 1, made
 
@@ -137,11 +139,11 @@ def test_workers_are_added_until_there_is_headroom_and_removed_much_later() -> N
     assert changes(up)
     last = changes(up)[-1]
     assert last.workers > 8
-    half = tuple(each / (3 if number == 0 else 1) for number, each in enumerate(double))
+    half = tuple(prompt_load / (3 if number == 0 else 1) for number, prompt_load in enumerate(double))
     down = follow([double] * 4 + [half] * 30, COUNTS, last)  # type: ignore[list-item]
-    kinds = [each.change for each in down if each.change is not Direction.NONE]
+    kinds = [decision.change for decision in down if decision.change is not Direction.NONE]
     assert kinds[0] is Direction.DOWN
-    first = next(number for number, each in enumerate(down) if each.change is Direction.DOWN)
+    first = next(number for number, decision in enumerate(down) if decision.change is Direction.DOWN)
     assert first >= 4 + COUNTS.required_windows_down - 1
     assert changes(down)[-1].workers < last.workers
     assert Direction.UP not in kinds
@@ -173,7 +175,7 @@ def test_missed_targets_raise_the_load_ratio_of_a_role() -> None:
     decisions = decide([replace(calm, kept=late)] * 20)
     assert decisions[-1].state.decode_scale > 1.2
     assert decisions[-1].state.prefill_scale == 1.0
-    load_ratios = [each.decode.value for each in decisions if each.decode is not None]
+    load_ratios = [decision.decode.value for decision in decisions if decision.decode is not None]
     assert load_ratios[-1] > 1.2 * load_ratios[0]
     better = decide([calm] * 60, state=decisions[-1].state)
     assert better[-1].state.decode_scale < 1.1
@@ -214,9 +216,9 @@ def test_rejections_for_the_gap_target_show_long_answers_before_any_has_ended() 
     assert after.state.demand.answer_tokens == pytest.approx(200.0 / 15.0 / step_s, rel=0.05)
     drafting = replace(FACTS, decode_speedup=1.5)
     faster = seen(45.0, 90.0, 20.0, running_requests=200.0, offered=load, answers=drafting)
-    found = plan(faster, FLIPS, before.state).state.demand
-    assert found is not None
-    assert found.answer_tokens == pytest.approx(1.5 * 200.0 / 15.0 / step_s, rel=0.05), "steps gain more than a token"
+    demand = plan(faster, FLIPS, before.state).state.demand
+    assert demand is not None
+    assert demand.answer_tokens == pytest.approx(1.5 * 200.0 / 15.0 / step_s, rel=0.05), "steps gain more than a token"
     late = replace(load, crowded_per_s=0.0)
     after = plan(seen(45.0, 90.0, 20.0, running_requests=200.0, offered=late), FLIPS, before.state)
     assert after.state.demand is not None
@@ -238,7 +240,7 @@ def test_nothing_changes_without_observations(window: Observation, why: str) -> 
 
 def test_the_reason_states_the_figures() -> None:
     decisions = follow([PROMPTS] * 3, FLIPS, Split(4, 4))
-    reason = next(each.reason for each in decisions if each.change is not Direction.NONE)
+    reason = next(decision.reason for decision in decisions if decision.change is not Direction.NONE)
     for part in ("from 4:4 to 7:1", "45 requests/s", "900 computed", "prefill", "decode", "%", "met their targets"):
         assert part in reason
 

@@ -29,17 +29,28 @@ TARGETS_BY_CLASS = {"strict": LatencyTargets(2.0, 0.02), "quick": LatencyTargets
 
 
 def info(name: str, role: Role, assignment: Role | None = None, closing: Role | None = None) -> WorkerInfo:
-    told = None if assignment is None else Assignment(assignment)
+    worker_assignment = None if assignment is None else Assignment(assignment)
     return WorkerInfo(
-        PeerRef(name, 1), role, "a:1", FACTS, 100, 16, 64, 2048, "cpu", "fake", assignment=told, closing=closing
+        PeerRef(name, 1),
+        role,
+        "a:1",
+        FACTS,
+        100,
+        16,
+        64,
+        2048,
+        "cpu",
+        "fake",
+        assignment=worker_assignment,
+        closing=closing,
     )
 
 
 class Cluster:
-    """A router and two workers that export metrics, except those in `untold`."""
+    """A router and two workers that export metrics, except those in `unreported`."""
 
-    def __init__(self, untold: Collection[Family] = ()) -> None:
-        self.untold = untold
+    def __init__(self, unreported: Collection[Family] = ()) -> None:
+        self.unreported = unreported
         self.router = RouterMetrics(RouterConfig("r", ModelSettings(Path(), ("m",)), ""))
         self.running = {"prefill-0": 0.0, "decode-0": 0.0}
         self.boards = [self._registry(name) for name in self.running]
@@ -51,7 +62,7 @@ class Cluster:
         registry.read(lambda: {f.REQUESTS_RUNNING: self.running[name], f.REQUESTS_WAITING: 2.0})
         registry.read(lambda: {f.WORKER_INFO: {(name.partition("-")[0], "cpu", "float32"): 1.0}})
         registry.read(
-            lambda: {family: fact for family, fact in step_costs(self.cost).items() if family not in self.untold}
+            lambda: {family: fact for family, fact in step_costs(self.cost).items() if family not in self.unreported}
         )
         return registry
 
@@ -130,17 +141,17 @@ def test_a_worker_counts_by_its_assigned_role() -> None:
 def test_the_fitted_costs_have_the_largest_noise_of_the_workers() -> None:
     cluster = Cluster()
     cluster.cost = replace(COST, mixed_step_margin=1.27)
-    found = fitted(cluster.scrape(0.0))
-    assert found is not None
-    assert found.mixed_step_margin == pytest.approx(1.27)
+    facts = fitted(cluster.scrape(0.0))
+    assert facts is not None
+    assert facts.mixed_step_margin == pytest.approx(1.27)
 
 
 def test_a_worker_that_reports_no_noise_has_the_default() -> None:
     """For instance a worker of an older release."""
-    cluster = Cluster(untold=(f.STEP_MIXED_NOISE,))
-    found = fitted(cluster.scrape(0.0))
-    assert found is not None
-    assert found.mixed_step_margin == UNMEASURED.mixed_step_margin
+    cluster = Cluster(unreported=(f.STEP_MIXED_NOISE,))
+    facts = fitted(cluster.scrape(0.0))
+    assert facts is not None
+    assert facts.mixed_step_margin == UNMEASURED.mixed_step_margin
 
 
 def test_unmeasured_costs_do_not_count() -> None:

@@ -71,7 +71,7 @@ class Stage:
     def under(self, load: list[LoadRequest]) -> ScrapeInterval:
         """Runs the load; returns the interval between two scrapes of the real metrics."""
         cluster = self.cluster()
-        registries = [metered(each, Roofline(SIZES, self.ceilings)) for each in cluster.workers.values()]
+        registries = [metered(worker, Roofline(SIZES, self.ceilings)) for worker in cluster.workers.values()]
         router = Registry({"model": "model", "role": "router", "worker": "router"})
         router.read(lambda: {f.REQUESTS_WAITING: len(cluster.router.scheduler.queue)})
         scrapes: list[Scrape] = []
@@ -157,7 +157,7 @@ CASES = {
 }
 
 
-def found(interval: ScrapeInterval, worker: str) -> Diagnosis:
+def diagnosis_of(interval: ScrapeInterval, worker: str) -> Diagnosis:
     return diagnose(figures_of(interval, worker))
 
 
@@ -165,7 +165,7 @@ def found(interval: ScrapeInterval, worker: str) -> Diagnosis:
 def test_the_bottleneck_that_the_load_was_built_for(name: str) -> None:
     case = CASES[name]
     interval = case.stage.under(case.load)
-    assert found(interval, case.worker).bottleneck is case.bottleneck, figures_of(interval, case.worker)
+    assert diagnosis_of(interval, case.worker).bottleneck is case.bottleneck, figures_of(interval, case.worker)
     names, bottlenecks = (list(map(str, column.cells)) for column in findings(interval).columns[:2])
     assert dict(zip(names, bottlenecks, strict=True))[case.worker] == case.bottleneck
 
@@ -173,10 +173,13 @@ def test_the_bottleneck_that_the_load_was_built_for(name: str) -> None:
 def test_the_proposed_change_moves_the_bottleneck() -> None:
     """After the proposed change the bottleneck is gone."""
     queue, wire = CASES["a small batch"], CASES["a slow wire"]
-    assert "--max-batch-requests" in found(queue.stage.under(queue.load), DECODE).change
-    assert found(replace(queue.stage, batch=256).under(queue.load), DECODE).bottleneck is not Bottleneck.QUEUE
-    assert "a faster transport" in found(wire.stage.under(wire.load), PREFILL).change
-    assert found(replace(wire.stage, network=Network()).under(wire.load), PREFILL).bottleneck is not Bottleneck.TRANSFER
+    assert "--max-batch-requests" in diagnosis_of(queue.stage.under(queue.load), DECODE).change
+    assert diagnosis_of(replace(queue.stage, batch=256).under(queue.load), DECODE).bottleneck is not Bottleneck.QUEUE
+    assert "a faster transport" in diagnosis_of(wire.stage.under(wire.load), PREFILL).change
+    assert (
+        diagnosis_of(replace(wire.stage, network=Network()).under(wire.load), PREFILL).bottleneck
+        is not Bottleneck.TRANSFER
+    )
 
 
 def test_hand_overs_that_do_not_end_hold_the_pages() -> None:
@@ -194,8 +197,8 @@ def test_a_full_decode_worker_is_not_diagnosed_as_a_slow_transfer() -> None:
     """Answers fill the decode worker. Prompts wait for its pages at the router, not for the transport."""
     case = CASES["long answers, few pages"]
     interval = case.stage.under(case.load)
-    assert found(interval, DECODE).bottleneck is Bottleneck.KV_CAPACITY
-    assert found(interval, PREFILL).bottleneck is Bottleneck.NONE
+    assert diagnosis_of(interval, DECODE).bottleneck is Bottleneck.KV_CAPACITY
+    assert diagnosis_of(interval, PREFILL).bottleneck is Bottleneck.NONE
     assert figures_of(interval, PREFILL).requests_waiting > 0
     assert figures_of(interval, PREFILL).transferring < 0.1
 

@@ -58,7 +58,7 @@ def test_a_timeout_ends_a_wait_in_virtual_time() -> None:
     assert task.result() == 30.0
 
 
-def test_an_error_that_nobody_catches_is_raised_where_the_loop_runs() -> None:
+def test_an_uncaught_error_is_raised_where_the_loop_runs() -> None:
     loop = VirtualLoop()
     loop.call_later(1.0, lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -23,10 +23,10 @@ def lone(drafts: Drafts | None, tokens: int = TOKENS) -> list[float]:
     (worker,) = stage.workers.values()
     assert worker.load().decode_speedup == 1.0 or (drafts is not None and drafts.acceptance)
     assert worker.load().decode_speedup > 1.2 or drafts is None or drafts.acceptance < 1, "routers know of them"
-    found = moments(outcome)
-    assert len(found) == tokens
-    assert found == sorted(found)
-    return found
+    token_times = moments(outcome)
+    assert len(token_times) == tokens
+    assert token_times == sorted(token_times)
+    return token_times
 
 
 def seconds(times: list[float]) -> float:
@@ -60,7 +60,7 @@ def test_every_request_ends_whole_in_any_mode(pages: int, token_s: float) -> Non
     for mode, roles in ((Mode.DISAGGREGATED, [Role.PREFILL, Role.DECODE]), TOGETHER):
         stage = cluster(mode, roles, pages=pages, drafts=Drafts(0.6, token_s=token_s))
         outcomes = stage.run(asked)
-        assert sorted(id(each.asked) for each in outcomes) == sorted(map(id, asked))
+        assert sorted(id(result.asked) for result in outcomes) == sorted(map(id, asked))
         for outcome in outcomes:
             assert not outcome.error
             assert len(outcome.token_s(0.0)) == outcome.asked.new_tokens

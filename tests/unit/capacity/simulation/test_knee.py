@@ -94,16 +94,16 @@ def test_tokens_come_later_by_chance_and_in_order() -> None:
 
 def test_rates_change_arrival_times_and_not_lengths() -> None:
     one, two = (list(Mix(rate, 300, 50).requests(20.0, SLO, 4096, seed=3)) for rate in (5.0, 10.0))
-    assert [len(each.prompt) for each in two][: len(one)] == [len(each.prompt) for each in one]
+    assert [len(sent.prompt) for sent in two][: len(one)] == [len(sent.prompt) for sent in one]
     assert 70 < len(one) < 130 < len(two) < 270
-    assert all(len(each.prompt) + each.new_tokens <= 4096 for each in two)
+    assert all(len(sent.prompt) + sent.new_tokens <= 4096 for sent in two)
 
 
 def test_a_load_beyond_what_workers_can_do_keeps_less_than_a_small_one() -> None:
     machine = hardware("llama-3-8b", None, 50.0, 1.0)
     slo = SloClass("plan", ttft_s=1.0, itl_s=0.025)
     mix = Mix(1.0, 1000, 40)
-    strategy = next(each for each in strategies(2, 1) if each.mode is Mode.DISAGGREGATED)
+    strategy = next(candidate for candidate in strategies(2, 1) if candidate.mode is Mode.DISAGGREGATED)
     trial = Trial(machine, strategy, mix, slo, Network())
     little, much = trial.load(8.0), trial.load(120.0)
     assert little.share > KEPT > much.share
@@ -114,7 +114,7 @@ def test_a_load_beyond_what_workers_can_do_keeps_less_than_a_small_one() -> None
 def test_cached_tokens_of_prompts_are_not_computed() -> None:
     machine = hardware("llama-3-8b", None, 50.0, 1.0)
     slo = SloClass("plan", ttft_s=1.0, itl_s=0.025)
-    strategy = next(each for each in strategies(2, 1) if each.mode is Mode.DISAGGREGATED)
+    strategy = next(candidate for candidate in strategies(2, 1) if candidate.mode is Mode.DISAGGREGATED)
     plain, cached = (
         Trial(machine, strategy, Mix(1.0, 2000, 40, cached=part), slo, Network()).load(15.0) for part in (0.0, 0.9)
     )
@@ -122,6 +122,6 @@ def test_cached_tokens_of_prompts_are_not_computed() -> None:
 
 
 def test_one_worker_cannot_be_disaggregated() -> None:
-    assert all(each.mode is not Mode.DISAGGREGATED for each in strategies(1, 1))
-    assert {each.workers for each in strategies(5, 2)} == {5}
+    assert all(strategy.mode is not Mode.DISAGGREGATED for strategy in strategies(1, 1))
+    assert {strategy.workers for strategy in strategies(5, 2)} == {5}
     assert replace(strategies(5, 2)[0], name="") == Strategy("", Mode.DISAGGREGATED, 2, 3)

@@ -25,7 +25,7 @@ def conversations(turns: int, count: int, *, together: bool = False) -> list[Loa
     made = []
     for at, number in enumerate(order):
         said[number] = turn = said.get(number, 0) + 1
-        blocks = (0, *(1000 * (number + 1) + each for each in range(turn)))
+        blocks = (0, *(1000 * (number + 1) + index for index in range(turn)))
         due_s = turn + number / 50 if together else float(at)
         made.append(request(due_s, BLOCK * len(blocks), ANSWER, blocks=blocks, key=at))
     return made
@@ -35,10 +35,10 @@ def seen_before(requests: list[LoadRequest]) -> list[int]:
     """Returns tokens of full pages seen before with the same prefix, less those that must be computed anyway."""
     seen: set[bytes] = set()
     hits = []
-    for each in requests:
-        names = each.prompt.names[: (len(each.prompt) - 1) // PAGE_TOKENS]
+    for sent in requests:
+        names = sent.prompt.names[: (len(sent.prompt) - 1) // PAGE_TOKENS]
         hits.append(next((n for n, name in enumerate(names) if name not in seen), len(names)) * PAGE_TOKENS)
-        seen.update(each.prompt.names)
+        seen.update(sent.prompt.names)
     return hits
 
 
@@ -46,12 +46,12 @@ def kept_of_late(requests: list[LoadRequest], pages: int) -> list[int]:
     """Returns the same for a cache of `pages` pages: the least recently used path is evicted first, from its end."""
     used: dict[bytes, tuple[int, int]] = {}
     hits = []
-    for moment, each in enumerate(requests):
-        names = each.prompt.names
-        readable = names[: (len(each.prompt) - 1) // PAGE_TOKENS]
+    for moment, sent in enumerate(requests):
+        names = sent.prompt.names
+        readable = names[: (len(sent.prompt) - 1) // PAGE_TOKENS]
         held = next((n for n, name in enumerate(readable) if name not in used), len(readable))
         hits.append(held * PAGE_TOKENS)
-        stored = len(each.prompt) + each.new_tokens - 1
+        stored = len(sent.prompt) + sent.new_tokens - 1
         needed = -(-stored // PAGE_TOKENS) - held
         reading = set(names[:held])
         while pages - len(used) < needed:
@@ -68,7 +68,7 @@ def test_a_large_cache_hits_all_earlier_pages(mode: Mode, roles: list[Role]) -> 
     asked = conversations(6, 8)
     outcomes = cluster(mode, roles).run(asked)
     assert [outcome.cached_tokens for outcome in outcomes] == seen_before(asked)
-    assert sum(seen_before(asked)) > 0.7 * sum(len(each.prompt) for each in asked)
+    assert sum(seen_before(asked)) > 0.7 * sum(len(sent.prompt) for sent in asked)
 
 
 def test_a_small_cache_hits_recently_used_pages() -> None:

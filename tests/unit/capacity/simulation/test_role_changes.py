@@ -29,7 +29,7 @@ def test_roles_change_amid_a_load_and_every_answer_is_whole() -> None:
     asked = load(1, count=120, rate=80.0)
     outcomes = stage.run(asked)
     assert seen[0][1:] == (Role.BOTH, Role.DECODE)  # it finishes its decoding requests
-    assert [each.assignment.role for each in stage.workers.values()] == [
+    assert [virtual_worker.assignment.role for virtual_worker in stage.workers.values()] == [
         Role.PREFILL,
         Role.DECODE,
         Role.PREFILL,
@@ -39,9 +39,9 @@ def test_roles_change_amid_a_load_and_every_answer_is_whole() -> None:
     for outcome in outcomes:
         assert not outcome.error
         assert len(moments(outcome)) == outcome.asked.new_tokens
-    late = [each for each in outcomes if each.asked.due_s > BACK_S + 0.1]
-    assert {each.prefill_worker for each in late} == {"prefill-0", "decode-2"}
-    assert {each.decode_worker for each in late if each.decode_worker} == {"prefill-1", "decode-3"}
+    late = [result for result in outcomes if result.asked.due_s > BACK_S + 0.1]
+    assert {result.prefill_worker for result in late} == {"prefill-0", "decode-2"}
+    assert {result.decode_worker for result in late if result.decode_worker} == {"prefill-1", "decode-3"}
 
 
 @pytest.mark.parametrize("jumps", [True, False], ids=["many steps at once", "every step"])
@@ -68,5 +68,5 @@ def test_a_closing_half_opens_again_when_its_role_returns() -> None:
     outcomes = stage.run(load(2, count=100, rate=80.0))
     assert decode.assignment.role is Role.DECODE
     assert decode.assignment.closing is None
-    assert {each.error for each in outcomes} == {""}
-    assert "decode-2" in {each.decode_worker for each in outcomes if each.asked.due_s > 2 * FIRST_S}
+    assert {outcome.error for outcome in outcomes} == {""}
+    assert "decode-2" in {outcome.decode_worker for outcome in outcomes if outcome.asked.due_s > 2 * FIRST_S}

@@ -65,7 +65,7 @@ def test_an_answer_beside_a_prompt_waits_for_the_mixed_step() -> None:
         [request(10.0, 100, 8), request(10.014, 1000, 3, key=1)]
     )
     assert moments(first) == [9.5, 14.5, 19.5, 24.5, 49.5, 54.5, 60.5, 66.5]
-    assert moments(second) == [round(each - 14.0, 6) for each in (49.5, 60.5, 66.5)]
+    assert moments(second) == [round(moment_s - 14.0, 6) for moment_s in (49.5, 60.5, 66.5)]
 
 
 @pytest.mark.parametrize(("mode", "roles", "settings"), STAGES)
@@ -146,8 +146,8 @@ def test_steps_with_prompts_last_as_long_as_answers_tolerate_and_first_tokens_ar
     gaps = [[b - a for a, b in pairwise(moments(outcome))] for outcome in outcomes if not outcome.error]
     assert len(gaps) > 20
     longest_ms = 1e3 * tolerated_s / StepCost().margin
-    assert max(max(each[1:]) for each in gaps) == pytest.approx(longest_ms, rel=0.1)
-    assert not any(each[0] for each in gaps)
+    assert max(max(gap[1:]) for gap in gaps) == pytest.approx(longest_ms, rel=0.1)
+    assert not any(gap[0] for gap in gaps)
 
 
 def test_the_router_knows_that_answers_run_to_their_limit() -> None:
@@ -155,5 +155,5 @@ def test_the_router_knows_that_answers_run_to_their_limit() -> None:
     stage = cluster(Mode.DISAGGREGATED, [Role.PREFILL, Role.DECODE], pages=64)
     short = [request(0.0, 16, 256, key=number) for number in range(20)]
     outcomes = stage.run([*short, *(request(60.0, 16, 500, key=20 + number) for number in range(4))])
-    assert [each.asked.new_tokens for each in outcomes] == [256] * 20 + [500] * 4
-    assert {each.attempts for each in outcomes} == {1}
+    assert [outcome.asked.new_tokens for outcome in outcomes] == [256] * 20 + [500] * 4
+    assert {outcome.attempts for outcome in outcomes} == {1}

@@ -42,7 +42,7 @@ class OpenAIServer:
     @property
     def streamed(self) -> list[dict[str, Any]]:
         """The requests of loads, without those of the warm-up."""
-        return [each for each in self.asked if each.get("stream")]
+        return [body for body in self.asked if body.get("stream")]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -113,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _prompt_tokens(request: dict[str, Any]) -> int:
     if "messages" in request:
-        words = sum(len(each["content"].split()) for each in request["messages"])
+        words = sum(len(message["content"].split()) for message in request["messages"])
         return TEMPLATE_TOKENS + TOKENS_PER_WORD * words
     prompt = request["prompt"]
     return len(prompt.split()) if isinstance(prompt, str) else len(prompt)

@@ -51,8 +51,8 @@ def figures(tmp_path: Path, *options: str) -> dict[str, Any]:
     """Returns the JSON of a run that must succeed."""
     run = bench(*SMALL, "--json", str(tmp_path / "figures.json"), *options)
     assert run.exit_code == 0, run.output
-    found: dict[str, Any] = json.loads((tmp_path / "figures.json").read_text())
-    return found
+    report: dict[str, Any] = json.loads((tmp_path / "figures.json").read_text())
+    return report
 
 
 def test_every_rate_has_its_figures(url: str, server: OpenAIServer, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_goodput_counts_what_meets_the_targets(url: str, server: OpenAIServer, t
     server.token_s = 0.02
     loose = figures(tmp_path, "--url", url, "--rate", "6", "--ttft", "60000", "--itl", "60000")["loads"][0]
     strict = figures(tmp_path, "--url", url, "--rate", "6", "--itl", "1")["loads"][0]
-    assert [next(iter(each["goodput"].values()))["share"] for each in (loose, strict)] == [1.0, 0.0]
+    assert [next(iter(report["goodput"].values()))["share"] for report in (loose, strict)] == [1.0, 0.0]
     assert list(strict["goodput"]) == ["ITL ≤ 1 ms"]
     assert "goodput" not in bench(*SMALL, "--url", url).output
 
@@ -117,10 +117,10 @@ def test_own_prompts_are_sent_in_turn(url: str, server: OpenAIServer, tmp_path: 
     talk = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hello?"}]
     file.write_text(f'{{"prompt": "One two", "max_tokens": 3}}\n\n{json.dumps({"messages": talk})}\n')
     figures(tmp_path, "--url", url, "--api", "chat", "--rate", "8", "--dataset", str(file), "--arrivals", "constant")
-    sent = sorted(server.streamed, key=lambda each: str(each["messages"]))
-    assert {len(each["messages"]) for each in sent} == {1, 2}
-    assert all(each["messages"] == talk and each["max_tokens"] == 4 for each in sent if len(each["messages"]) == 2)
-    assert all(each["max_tokens"] == 3 for each in sent if len(each["messages"]) == 1)
+    sent = sorted(server.streamed, key=lambda body: str(body["messages"]))
+    assert {len(body["messages"]) for body in sent} == {1, 2}
+    assert all(body["messages"] == talk and body["max_tokens"] == 4 for body in sent if len(body["messages"]) == 2)
+    assert all(body["max_tokens"] == 3 for body in sent if len(body["messages"]) == 1)
     refused = bench(*SMALL, "--url", url, "--rate", "8", "--dataset", str(file))
     assert refused.exit_code == 2
     assert "--dataset: has conversations; give --api chat" in refused.output
@@ -131,7 +131,7 @@ def test_a_trace_has_its_own_times_and_lengths(url: str, server: OpenAIServer, t
     rows = [{"timestamp": 100 * n, "input_length": 5 + n, "output_length": 2 + n} for n in range(4)]
     file.write_text("\n".join(json.dumps({**row, "timestamp": row["timestamp"] + 5000}) for row in rows))
     load = figures(tmp_path, "--url", url, "--dataset", str(file))["loads"][0]
-    assert sorted((len(each["prompt"]), each["max_tokens"]) for each in server.streamed) == [
+    assert sorted((len(body["prompt"]), body["max_tokens"]) for body in server.streamed) == [
         (5, 2), (6, 3), (7, 4), (8, 5)
     ]  # fmt: skip
     assert (load["rate"], load["requests"]) == (4.0, 4)
@@ -139,7 +139,7 @@ def test_a_trace_has_its_own_times_and_lengths(url: str, server: OpenAIServer, t
 
 def test_requests_fit_the_listed_context(url: str, server: OpenAIServer, tmp_path: Path) -> None:
     load = figures(tmp_path, "--url", url, "--rate", "4", "--prompt-tokens", "1000")["loads"][0]
-    assert {len(each["prompt"]) for each in server.streamed} == {CONTEXT - 4}
+    assert {len(body["prompt"]) for body in server.streamed} == {CONTEXT - 4}
     assert load["clipped"] == load["requests"]
 
 

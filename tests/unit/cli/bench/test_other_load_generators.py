@@ -29,10 +29,10 @@ TIMEOUT_S = 280
 def command(name: str) -> str:
     """Returns the command's path, or skips the test."""
     folders = os.pathsep.join([os.environ.get("TANDEM_LOAD_GENERATORS", ""), os.environ.get("PATH", "")])
-    found = shutil.which(name, path=folders)
-    if found is None:
+    path = shutil.which(name, path=folders)
+    if path is None:
         pytest.skip(f"{name} is not installed")
-    return found
+    return path
 
 
 @pytest.fixture
@@ -67,8 +67,8 @@ def test_guidellm_measures_the_same_throughput(url: str, model_folder: Path, tmp
     words += ["--tokenizer", f"kind=hf_auto,model={model_folder}"]
     words += ["--data", f"kind=synthetic_text,prompt_tokens={TOKENS},output_tokens={TOKENS}"]
     run([*words, "--output", "kind=json,path=guidellm.json"], tmp_path)
-    found: dict[str, Any] = json.loads((tmp_path / "guidellm.json").read_text())["benchmarks"][0]["metrics"]
-    theirs = found["output_tokens_per_second"]["successful"]["mean"]
+    metrics: dict[str, Any] = json.loads((tmp_path / "guidellm.json").read_text())["benchmarks"][0]["metrics"]
+    theirs = metrics["output_tokens_per_second"]["successful"]["mean"]
     assert bench(url, tmp_path) == pytest.approx(theirs, rel=WITHIN)
 
 
@@ -82,5 +82,5 @@ def test_aiperf_measures_the_same_throughput(url: str, model_folder: Path, tmp_p
         words += [f"--{side}-mean", f"{TOKENS}", f"--{side}-stddev", "0"]
     words += ["--use-server-token-count", "--use-legacy-max-tokens", "--ui", "none", "--output-artifact-dir", "aiperf"]
     run(words, tmp_path)
-    found: dict[str, Any] = json.loads((tmp_path / "aiperf" / "profile_export_aiperf.json").read_text())
-    assert bench(url, tmp_path) == pytest.approx(found["output_token_throughput"]["avg"], rel=WITHIN)
+    profile: dict[str, Any] = json.loads((tmp_path / "aiperf" / "profile_export_aiperf.json").read_text())
+    assert bench(url, tmp_path) == pytest.approx(profile["output_token_throughput"]["avg"], rel=WITHIN)

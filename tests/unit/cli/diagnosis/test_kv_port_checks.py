@@ -21,7 +21,7 @@ WORKER = WorkerInfo(PeerRef("decode-0", 1), Role.DECODE, "a:1", FACTS, 8, 4, 8, 
 CLUSTER = RunningCluster(7, 0.0, "h:1", "h:2", "m", "h:3", "t")
 
 
-def test_what_ucx_would_open_is_told() -> None:
+def test_a_ucx_environment_that_opens_a_port_fails_the_check() -> None:
     assert check_ucx_environment({}).level is Level.OK
     asked = check_ucx_environment({"UCX_TLS": "tcp"})
     assert asked.level is Level.FAIL
@@ -44,7 +44,7 @@ def test_tandem_up_refuses_it_before_it_starts(monkeypatch: pytest.MonkeyPatch) 
         ("0.0.0.0:4000", "every client that reaches its host"),
     ],
 )
-def test_an_open_port_is_told_with_who_reaches_it(port: str, whom: str) -> None:
+def test_an_open_port_is_a_warning_that_names_the_hosts_in_reach(port: str, whom: str) -> None:
     (opened,) = check_workers([WORKER, replace(WORKER, kv_ports=(port,))])
     assert opened.level is Level.WARN
     assert f"UCX listens at {port}: {whom} can write into this worker's memory" in opened.found

@@ -171,7 +171,7 @@ class Cluster:
         return report([record(i, i / rate, [i / rate + (2 if late and i % 2 else 0.5)]) for i in range(count)])
 
 
-def test_a_sweep_ends_behind_the_knee() -> None:
+def test_a_sweep_ends_after_the_knee() -> None:
     cluster = Cluster(capacity=5.0)
     reports = sweep(cluster, 2.0)
     assert cluster.asked == [(2.0, 0), (3.0, 1), (4.5, 2), (6.75, 3)]

@@ -185,7 +185,7 @@ def test_the_same_seed_gives_the_same_load() -> None:
     assert source.at(5, 20, 4).arrivals != source.at(5, 20, 5).arrivals
     slow, fast = source.at(1, 20, 4).arrivals, source.at(2, 20, 4).arrivals
     assert len(slow) < len(fast)
-    lengths = [[(a.prompt_tokens, a.new_tokens) for a in each[: len(slow)]] for each in (slow, fast)]
+    lengths = [[(a.prompt_tokens, a.new_tokens) for a in arrivals[: len(slow)]] for arrivals in (slow, fast)]
     assert lengths[0] == lengths[1]
 
 

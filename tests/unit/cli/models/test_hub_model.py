@@ -64,18 +64,18 @@ def download(hub: HubServer, home: Path, model: str, **variables: str) -> dict[s
         [sys.executable, "-c", SCRIPT, model], env=env, capture_output=True, text=True, timeout=200, check=False
     )
     assert run.returncode == 0, run.stderr
-    found: dict[str, str] = json.loads(run.stdout)
-    return found
+    result: dict[str, str] = json.loads(run.stdout)
+    return result
 
 
 def test_only_the_needed_files_are_downloaded_and_later_starts_need_no_network(hub: HubServer, tmp_path: Path) -> None:
-    found = download(hub, tmp_path, "org/tiny@v1")
-    folder = Path(found["path"])
+    result = download(hub, tmp_path, "org/tiny@v1")
+    folder = Path(result["path"])
     check_model(folder)
-    files = {str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file()}
+    files = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "additional_chat_templates/rag.jinja"} <= files
     assert not {"README.md", "consolidated.safetensors", "onnx/config.json"} & files
-    assert found["said"][-1][1] == 1.0
+    assert result["said"][-1][1] == 1.0
     hub.requests.clear()
     assert download(hub, tmp_path, "org/tiny@v1")["path"] == str(folder)
     assert not hub.fetched()

@@ -80,15 +80,15 @@ def asks(client: ControllerClient) -> list[Awaitable[Any]]:
 
 
 async def failures(client: ControllerClient) -> list[TandemError]:
-    found = []
+    errors = []
     for ask in asks(client):
         with pytest.raises(TandemError) as failure:
             await ask
-        found.append(failure.value)
-    return found
+        errors.append(failure.value)
+    return errors
 
 
-async def test_what_operators_ask_reaches_who_keeps_the_workers_as_it_was_asked(listeners: Listeners) -> None:
+async def test_requests_of_operators_reach_the_supervising_controller_unchanged(listeners: Listeners) -> None:
     listeners.supervisor = await listeners.open(Asked(), listeners.here)
     asked_there = await failures(ControllerClient(listeners.supervisor, "secret"))
     listeners.clear.set()
@@ -106,7 +106,7 @@ async def test_what_operators_ask_reaches_who_keeps_the_workers_as_it_was_asked(
     assert await client.absent() == (ABSENT,)
 
 
-async def test_until_it_is_clear_who_keeps_them_operators_wait(listeners: Listeners) -> None:
+async def test_operators_wait_until_the_supervising_controller_is_known(listeners: Listeners) -> None:
     listeners.supervisor = await listeners.open(Asked(), listeners.here)
     client = ControllerClient(await listeners.open(Nobody(), listeners.there), "secret")
     asking = asyncio.ensure_future(client.absent())
@@ -116,7 +116,7 @@ async def test_until_it_is_clear_who_keeps_them_operators_wait(listeners: Listen
     assert await asking == (ABSENT,)
 
 
-async def test_one_that_does_not_answer_is_told(listeners: Listeners) -> None:
+async def test_a_controller_that_does_not_answer_is_named(listeners: Listeners) -> None:
     listeners.supervisor = "127.0.0.1:1"
     listeners.clear.set()
     client = ControllerClient(await listeners.open(Nobody(), listeners.there), "secret")
@@ -138,7 +138,7 @@ async def test_its_membership_is_the_others_word_for_word(
     there.register(WorkerInfo(peer, Role.DECODE, "a:1", FACTS, 8, 4, 8, 16, "cpu", "fake"))
     before = here.membership().revision
     following = asyncio.ensure_future(mirror(address, "secret", here))
-    await until(lambda: [each.peer for each in here.membership().workers] == [peer])
+    await until(lambda: [worker.peer for worker in here.membership().workers] == [peer])
     assert here.membership().mode == "colocated"
     assert here.membership().revision > before
     there.unregister(peer)
@@ -170,13 +170,13 @@ async def test_a_membership_that_cannot_be_followed_is_followed_by_the_next(
     following.cancel()
 
 
-def test_what_nobody_keeps_any_more_is_removed_for_good() -> None:
+def test_workers_that_no_controller_supervises_are_removed() -> None:
     registry = Registry()
     for number in (1, 2):
         peer = PeerRef(f"decode-{number}", number)
         registry.register(WorkerInfo(peer, Role.DECODE, "a:1", FACTS, 8, 4, 8, 16, "cpu", "fake"))
     registry.keep({PeerRef("decode-1", 1)})
-    assert [each.peer.worker_id for each in registry.membership().workers] == ["decode-1"]
+    assert [worker.peer.worker_id for worker in registry.membership().workers] == ["decode-1"]
 
 
 async def test_a_membership_is_sent_only_when_all_workers_that_serve_are_known(listeners: Listeners) -> None:
@@ -198,4 +198,4 @@ async def test_a_membership_is_sent_only_when_all_workers_that_serve_are_known(l
         await until(lambda: seen)
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
-    assert [{info.peer for info in each.workers} for each in seen] == [set(peers)]
+    assert [{info.peer for info in membership.workers} for membership in seen] == [set(peers)]

@@ -20,8 +20,8 @@ def test_each_is_above_all_before_it_also_where_a_clock_runs_backwards(monkeypat
     incarnations.begin(1)
     numbers += [incarnations.next() for _ in range(1000)]
     assert numbers == sorted(set(numbers))
-    assert {generation_of(each) for each in numbers[:1000]} == {0}
-    assert {generation_of(each) for each in numbers[1000:]} == {1}
+    assert {generation_of(number) for number in numbers[:1000]} == {0}
+    assert {generation_of(number) for number in numbers[1000:]} == {1}
 
 
 def test_another_generation_is_above_whatever_the_one_before_gave_out() -> None:

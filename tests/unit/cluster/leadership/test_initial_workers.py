@@ -26,7 +26,7 @@ def names(state: InitialWorkers) -> list[str]:
     return [slot.worker_id for slot in state.slots]
 
 
-def test_where_nobody_lives_it_is_what_the_config_says() -> None:
+def test_without_live_workers_the_state_is_that_of_the_config() -> None:
     state = of({}, prefill=1, decode=2)
     assert names(state) == ["prefill-0", "decode-0", "decode-1"]
     assert state.roles == {"prefill-0": P, "decode-0": D, "decode-1": D}
@@ -44,7 +44,7 @@ def test_where_nobody_lives_it_is_what_the_config_says() -> None:
         ({"prefill-0": P, "decode-0": D}, {"mode": "colocated", "workers": 2}, ["prefill-0", "decode-0"], False),
     ],
 )
-def test_who_lives_stays_and_the_rest_is_filled(
+def test_live_workers_stay_and_the_rest_is_filled(
     living: dict[str, Role], settings: dict[str, Any], expected: list[str], surplus: bool
 ) -> None:
     state = of(living, **settings)

@@ -74,8 +74,8 @@ class Seen(OtherController):
                 return asked.result()
             raise Unavailable("it is gone")
         finally:
-            for each in (asked, over):
-                each.cancel()
+            for task in (asked, over):
+                task.cancel()
             await asyncio.gather(asked, over, return_exceptions=True)
 
 
@@ -177,7 +177,7 @@ async def test_who_follows_from_the_beginning_is_no_obstacle_between_two_others(
     assert supervisors(group) == [5]
 
 
-async def test_who_follows_one_that_follows_says_what_the_last_one_says() -> None:
+async def test_a_chain_of_controllers_ends_at_the_youngest() -> None:
     group: list[One] = []
     young, first = One(group, 5), One(group, 1)
     following = asyncio.ensure_future(first.start())
@@ -189,33 +189,33 @@ async def test_who_follows_one_that_follows_says_what_the_last_one_says() -> Non
     assert supervisors(group) == [7]
 
 
-async def test_a_look_that_is_old_when_it_is_told_makes_nobody_a_second_keeper() -> None:
+async def test_an_outdated_poll_makes_no_controller_a_second_supervisor() -> None:
     """A third controller begins between the look and the action that follows from it."""
     group: list[One] = []
     first = await One(group, 1).start()
     second = await One(group, 2).start()
-    looked, told = asyncio.Event(), asyncio.Event()
+    looked, released = asyncio.Event(), asyncio.Event()
     poll = first.election._controllers.others
 
     async def slowly(than: int) -> list[OtherController]:
-        found = await poll(than)
+        controllers = await poll(than)
         looked.set()
-        await told.wait()
-        return found
+        await released.wait()
+        return controllers
 
     first.election._controllers.others = slowly  # type: ignore[method-assign]
     second.die()
     await looked.wait()
     starting = asyncio.ensure_future(One(group, 3).start())
     await some_turns(20)
-    told.set()
+    released.set()
     await starting
     await until(lambda: first.workers.follows == "listener-3")
     assert supervisors(group) == [3]
     assert first.workers.did == ["take over", "let go"] * 2
 
 
-async def test_who_follows_from_the_beginning_takes_over_from_its_elders() -> None:
+async def test_a_controller_that_follows_from_the_beginning_takes_over_from_older_ones() -> None:
     """The younger controller died before it asked them."""
     group: list[One] = []
     await One(group, 1).start()
@@ -229,7 +229,9 @@ async def test_who_follows_from_the_beginning_takes_over_from_its_elders() -> No
 
 
 @seeds(40)
-async def test_one_of_many_keeps_them_whoever_begins_or_dies_when(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_of_many_controllers_supervises_workers_in_any_order_of_starts_and_deaths(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Numbers are given out before controllers can be found, and a look may be outdated when it returns."""
     monkeypatch.setattr(election, "AGAIN_S", 0.0)
     chance = random.Random(seed)
@@ -239,9 +241,9 @@ async def test_one_of_many_keeps_them_whoever_begins_or_dies_when(seed: int, mon
     class Slow(Others):
         async def others(self, than: int) -> list[OtherController]:
             await some_turns(chance.randrange(12))
-            found = await super().others(than)
+            controllers = await super().others(than)
             await some_turns(chance.randrange(12))
-            return found
+            return controllers
 
     class Jealous(SupervisedWorkers):
         async def take_over(self, takeover: Takeover) -> None:
@@ -259,18 +261,18 @@ async def test_one_of_many_keeps_them_whoever_begins_or_dies_when(seed: int, mon
         one.election = LeaderElection(number, Slow(group), one.workers)
         starts[number] = asyncio.ensure_future(one.start())
         await some_turns(chance.randrange(12))
-        if chance.random() < 0.4 and (living := [each for each in group[:-1] if not each.over.is_set()]):
+        if chance.random() < 0.4 and (living := [candidate for candidate in group[:-1] if not candidate.over.is_set()]):
             await chance.choice(living).perish(starts)
     living = [one for one in group if not one.over.is_set()]
-    for each in await asyncio.wait_for(asyncio.gather(*(starts[one.number] for one in living)), 60):
-        assert each in living
+    for candidate in await asyncio.wait_for(asyncio.gather(*(starts[one.number] for one in living)), 60):
+        assert candidate in living
     await until(lambda: supervisors(group) == [max(one.number for one in living)])
     assert [one.number for one in living if has_them(one)] == supervisors(group)
     for one in living:
         await one.perish(starts)
 
 
-async def test_who_let_go_takes_over_again_when_nobody_younger_lives() -> None:
+async def test_a_controller_that_released_its_workers_takes_over_again_when_no_younger_one_lives() -> None:
     group: list[One] = []
     first, second = await One(group, 1).start(), await One(group, 2).start()
     second.die()
@@ -282,16 +284,18 @@ async def test_who_let_go_takes_over_again_when_nobody_younger_lives() -> None:
     assert third.workers.got == [Takeover(("drained-1",))]
 
 
-async def test_who_let_go_follows_the_youngest_when_one_between_them_ends() -> None:
+async def test_a_controller_that_released_its_workers_follows_the_youngest_when_one_between_them_ends() -> None:
     group: list[One] = []
     first = await One(group, 1).start()
     second = await One(group, 2).start()
     await One(group, 3).start()
     await until(lambda: first.workers.follows == "listener-2")
-    first_heard = first.election.kept_at
+    first_keeper = first.election.kept_at
     second.die()
     await until(lambda: first.workers.follows == "listener-3" or not first.election.kept_at)
-    assert (first_heard, first.election.kept_at) == ("listener-2", "listener-3"), "at no time they were said to be here"
+    assert (first_keeper, first.election.kept_at) == ("listener-2", "listener-3"), (
+        "at no time they were said to be here"
+    )
     assert supervisors(group) == [3]
     assert first.workers.did == ["take over", "let go"]
 
@@ -324,7 +328,7 @@ async def test_one_that_dies_while_it_takes_over_gives_them_back() -> None:
     assert await waiting == ""
 
 
-async def test_one_that_fails_to_let_go_is_no_obstacle_and_heeds_the_younger() -> None:
+async def test_a_controller_that_fails_to_release_its_workers_follows_the_younger_one() -> None:
     group: list[One] = []
     first = await One(group, 1).start()
 
@@ -347,7 +351,7 @@ async def test_taking_over_again_is_tried_until_it_works(monkeypatch: pytest.Mon
     assert first.workers.failures == 0
 
 
-async def test_one_that_stops_hands_nothing_over_and_heeds_nobody() -> None:
+async def test_a_controller_that_stops_releases_nothing_and_follows_none() -> None:
     group: list[One] = []
     first = One(group, 1)
     await first.election.begin()

@@ -11,7 +11,7 @@ from tandem.cluster.ray_processes.joined_ray import JoinedRay
 from tandem.protocol.errors import FailedPrecondition, InvalidArgument, Unavailable
 
 
-def test_a_silent_address_is_told_at_once() -> None:
+def test_a_silent_address_is_reported_at_once() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # it does not listen
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -39,7 +39,7 @@ def test_places_are_counted(*, decode: float | None, enough: bool, monkeypatch: 
         node._check_resources({"prefill": 1.0, "decode": 2.0})
 
 
-def test_missing_gpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpus_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.cluster_resources", lambda: {"prefill": 1.0})
     with pytest.raises(FailedPrecondition, match=r"has 0 GPUs, 2 are needed; .* --num-gpus=2"):
         JoinedRay("head:6379")._check_resources({"prefill": 1.0, "GPU": 2.0})
@@ -52,8 +52,8 @@ def test_nodes_that_come_late_are_waited_for(monkeypatch: pytest.MonkeyPatch, ca
     node = JoinedRay("head:6379")
     node._waiting(time.monotonic() + 60, lambda: node._check_resources({"prefill": 2.0}))
     assert next(offers, None) is None
-    told = [record.getMessage().partition(" slots")[0] for record in caplog.records]
-    assert told == [f"waiting: the Ray cluster at head:6379 has {count}" for count in (0, 1)]
+    messages = [record.getMessage().partition(" slots")[0] for record in caplog.records]
+    assert messages == [f"waiting: the Ray cluster at head:6379 has {count}" for count in (0, 1)]
 
 
 def test_who_stops_does_not_wait_for_nodes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ async def test_all_that_was_left_is_ended_and_named() -> None:
     assert not left.groups
 
 
-async def test_a_place_that_nobody_filled_is_given_back_too() -> None:
+async def test_a_placement_group_without_a_worker_is_released_too() -> None:
     cleared = await Clearing(9, Others(), Left(groups=["decode-0"])).clear()
     assert (cleared.workers, cleared.groups) == ((), ("decode-0",))
 
@@ -114,7 +114,7 @@ async def test_where_nothing_was_left_the_name_is_asked_for() -> None:
         (None, "its controller is one that starts or hangs"),
     ],
 )
-async def test_whom_a_start_serves_with_is_left_alone(
+async def test_workers_of_another_live_start_are_not_cleared(
     listener: Callable[[], str] | None, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clearing, "ANSWER_S", 0.01)

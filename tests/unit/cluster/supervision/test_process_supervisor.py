@@ -80,7 +80,7 @@ class Stage:
         return self.processes[-1]
 
 
-async def test_death_is_told_and_a_new_incarnation_follows() -> None:
+async def test_death_is_reported_and_a_new_incarnation_follows() -> None:
     stage = Stage()
     first = await stage.until(1, Phase.STARTING)
     first.may_start.set()
@@ -99,7 +99,9 @@ async def test_death_is_told_and_a_new_incarnation_follows() -> None:
     await stage.run
 
 
-async def test_one_whose_death_cannot_be_told_is_kept_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_process_whose_death_cannot_be_reported_is_restarted_all_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     stage = Stage()
     first = await stage.until(1, Phase.STARTING)
 
@@ -227,11 +229,13 @@ async def test_a_retired_process_that_does_not_end_is_ended_and_stays_away() -> 
         (Phase.WAITING, 2, "loading weights", "waiting to restart; last error: no such file"),
     ],
 )
-def test_why_somebody_does_not_serve_is_said_in_words(phase: Phase, restarts: int, stage: str, lack: str) -> None:
+def test_the_reason_why_a_process_does_not_serve_is_a_sentence(
+    phase: Phase, restarts: int, stage: str, lack: str
+) -> None:
     assert Health("w", phase, 1, 1, restarts, "no such file", stage).lack == lack
 
 
-async def test_one_that_is_let_go_lives_on_and_another_keeper_adopts_it() -> None:
+async def test_a_detached_process_lives_on_and_another_supervisor_adopts_it() -> None:
     stage = Stage()
     process = await stage.until(1, Phase.STARTING)
     process.may_start.set()
@@ -257,7 +261,7 @@ async def test_one_that_is_let_go_lives_on_and_another_keeper_adopts_it() -> Non
 
 
 @pytest.mark.parametrize("dies", [False, True])
-async def test_one_that_does_not_serve_when_it_is_let_go_is_ended(dies: bool) -> None:
+async def test_a_process_that_does_not_serve_when_it_is_detached_is_ended(dies: bool) -> None:
     stage = Stage()
     process = await stage.until(1, Phase.STARTING)
     if dies:
@@ -270,7 +274,7 @@ async def test_one_that_does_not_serve_when_it_is_let_go_is_ended(dies: bool) ->
     assert stage.dead == stage.incarnations
 
 
-async def test_one_that_was_adopted_and_does_not_follow_yet_lives_on_when_it_is_let_go() -> None:
+async def test_an_adopted_process_that_does_not_follow_yet_lives_on_when_it_is_detached() -> None:
     """An interrupted takeover ends no process, because the worker serves other routers."""
     adopted = FakeProcess(0)
     stage = Stage((7, adopted))

@@ -26,10 +26,10 @@ GIVEN: dict[str, Any] = {
 
 def test_settings_of_one_name_are_passed_on() -> None:
     cluster = ClusterSettings.of(model=Path("/models/m"), **GIVEN)
-    config = RouterProcess(cluster, "secret")._config(3)
-    assert config.values().items() >= cluster.router.values().items()
-    assert config.served == cluster.served
-    assert config.secrets == Secrets("secret", GIVEN["metrics_key"])
+    router_config = RouterProcess(cluster, "secret")._config(3)
+    assert router_config.values().items() >= cluster.router.values().items()
+    assert router_config.served == cluster.served
+    assert router_config.secrets == Secrets("secret", GIVEN["metrics_key"])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from tests.stranger import Stranger
 TOKEN = "of-the-cluster"
 
 
-async def test_whoever_has_a_departed_workers_port_is_not_shown_the_token() -> None:
+async def test_a_process_at_a_departed_workers_port_does_not_receive_the_token() -> None:
     stranger = await Stranger().start()
     facts = ModelFacts("m", 10, 10, (), "float32")
     info = WorkerInfo(

@@ -35,7 +35,7 @@ def fleet_of_one(release: Callable[[Slot], Awaitable[None]]) -> Fleet:
     return fleet
 
 
-async def test_a_slot_is_taken_until_its_place_is_back_whoever_waits_for_it() -> None:
+async def test_a_slot_stays_taken_until_its_bundle_is_released() -> None:
     begun, may_end, given_back = asyncio.Event(), asyncio.Event(), []
 
     async def release(slot: Slot) -> None:
@@ -60,7 +60,7 @@ async def test_a_slot_is_taken_until_its_place_is_back_whoever_waits_for_it() ->
     assert fleet.new_slots([Role.DECODE])[0].worker_id == "decode-0"
 
 
-async def test_a_place_that_cannot_be_given_back_is_told_and_holds_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_slot_that_cannot_be_released_is_logged_and_delays_nothing(caplog: pytest.LogCaptureFixture) -> None:
     async def release(_slot: Slot) -> None:
         raise OSError("Ray is away")
 

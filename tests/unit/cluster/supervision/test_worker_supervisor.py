@@ -137,13 +137,14 @@ class World(OrphanedWorkers):
         self.metrics = metrics
         self.supervisor._workers.spawn = self._spawn  # type: ignore[method-assign]
         self.supervisor.fleet._release = self._release
-        self.supervisor._assignments._send = self._tell
+        self.supervisor._assignments._send = self._send_assignment
         self.supervisor.operator._draining._workers = self
         return self.supervisor
 
     def of(self, worker_id: str) -> Running:
         return max(
-            (each for each in self.running if each.peer.worker_id == worker_id), key=lambda each: each.peer.incarnation
+            (worker for worker in self.running if worker.peer.worker_id == worker_id),
+            key=lambda worker: worker.peer.incarnation,
         )
 
     async def drain(self, info: WorkerInfo, _grace_s: float) -> None:
@@ -151,7 +152,7 @@ class World(OrphanedWorkers):
         self.registry.unregister(info.peer)
         self.of(info.peer.worker_id).ended.set()
 
-    async def _tell(self, info: WorkerInfo, assignment: Assignment, _grace_s: float) -> None:
+    async def _send_assignment(self, info: WorkerInfo, assignment: Assignment, _grace_s: float) -> None:
         running = self.of(info.peer.worker_id)
         running.assignment = assignment
         running.register()
@@ -169,7 +170,7 @@ class World(OrphanedWorkers):
         self.released.append(slot.worker_id)
 
     async def living(self) -> list[OrphanedWorker]:
-        return [Left(each) for each in self.running]
+        return [Left(worker) for worker in self.running]
 
     async def next_generation(self, above: int) -> int:
         self.generation = 1 + max(self.generation, above)
@@ -184,7 +185,7 @@ class World(OrphanedWorkers):
         return {info.peer.worker_id: info.peer.incarnation for info in self.registry.membership().workers}
 
 
-async def test_who_lives_is_kept_and_who_is_missing_is_started() -> None:
+async def test_live_workers_are_kept_and_missing_ones_are_started() -> None:
     world = World()
     world.add("prefill-0", Role.PREFILL)
     await world.supervisor.take_over(Takeover())
@@ -199,7 +200,7 @@ async def test_who_lives_is_kept_and_who_is_missing_is_started() -> None:
     assert world.kept[-1] == set()
 
 
-async def test_who_is_let_go_lives_on_with_the_next() -> None:
+async def test_released_workers_live_on_with_the_next_controller() -> None:
     world = World()
     await world.supervisor.take_over(Takeover())
     await until(lambda: len(world.serving) == 2)
@@ -218,7 +219,7 @@ async def test_who_is_let_go_lives_on_with_the_next() -> None:
     assert len(world.running) == 2
 
 
-async def test_peers_accept_who_is_started_after_a_takeover_on_a_host_whose_clock_is_behind(
+async def test_peers_accept_workers_started_after_a_takeover_on_a_host_whose_clock_is_slow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A live worker knows of a prefill worker that died without a controller, which no other process remembers."""
@@ -310,7 +311,7 @@ async def test_once_the_cluster_serves_sizes_and_settings_are_as_asked(caplog: p
     await world.supervisor.stop(end_workers=True)
 
 
-async def test_what_fails_once_the_cluster_serves_is_told_and_the_rest_goes_on(
+async def test_failures_once_the_cluster_serves_are_logged_and_the_rest_goes_on(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World()
@@ -331,7 +332,7 @@ async def test_what_fails_once_the_cluster_serves_is_told_and_the_rest_goes_on(
     await world.supervisor.stop(end_workers=True)
 
 
-async def test_workers_are_told_their_assignments_although_that_failed_once(
+async def test_workers_receive_their_assignments_although_one_call_failed(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background, "AGAIN_S", 0.0)
@@ -353,7 +354,7 @@ async def test_workers_are_told_their_assignments_although_that_failed_once(
     assert len(began) == 2
 
 
-async def test_who_moves_comes_back_although_nobody_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rescheduled_workers_come_back_although_no_worker_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them were on the node that leaves."""
     left = asyncio.Event()
 
@@ -371,11 +372,11 @@ async def test_who_moves_comes_back_although_nobody_lives(monkeypatch: pytest.Mo
     await world.supervisor.stop(end_workers=True)
 
 
-async def test_who_is_being_taken_over_lives_on_when_that_is_given_up() -> None:
+async def test_workers_live_on_when_their_takeover_is_abandoned() -> None:
     world = World()
     running = [world.add("prefill-0", Role.PREFILL), world.add("decode-0", Role.DECODE)]
-    for each in running:
-        each.follows.clear()
+    for worker in running:
+        worker.follows.clear()
     taking = asyncio.ensure_future(world.supervisor.take_over(Takeover()))
     await until(lambda: len(world.followed) == 2)
     await asyncio.sleep(0.01)

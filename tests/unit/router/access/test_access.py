@@ -92,14 +92,14 @@ async def test_roles_at_both_listeners(cluster: Cluster, http: httpx.AsyncClient
         assert traces.status_code == metrics.status_code
         async with channel_to(cluster.endpoints.grpc_address, key) as channel:
             stub = Client(channel).stub
-            found = (
+            statuses = (
                 metrics.status_code,
                 answer.status_code,
                 await status_of(stub.GetLoads(pb.GetLoadsRequest())),
                 await status_of(stub.GetServerInfo(pb.GetServerInfoRequest())),
                 await status_of(stub.Generate(ask(4)).read()),
             )
-        assert found == wanted, key
+        assert statuses == wanted, key
         if answer.status_code == 403:
             assert answer.json()["error"]["type"] == "permission_error"
     async with client_of(cluster, "reads-key") as client:
@@ -132,7 +132,7 @@ async def test_a_quota_of_requests(cluster: Cluster, http: httpx.AsyncClient) ->
     assert other.status_code == 200, "others are not held up"
     assert not set(QUOTA_HEADERS) & set(other.headers)
     text = (await http.get("/metrics", headers=bearer("ops-key"))).text
-    (line,) = (each for each in text.splitlines() if "admission_rejections_total{" in each and '"quota"' in each)
+    (line,) = (entry for entry in text.splitlines() if "admission_rejections_total{" in entry and '"quota"' in entry)
     assert float(line.split()[-1]) == 2
 
 
@@ -154,10 +154,10 @@ async def test_keys_are_rotated_without_a_restart(
     settings["api_key_file"].write_text(f"{KEYS}\nnew-key name=other")
     async with channel_to(cluster.endpoints.grpc_address, "new-key") as channel:
         for _ in range(600):  # the file is read at most once a second
-            if (found := await status_of(Client(channel).stub.Generate(ask(4)).read())) == "OK":
+            if (status := await status_of(Client(channel).stub.Generate(ask(4)).read())) == "OK":
                 break
             await asyncio.sleep(0.1)
-        assert found == "OK"
+        assert status == "OK"
         for key in ("other-key", "new-key"):
             assert (await http.post("/v1/completions", json=BODY, headers=bearer(key))).status_code == 200
     assert len({task.cache_salt for task in cluster.prefill.prefills}) == 1, "both keys are one tenant"
@@ -181,7 +181,7 @@ async def test_every_call_is_in_the_audit_log(
     records = await audited(6)
     names = "tenant", "endpoint", "model", "status", "error", "completion_tokens"
     posted = "POST /v1/completions"
-    assert [tuple(each[name] for name in names) for each in records] == [
+    assert [tuple(record[name] for name in names) for record in records] == [
         ("other", posted, "fake", 200, "", 5),
         ("ops", posted, "fake", 200, "", 5),
         ("other", posted, "", 404, "NOT_FOUND", 0),
@@ -192,8 +192,8 @@ async def test_every_call_is_in_the_audit_log(
     assert records[0]["prompt_tokens"] == records[1]["prompt_tokens"] > 0
     assert records[4]["prompt_tokens"] == complete.prompt_tokens
     assert records[3]["request_id"] == "mine"
-    assert {each["client"] for each in records} == {"127.0.0.1"}
-    assert all(each["request_id"] for each in records[:4])
+    assert {record["client"] for record in records} == {"127.0.0.1"}
+    assert all(record["request_id"] for record in records[:4])
     text = json.dumps(records)
     assert "secret" not in text
     assert "-key" not in text
@@ -217,7 +217,7 @@ async def test_grpc_calls_without_a_key_and_aborts_are_in_the_audit_log(
     records = await audited(5)
     names = "tenant", "endpoint", "status", "error", "request_id", "client"
     client = "127.0.0.1"
-    assert [tuple(each[name] for name in names) for each in records] == [
+    assert [tuple(record[name] for name in names) for record in records] == [
         ("", "Generate", "UNAUTHENTICATED", "UNAUTHENTICATED", "", client),
         ("", "GetLoads", "UNAUTHENTICATED", "UNAUTHENTICATED", "", client),
         ("", reflection, "UNAUTHENTICATED", "UNAUTHENTICATED", "", client),
@@ -248,7 +248,7 @@ async def test_errors_outside_of_handlers_are_recorded(
     assert (await http.post("/tokenize", json={"prompt": "x"}, headers=key)).status_code == 500
     monkeypatch.setattr(CallCount, "enter", refuse)
     await http.post("/v1/messages", json=BODY, headers=key)
-    assert [(each["status"], each["error"]) for each in await audited(4)] == [
+    assert [(record["status"], record["error"]) for record in await audited(4)] == [
         (404, "NOT_FOUND"),
         (405, "METHOD_NOT_ALLOWED"),
         (500, "INTERNAL"),

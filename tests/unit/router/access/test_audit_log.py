@@ -35,11 +35,11 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def counts(registry: Registry) -> tuple[float, float]:
     text = Exposition(registry).render(TEXT)[0].decode()
-    found = {line.split("{")[0]: float(line.split()[-1]) for line in text.splitlines() if not line.startswith("#")}
-    return found["tandem_audit_records_total"], found["tandem_audit_records_lost_total"]
+    values = {line.split("{")[0]: float(line.split()[-1]) for line in text.splitlines() if not line.startswith("#")}
+    return values["tandem_audit_records_total"], values["tandem_audit_records_lost_total"]
 
 
-def test_a_record_has_who_what_when_and_how_much(tmp_path: Path, log: AuditLog, registry: Registry) -> None:
+def test_a_record_has_client_operation_time_and_size(tmp_path: Path, log: AuditLog, registry: Registry) -> None:
     call = ClientCall("POST /v1/completions", "10.0.0.9", Caller("f00", "acme"), received_unix_s=1e9, received_s=0.0)
     call.queued("req-1", "model", 7)
     call.count_output_tokens(3)
@@ -79,8 +79,8 @@ def test_a_renamed_file_is_created_again(tmp_path: Path, log: AuditLog) -> None:
     file.rename(tmp_path / "audit.jsonl.1")
     log.write(ClientCall("second"))
     log.close()
-    assert [each["endpoint"] for each in lines(tmp_path / "audit.jsonl.1")] == ["first"]
-    assert [each["endpoint"] for each in lines(file)] == ["second"]
+    assert [line["endpoint"] for line in lines(tmp_path / "audit.jsonl.1")] == ["first"]
+    assert [line["endpoint"] for line in lines(file)] == ["second"]
 
 
 def test_a_full_disk_loses_records_and_is_counted(registry: Registry, caplog: pytest.LogCaptureFixture) -> None:

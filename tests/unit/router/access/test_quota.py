@@ -50,9 +50,9 @@ def test_the_headers_say_what_is_left() -> None:
     quota = Quota(60, 6000, clock)
     quota.admit()
     quota.spend(9000)
-    found = quota.headers()
-    assert set(found) == set(QUOTA_HEADERS)
-    assert [found[name] for name in QUOTA_HEADERS] == ["60", "59", "1s", "6000", "0", "1m30s"]
+    headers = quota.headers()
+    assert set(headers) == set(QUOTA_HEADERS)
+    assert [headers[name] for name in QUOTA_HEADERS] == ["60", "59", "1s", "6000", "0", "1m30s"]
     assert Quota(0, 5, clock).headers()["x-ratelimit-remaining-tokens"] == "5"
     assert "x-ratelimit-limit-requests" not in Quota(0, 5, clock).headers()
 

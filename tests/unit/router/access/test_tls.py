@@ -107,12 +107,12 @@ async def test_a_rotated_certificate_is_used_by_new_connections(
         assert await generates(cluster, FOREIGN.channel()) == "OK"
 
 
-async def _until_equal(wanted: str, found: Any) -> None:
+async def _until_equal(wanted: str, read: Any) -> None:
     for _ in range(300):
-        if await found() == wanted:
+        if await read() == wanted:
             return
         await asyncio.sleep(0.1)
-    assert await found() == wanted
+    assert await read() == wanted
 
 
 async def test_operators_have_a_port_without_tls(cluster: Cluster) -> None:

@@ -58,12 +58,12 @@ class Loading(ClusterServicer):
 
     async def load_adapter(self, info: WorkerInfo, adapter: AdapterFacts, _in_use: Collection[str]) -> AdapterFacts:
         self.loads.append(adapter.name)
-        found = replace(adapter, identity=self.identity)
-        self._register((*info.model.adapters, found))
-        return found
+        loaded = replace(adapter, identity=self.identity)
+        self._register((*info.model.adapters, loaded))
+        return loaded
 
     async def unload_adapter(self, info: WorkerInfo, name: str) -> None:
-        self._register(tuple(each for each in info.model.adapters if each.name != name))
+        self._register(tuple(adapter for adapter in info.model.adapters if adapter.name != name))
 
     def _register(self, adapters: tuple[AdapterFacts, ...]) -> None:
         self.info = replace(self.info, model=replace(self.info.model, adapters=adapters))
@@ -111,7 +111,7 @@ async def test_requests_may_name_an_adapter_while_it_is_loaded(
         reply = await http.post("/v1/completions", json=PROMPT | {"model": "sql"})
         assert (reply.status_code, reply.json()["model"]) == (200, "sql")
         tasks = cluster.prefill.prefills[-1], cluster.decode.reservations[-1]
-        assert [each.adapter for each in tasks] == [identity] * 2
+        assert [task.adapter for task in tasks] == [identity] * 2
         assert identity in tasks[0].cache_salt, "another adapter of the name finds none of its cached pages"
         reply = await http.post(UNLOAD, json={"lora_name": "sql"})
         assert (reply.status_code, reply.text) == (200, "Success: LoRA adapter 'sql' removed successfully.")
@@ -187,7 +187,7 @@ async def test_bad_bodies_and_failures(cluster: Cluster, loading: Loading, http:
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, "unavailable")
 
 
-async def test_the_audit_log_says_who_loaded_what(
+async def test_the_audit_log_names_the_client_that_loaded_an_adapter(
     cluster: Cluster, http: httpx.AsyncClient, settings: dict[str, Any]
 ) -> None:
     await http.post(LOAD, json=SQL)
@@ -195,7 +195,7 @@ async def test_the_audit_log_says_who_loaded_what(
     log = settings["audit_log"]
     await until(lambda: len(log.read_text().splitlines()) == 2, "both are written")
     records = [json.loads(line) for line in log.read_text().splitlines()]
-    shown = [(each["tenant"], each["endpoint"], each["model"], each["status"]) for each in records]
+    shown = [(record["tenant"], record["endpoint"], record["model"], record["status"]) for record in records]
     assert shown == [("ops", f"POST {LOAD}", "sql", 200), ("", f"POST {UNLOAD}", "", 403)]
 
 
@@ -211,7 +211,7 @@ async def test_a_router_that_starts_later_knows_them(cluster: Cluster, http: htt
     """The list comes with the membership, also to a router whose workers have others, or none yet."""
     await http.post(LOAD, json=SQL)
     pool = cluster.router._dispatcher.pool
-    assert [each.name for each in pool.adapters] == ["sql"]
+    assert [adapter.name for adapter in pool.adapters] == ["sql"]
     for worker in cluster.workers:
         worker.adapters = (AdapterFacts("other", "c3" * 16, "/other"),)
     await cluster.members(*cluster.workers)

@@ -44,7 +44,7 @@ async def test_the_models_name_chooses(cluster: Cluster, http: httpx.AsyncClient
         ):
             pass
         asked = [*cluster.prefill.prefills[-3:], *cluster.decode.reservations[-3:]]
-        assert [each.adapter for each in asked] == [identity] * 6
+        assert [task.adapter for task in asked] == [identity] * 6
 
 
 async def test_each_adapter_has_a_cache_salt_of_its_own(cluster: Cluster, http: httpx.AsyncClient) -> None:
@@ -53,7 +53,7 @@ async def test_each_adapter_has_a_cache_salt_of_its_own(cluster: Cluster, http: 
             await http.post("/completions", json=PROMPT | {"model": name, "cache_salt": salt})
     salts = [task.cache_salt for task in cluster.prefill.prefills]
     assert len(set(salts)) == len(salts) == 6
-    assert salts == [each.cache_salt for each in cluster.decode.reservations]
+    assert salts == [reservation.cache_salt for reservation in cluster.decode.reservations]
 
 
 async def test_a_salt_cannot_name_an_adapter(cluster: Cluster, http: httpx.AsyncClient) -> None:
@@ -97,15 +97,15 @@ async def test_another_name_is_not_found(http: httpx.AsyncClient, stub: Any) -> 
 
 async def test_text_of_an_adapter_is_tokenized(http: httpx.AsyncClient, cluster: Cluster) -> None:
     url = f"http://{cluster.endpoints.http_address}/tokenize"
-    found = [(await http.post(url, json={"model": name, "prompt": "Hello"})).json() for name in ("fake", "sql")]
-    assert found[0] == found[1]
+    replies = [(await http.post(url, json={"model": name, "prompt": "Hello"})).json() for name in ("fake", "sql")]
+    assert replies[0] == replies[1]
 
 
 async def test_the_audit_log_and_traces_name_the_adapter(cluster: Cluster, http: httpx.AsyncClient) -> None:
     """Regression: both named the base model, so that nobody could see who used an adapter."""
     for name in ("sql", "fake"):
         await http.post("/completions", json=PROMPT | {"model": name})
-    assert [each.model for each in cluster.router._dispatcher.metrics.traces.newest()] == ["fake", "sql"]
+    assert [trace.model for trace in cluster.router._dispatcher.metrics.traces.newest()] == ["fake", "sql"]
     log = cluster.config.audit_log
     assert log is not None
     await until(lambda: len(log.read_text().splitlines()) == 2, "both are written")

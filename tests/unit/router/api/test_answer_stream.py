@@ -68,7 +68,7 @@ class TestComments:
         events = text.strip().split("\n\n")
         assert ": waiting" in events
         assert events[-1] == "data: [DONE]"
-        whole = "".join(json.loads(each[6:])["choices"][0]["text"] for each in events[:-1] if each[:1] != ":")
+        whole = "".join(json.loads(event[6:])["choices"][0]["text"] for event in events[:-1] if event[:1] != ":")
         base = f"http://{cluster.endpoints.http_address}/v1"
         async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as client:
             stream = await client.completions.create(model="fake", prompt=[5, 6, 7], max_tokens=8, stream=True)

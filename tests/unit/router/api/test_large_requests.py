@@ -85,7 +85,7 @@ async def test_a_large_message_is_read_in_a_thread(
     ids = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * MIB)).SerializeToString()
     error = await refused(channel, "Generate", ids)
     assert "1048576 in the prompt" in str(error.details())
-    assert [each.name.startswith("router-tokenizer") for each in read_in] == [True]
+    assert [thread.name.startswith("router-tokenizer") for thread in read_in] == [True]
 
 
 async def test_what_is_no_message_is_the_client_s_fault(cluster: Cluster, channel: grpc.aio.Channel) -> None:

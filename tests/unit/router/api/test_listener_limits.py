@@ -64,7 +64,7 @@ async def test_grpc_calls_are_bounded(cluster: Cluster) -> None:
         await running
 
 
-async def test_a_client_is_told_how_many_calls_a_connection_may_have(cluster: Cluster) -> None:
+async def test_a_client_receives_the_limit_of_calls_a_connection(cluster: Cluster) -> None:
     host, port = cluster.endpoints.grpc_address.split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(PREFACE + frame(SETTINGS_FRAME, 0, 0))

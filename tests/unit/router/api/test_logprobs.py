@@ -49,10 +49,12 @@ def said(ids: list[int], top: int) -> list[TokenLogprobs]:
     return [answer_logprobs(token_id, top)[0] for token_id in ids]
 
 
-def heard(scores: list[pb.TokenScore]) -> list[TokenLogprobs]:
+def token_logprobs(scores: list[pb.TokenScore]) -> list[TokenLogprobs]:
     return [
         TokenLogprobs(
-            score.chosen.logprob, tuple(each.token_id for each in score.top), tuple(each.logprob for each in score.top)
+            score.chosen.logprob,
+            tuple(alternative.token_id for alternative in score.top),
+            tuple(alternative.logprob for alternative in score.top),
         )
         for score in scores
     ]
@@ -64,7 +66,7 @@ async def test_grpc_chunks_carry_one_for_each_token(cluster: Cluster, tokenizer:
     cluster.prefill.switches.fail_transfers = 2 if trouble == "retry" else 0
     _, ids, scores = await run(cluster, max_tokens=MANY, logprobs=3)
     assert ids == [answer_token(PROMPT, index) for index in range(MANY)]
-    assert heard(scores) == said(ids, 3)
+    assert token_logprobs(scores) == said(ids, 3)
     assert [score.chosen.token_id for score in scores] == ids
     for token in itertools.chain.from_iterable((score.chosen, *score.top) for score in scores):
         assert token.utf8 == tokenizer.token_bytes(token.token_id)
@@ -72,7 +74,7 @@ async def test_grpc_chunks_carry_one_for_each_token(cluster: Cluster, tokenizer:
 
 async def test_only_the_chosen_token_or_nothing_at_all(cluster: Cluster) -> None:
     _, ids, scores = await run(cluster, max_tokens=5, logprobs=0)
-    assert heard(scores) == said(ids, 0)
+    assert token_logprobs(scores) == said(ids, 0)
     assert (await run(cluster, max_tokens=5))[2] == []
 
 
@@ -93,10 +95,14 @@ async def test_penalties_reach_the_workers(cluster: Cluster, client: openai.Asyn
     )  # type: ignore[call-overload]
     await client.completions.create(model="fake", prompt="x", max_tokens=3, logprobs=5, extra_body=extra, **penalties)  # type: ignore[call-overload]
     await run(cluster, max_tokens=3)
-    for sampling, logprobs in zip([each.sampling for each in cluster.prefill.prefills], (None, 20, 5), strict=False):
+    for sampling, logprobs in zip(
+        [prefill.sampling for prefill in cluster.prefill.prefills], (None, 20, 5), strict=False
+    ):
         assert {name: getattr(sampling, name) for name in wanted} == wanted
         assert sampling.logprobs == logprobs
-    assert [each.sampling for each in cluster.decode.reservations] == [p.sampling for p in cluster.prefill.prefills]
+    assert [reservation.sampling for reservation in cluster.decode.reservations] == [
+        p.sampling for p in cluster.prefill.prefills
+    ]
     assert not cluster.prefill.prefills[-1].sampling.penalized
 
 
@@ -131,13 +137,13 @@ async def test_completion(cluster: Cluster, client: openai.AsyncOpenAI, tokenize
     reply = await client.completions.create(model="fake", prompt="The", max_tokens=len(ids), logprobs=1, stream=stream)
     choices = [chunk.choices[0] async for chunk in reply] if isinstance(reply, openai.AsyncStream) else reply.choices
     assert "".join(choice.text for choice in choices) == TEXT
-    found = [choice.logprobs for choice in choices if choice.logprobs]
-    assert [value for each in found for value in each.token_logprobs or ()] == [one.chosen for one in said(ids, 1)]
-    tokens = [token for each in found for token in each.tokens or ()]
-    tops = [top for each in found for top in each.top_logprobs or ()]
+    logprobs = [choice.logprobs for choice in choices if choice.logprobs]
+    assert [value for part in logprobs for value in part.token_logprobs or ()] == [one.chosen for one in said(ids, 1)]
+    tokens = [token for part in logprobs for token in part.tokens or ()]
+    tops = [top for part in logprobs for top in part.top_logprobs or ()]
     # The fakes' most likely token is never the chosen one, which is listed in addition.
     assert all(token in top and len(top) == 2 for token, top in zip(tokens, tops, strict=True))
-    offsets = [offset for each in found for offset in each.text_offset or ()]
+    offsets = [offset for part in logprobs for offset in part.text_offset or ()]
     assert (offsets[0], offsets) == (0, sorted(offsets))
     parts = [token for token in tokens if token.startswith("bytes:")]
     assert 0 < len(parts) < len(tokens)

@@ -49,20 +49,20 @@ async def client(cluster: Cluster) -> AsyncIterator[Any]:
 
 def events_of(reply: httpx.Response) -> list[dict[str, Any]]:
     """Returns the events of a stream, whose names are their types."""
-    found = []
-    for each in reply.text.split("\n\n"):
-        if each and not each.startswith(":"):
-            name, data = each.split("\n")
-            found.append(json.loads(data.removeprefix("data: ")))
-            assert name == f"event: {found[-1]['type']}"
-    return found
+    events = []
+    for block in reply.text.split("\n\n"):
+        if block and not block.startswith(":"):
+            name, data = block.split("\n")
+            events.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {events[-1]['type']}"
+    return events
 
 
 async def test_models_in_the_form_of_the_client(client: Any, http: httpx.AsyncClient) -> None:
     page = await client.models.list()
-    assert [(each.type, each.id, each.display_name) for each in page.data] == [("model", "fake", "fake")]
+    assert [(model.type, model.id, model.display_name) for model in page.data] == [("model", "fake", "fake")]
     assert (page.has_more, page.first_id, page.last_id) == (False, "fake", "fake")
-    assert [each.id async for each in client.models.list(limit=1)] == ["fake"]
+    assert [model.id async for model in client.models.list(limit=1)] == ["fake"]
     assert (await client.models.retrieve("fake")).created_at == page.data[0].created_at
     assert (await http.get("/v1/models")).json()["object"] == "list"
 
@@ -132,9 +132,9 @@ async def test_the_events_of_a_stream(cluster: Cluster, http: httpx.AsyncClient,
     begun = [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"]
     assert begun == ["thinking", "text", "tool_use", "tool_use"]
     deltas = [event for event in events if event["type"] == "content_block_delta"]
-    found = ["".join(e["delta"].get(name, "") for e in deltas if e["index"] == index) for index, name in
+    joined = ["".join(e["delta"].get(name, "") for e in deltas if e["index"] == index) for index, name in
              enumerate(("thinking", "text", "partial_json", "partial_json"))]  # fmt: skip
-    assert found == ["Hm.", "Look: ", ARGUMENTS, "{}"]
+    assert joined == ["Hm.", "Look: ", ARGUMENTS, "{}"]
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
     start = events[0]["message"]
     assert (start["content"], start["stop_reason"], start["usage"]["output_tokens"]) == ([], None, 0)
@@ -155,7 +155,7 @@ async def test_a_round_trip_of_a_call(cluster: Cluster, http: httpx.AsyncClient,
     final = (await http.post("/v1/messages", json=asked | {"messages": messages})).json()
     assert (final["content"], final["stop_reason"]) == ([{"type": "text", "text": "Done"}], "end_turn")
     text = prompt_text(cluster, tokenizer)
-    turns = [each.partition("\n")[::2] for each in text.replace("<|im_end|>\n", "").split("<|im_start|>")[1:]]
+    turns = [turn.partition("\n")[::2] for turn in text.replace("<|im_end|>\n", "").split("<|im_start|>")[1:]]
     assert turns[1:] == [
         ("assistant", "Look: "),
         ("tool", "one"),
@@ -180,7 +180,7 @@ async def test_a_forced_call(
         (call,) = reply.json()["content"]
         assert (call["name"], call["input"]) == ("f", {"city": "Köln"})
     offered = {name: {"type": "object"} for name in (choice.get("name") or "fg")}
-    assert {each.sampling.grammar for worker in cluster.workers for each in worker.reservations} == {
+    assert {reservation.sampling.grammar for worker in cluster.workers for reservation in worker.reservations} == {
         of_tool_calls(offered)
     }
 
@@ -347,25 +347,25 @@ async def test_a_deferred_tool_is_offered_once_a_search_has_found_it(cluster: Cl
 async def test_other_errors_have_anthropics_form(cluster: Cluster, http: httpx.AsyncClient) -> None:
     async def error(method: str, path: str, body: Any = None) -> tuple[int, str, str]:
         reply = await http.request(method, path, json=body)
-        found = reply.json()
-        assert found["type"] == "error"
-        return reply.status_code, found["error"]["type"], found["error"]["message"]
+        content = reply.json()
+        assert content["type"] == "error"
+        return reply.status_code, content["error"]["type"], content["error"]["message"]
 
     assert (await error("POST", "/v1/messages", BODY | {"model": "other"}))[:2] == (404, "not_found_error")
     assert (await error("GET", "/v1/messages"))[:2] == (405, "invalid_request_error")
     assert (await error("POST", "/v1/messages/batches", {}))[:2] == (404, "not_found_error")
     status, kind, message = await error("POST", "/v1/messages", BODY | {"max_tokens": 10**6})
     assert (status, kind) == (400, "invalid_request_error")
-    found = re.fullmatch(r"input length and `max_tokens` exceed context limit: (\d+) \+ (\d+) > (\d+)", message)
-    assert found is not None, message
+    match = re.fullmatch(r"input length and `max_tokens` exceed context limit: (\d+) \+ (\d+) > (\d+)", message)
+    assert match is not None, message
     counted = (await http.post("/v1/messages/count_tokens", json=BODY)).json()["input_tokens"]
-    assert [int(each) for each in found.groups()] == [counted, 10**6, 2048]
+    assert [int(group) for group in match.groups()] == [counted, 10**6, 2048]
     long = BODY | {"messages": [{"role": "user", "content": "fox " * 4000}]}
     status, kind, message = await error("POST", "/v1/messages", long)
     assert (status, kind) == (400, "invalid_request_error")
-    found = re.fullmatch(r"prompt is too long: (\d+) tokens > 2047 maximum", message)
-    assert found is not None, message
-    assert int(found[1]) >= 2048
+    match = re.fullmatch(r"prompt is too long: (\d+) tokens > 2047 maximum", message)
+    assert match is not None, message
+    assert int(match[1]) >= 2048
     cluster.prefill.switches.prefill_error = Internal("a defect")
     assert (await error("POST", "/v1/messages", BODY))[:2] == (500, "api_error")
     (failed,) = events_of(await http.post("/v1/messages", json=BODY | {"stream": True}))
@@ -438,7 +438,9 @@ class TestKeys:
         cluster.decode.go.set()
         assert (await ask("/v1/messages", ("x-api-key", "two")))[0] == 200
         assert (await ask("/v1/messages", bearer))[0] == 200
-        assert {each.cache_salt for each in cluster.decode.reservations} == {tenant_salt(tenant_of("two"), "")}
+        assert {reservation.cache_salt for reservation in cluster.decode.reservations} == {
+            tenant_salt(tenant_of("two"), "")
+        }
         for path in ("/v1/models", "/v1/models/fake"):
             assert (await http.get(path, headers={"x-api-key": "one"})).status_code == 200
             assert (await http.get(path, headers={"x-api-key": "three"})).status_code == 401

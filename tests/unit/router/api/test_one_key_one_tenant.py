@@ -62,14 +62,14 @@ async def test_a_key_has_one_tenant_however_its_header_is_written(cluster: Clust
     await until(lambda: len(cluster.router._dispatcher._live) == 3, "all came in")
     assert tenants(cluster) == {tenant_of("two")}
     cluster.decode.go.set()
-    assert [(await each).status_code for each in running] == [200] * 3
+    assert [(await call).status_code for call in running] == [200] * 3
 
 
 async def test_two_traceparents_count_as_none(cluster: Cluster) -> None:
     one, two = (f"00-{digit * 32}-{digit * 16}-01" for digit in "12")
     key = "authorization", "Bearer two"
     for sent in ([one], [one, two]):
-        headers = [key, *(("traceparent", each) for each in sent)]
+        headers = [key, *(("traceparent", value) for value in sent)]
         assert (await post(cluster, *headers)).status_code == 200
         trace = cluster.router._dispatcher.metrics.traces.newest()[0]
         assert (trace.context.trace_id == "1" * 32) == (len(sent) == 1)

@@ -110,8 +110,8 @@ def test_neutral_values_of_anything_are_accepted_where_requests_are_strict() -> 
         for parse, body, without in ((parse_chat, chat, plain), (parse_completion, completion, plain_text)):
             call = parse(body(**{name: value}), NOW, strict=True)
             assert call.ignored == ()
-            found = call.request.options
-            assert (found.top_k or 0, found.seed, found.stop) == (without.top_k or 0, without.seed, without.stop)
+            options = call.request.options
+            assert (options.top_k or 0, options.seed, options.stop) == (without.top_k or 0, without.seed, without.stop)
     assert parse_chat(chat(add_special_tokens=False), NOW, strict=True).ignored == ()
     assert parse_completion(completion(add_special_tokens=True), NOW, strict=True).ignored == ()
 
@@ -148,11 +148,11 @@ async def test_a_header_holds_the_names_of_any_fields(cluster: Cluster, http: ht
     body = json.dumps(CHAT | {name: 1, "messages": [USER | {name: 1}], "stream_options": None})
     reply = await http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
     assert reply.status_code == 200, reply.text
-    safe = "".join(each if each.isascii() and each.isalnum() else "?" for each in name)
+    safe = "".join(character if character.isascii() and character.isalnum() else "?" for character in name)
     assert set(reply.headers["x-tandem-ignored"].split(", ")) == {safe or "?", f"messages[].{safe}"}
 
 
-def test_each_ignored_name_is_logged_once_and_only_so_many(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_ignored_name_is_logged_once_up_to_a_limit(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     said = IgnoredLog()
     for _ in range(3):
@@ -196,7 +196,7 @@ def test_an_assistant_may_have_said_nothing() -> None:
 def events_of(text: str) -> list[dict[str, Any]]:
     events = text.strip().split("\n\n")
     assert events.pop() == "data: [DONE]"
-    return [json.loads(each.removeprefix("data: ")) for each in events]
+    return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])

@@ -31,8 +31,8 @@ async def http(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
 async def page(http: httpx.AsyncClient) -> dict[str, Any]:
     reply = await http.get("/openapi.json")
     assert reply.headers["content-type"] == "application/json"
-    found: dict[str, Any] = reply.json()
-    return found
+    document: dict[str, Any] = reply.json()
+    return document
 
 
 def references(value: Any) -> set[str]:
@@ -44,20 +44,22 @@ def references(value: Any) -> set[str]:
 
 
 async def test_every_route_and_method_is_on_the_page_once(page: dict[str, Any]) -> None:
-    operations = {(method, path): each for path, found in page["paths"].items() for method, each in found.items()}
+    operations = {
+        (method, path): operation for path, methods in page["paths"].items() for method, operation in methods.items()
+    }
     assert {("post", "/v1/chat/completions"), ("post", "/v1/completions"), ("get", "/v1/models/{name}")} <= set(
         operations
     )
     assert {("get", "/ping"), ("post", "/ping"), ("post", "/tokenize"), ("get", "/tokenizer_info")} <= set(operations)
-    ids = {each["operationId"] for each in operations.values()}
+    ids = {operation["operationId"] for operation in operations.values()}
     assert len(ids) == len(operations)
-    assert all(each.isidentifier() for each in ids), "generators name functions by them"
+    assert all(operation_id.isidentifier() for operation_id in ids), "generators name functions by them"
     named = page["components"]["schemas"]
     assert references(page) == {f"#/components/schemas/{name}" for name in named}
-    assert not any("422" in each["responses"] for each in operations.values())
+    assert not any("422" in operation["responses"] for operation in operations.values())
 
 
-async def test_the_models_are_schemas_that_tell_right_bodies_from_wrong_ones(page: dict[str, Any]) -> None:
+async def test_the_schemas_accept_right_bodies_and_refuse_wrong_ones(page: dict[str, Any]) -> None:
     schema = {"$ref": "#/components/schemas/ChatCompletionRequest", "components": page["components"]}
     jsonschema.Draft202012Validator.check_schema(page["components"]["schemas"]["ChatCompletionRequest"])
     jsonschema.validate(CHAT, schema)
@@ -91,7 +93,7 @@ async def test_the_page_loads_its_files_from_this_server_alone(http: httpx.Async
     assert page.headers["content-security-policy"].startswith("default-src 'self'")
     loaded = re.findall(r'(?:src|href)="([^"]+)"', page.text)
     assert len(loaded) == 4
-    for each in loaded:
-        reply = await http.get(f"/{each}")
-        assert reply.status_code == 200, each
+    for file in loaded:
+        reply = await http.get(f"/{file}")
+        assert reply.status_code == 200, file
         assert len(reply.content) > 50

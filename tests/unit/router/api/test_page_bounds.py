@@ -45,8 +45,8 @@ async def test_the_bounds_on_the_page_are_those_that_are_checked(
         return False
 
     bounded = {name: [*bounds(schema)] for name, schema in kind.model_json_schema()["properties"].items()}
-    assert len([name for name, found in bounded.items() if found]) >= 15
-    for name, found in bounded.items():
-        for inside, outside in found:
+    assert len([name for name, pairs in bounded.items() if pairs]) >= 15
+    for name, pairs in bounded.items():
+        for inside, outside in pairs:
             assert not await out_of_range(name, inside), (name, inside)
             assert await out_of_range(name, outside), (name, outside)

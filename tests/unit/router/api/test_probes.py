@@ -90,7 +90,7 @@ async def test_workers_that_the_mode_leaves_out_do_not_count(cluster: Cluster, h
         assert (await http.get("/health")).status_code == (200 if ready else 503)
 
 
-async def test_whoever_waits_for_health_is_answered_at_once(cluster: Cluster, http: httpx.AsyncClient) -> None:
+async def test_a_health_watcher_is_answered_at_once(cluster: Cluster, http: httpx.AsyncClient) -> None:
     """Load generators poll health and then send many requests at once, while workers still start one after another."""
     prefill, decode = cluster.workers
 

@@ -23,8 +23,8 @@ BOS = 1
 @pytest.fixture
 def settings(model: Path, tmp_path: Path) -> dict[str, Any]:
     """A router whose tokenizer puts a special token before each prompt."""
-    for each in model.iterdir():
-        (tmp_path / each.name).write_bytes(each.read_bytes())
+    for file in model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
     inner = Tokenizer(model)._inner.__class__.from_file(str(model / "tokenizer.json"))
     inner.post_processor = processors.TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
     inner.save(str(tmp_path / "tokenizer.json"))
@@ -124,7 +124,7 @@ async def test_wrong_values_are_named(http: httpx.AsyncClient, fields: dict[str,
 
 
 def events(text: str) -> list[dict[str, Any]]:
-    return [json.loads(each.removeprefix("data: ")) for each in text.split("\n\n") if each.startswith("data: {")]
+    return [json.loads(event.removeprefix("data: ")) for event in text.split("\n\n") if event.startswith("data: {")]
 
 
 @pytest.mark.parametrize("fields", [{}, {"logprobs": True}])
@@ -142,9 +142,9 @@ async def test_ids_are_returned_in_the_places_of_vllm(
         for index, choice in enumerate(whole["choices"]):
             assert choice["token_ids"] == answer
             assert choice.get("prompt_token_ids", whole.get("prompt_token_ids")) == list(prompt)
-            own = [(event, each) for event in streamed for each in event["choices"] if each["index"] == index]
-            assert [i for _, each in own for i in each.get("token_ids") or ()] == answer
-            given = [each.get("prompt_token_ids", event.get("prompt_token_ids")) for event, each in own]
+            own = [(event, piece) for event in streamed for piece in event["choices"] if piece["index"] == index]
+            assert [i for _, piece in own for i in piece.get("token_ids") or ()] == answer
+            given = [piece.get("prompt_token_ids", event.get("prompt_token_ids")) for event, piece in own]
             assert given == [list(prompt)] + [None] * (len(own) - 1)
         assert ("prompt_token_ids" in whole) == (path == "chat/completions")
         plain = (await http.post(f"/v1/{path}", json={**body, "return_token_ids": False})).json()

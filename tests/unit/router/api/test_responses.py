@@ -77,7 +77,7 @@ async def test_a_text(cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: T
     assert (sampling.max_tokens, sampling.seed, sampling.top_k) == (20, 3, 4)
 
 
-async def test_an_answer_that_ends_is_complete_and_its_cached_tokens_are_told(
+async def test_an_answer_that_ends_is_complete_and_its_cached_tokens_are_reported(
     cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer
 ) -> None:
     script(cluster, tokenizer, "Yes")
@@ -116,9 +116,9 @@ async def test_the_events_of_a_stream(cluster: Cluster, client: openai.AsyncOpen
     kinds = [event.type.removeprefix("response.") for event in events]
     once = [kind for number, kind in enumerate(kinds) if number == 0 or kind != kinds[number - 1]]
     part = ["content_part.added", "{}.delta", "{}.done", "content_part.done"]
-    reasoning, text = ([each.format(name) for each in part] for name in ("reasoning_text", "output_text"))
+    reasoning, text = ([pattern.format(name) for pattern in part] for name in ("reasoning_text", "output_text"))
     call = ["function_call_arguments.delta", "function_call_arguments.done"]
-    items = [["output_item.added", *each, "output_item.done"] for each in (reasoning, text, call, call)]
+    items = [["output_item.added", *part_events, "output_item.done"] for part_events in (reasoning, text, call, call)]
     assert once == ["created", "in_progress", *(kind for item in items for kind in item), "completed"]
     final = events[-1].response  # type: ignore[union-attr]
     done = [event for event in events if event.type == "response.output_item.done"]
@@ -135,7 +135,9 @@ async def test_the_clients_own_stream(cluster: Cluster, client: openai.AsyncOpen
     async with client.responses.stream(**asked) as stream:
         streamed = await stream.get_final_response()
     whole = await client.responses.create(**asked)
-    texts = [[(item.type, getattr(item, "arguments", "")) for item in each.output] for each in (streamed, whole)]
+    texts = [
+        [(item.type, getattr(item, "arguments", "")) for item in response.output] for response in (streamed, whole)
+    ]
     assert texts[0] == texts[1]
     assert streamed.output_text == whole.output_text == "Look: "
 
@@ -154,7 +156,7 @@ async def test_a_round_trip_of_a_call(cluster: Cluster, client: openai.AsyncOpen
     final = await client.responses.create(model="fake", input=conversation, tools=TOOLS)
     assert final.output_text == "Done"
     text = prompt_text(cluster, tokenizer)
-    turns = [each.partition("\n")[::2] for each in text.replace("<|im_end|>\n", "").split("<|im_start|>")[1:]]
+    turns = [turn.partition("\n")[::2] for turn in text.replace("<|im_end|>\n", "").split("<|im_start|>")[1:]]
     assert turns == [
         ("system", "Rule"),
         ("user", "Q"),
@@ -176,7 +178,7 @@ async def test_a_forced_call(cluster: Cluster, client: openai.AsyncOpenAI, token
     (call,) = reply.output
     assert (call.name, json.loads(call.arguments)) == ("f", {"city": "Köln"})  # type: ignore[union-attr]
     offered = {name: {"type": "object"} for name in ("fg" if choice == "required" else "f")}
-    assert {each.sampling.grammar for worker in cluster.workers for each in worker.reservations} == {
+    assert {reservation.sampling.grammar for worker in cluster.workers for reservation in worker.reservations} == {
         of_tool_calls(offered)
     }
 

@@ -29,8 +29,11 @@ async def sampled(cluster: Cluster, http: httpx.AsyncClient, stub: Any, **chosen
         pb.GenerateRequest(text="Hello", options=pb.GenerationOptions(max_tokens=2, **chosen))
     ):
         pass
-    found = [each.sampling for each in cluster.prefill.prefills[-2:]]
-    return [(each.temperature, each.top_k, each.top_p, each.min_p, each.repetition_penalty) for each in found]
+    samplings = [prefill.sampling for prefill in cluster.prefill.prefills[-2:]]
+    return [
+        (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.repetition_penalty)
+        for sampling in samplings
+    ]
 
 
 class TestNames:
@@ -47,7 +50,7 @@ class TestNames:
             ):
                 pass
             assert (await http.get(f"/models/{name}")).json()["id"] == name
-        listed = [each["id"] for each in (await http.get("/models")).json()["data"]]
+        listed = [model["id"] for model in (await http.get("/models")).json()["data"]]
         assert listed == ["first", "second", "org/third"]
         info = await stub.GetModelInfo(pb.GetModelInfoRequest())
         assert (info.model, list(info.aliases)) == ("first", ["second", "org/third"])

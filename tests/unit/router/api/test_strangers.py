@@ -12,7 +12,7 @@ def _port(address: str) -> int:
 
 
 @pytest.mark.parametrize("settings", [WITHOUT_RECOVERY])
-async def test_whoever_has_a_dead_workers_port_is_not_shown_the_token(cluster: Cluster) -> None:
+async def test_a_stranger_at_a_dead_workers_port_does_not_receive_the_token(cluster: Cluster) -> None:
     dead = cluster.decode
     await dead.kill()
     stranger = await Stranger().start(_port(dead.address))
@@ -22,7 +22,7 @@ async def test_whoever_has_a_dead_workers_port_is_not_shown_the_token(cluster: C
     await stranger.stop()
 
 
-async def test_nor_is_whoever_has_the_controllers(cluster: Cluster) -> None:
+async def test_a_stranger_at_the_controllers_port_does_not_receive_the_token(cluster: Cluster) -> None:
     await cluster.controller.stop()
     stranger = await Stranger().start(_port(cluster.controller.address))
     await until(lambda: stranger.connections >= 2 or stranger.headers, "the router came back twice")

@@ -89,8 +89,8 @@ async def test_workers_get_the_grammar(cluster: Cluster, http: httpx.AsyncClient
         reply = await http.post("/v1/chat/completions", json={**CHAT, **fields, "n": 2})
         assert reply.status_code == 200, reply.text
         assert "x-tandem-ignored" not in reply.headers
-        asked = [each.sampling.grammar for worker in cluster.workers for each in worker.reservations]
-        asked += [each.sampling.grammar for worker in cluster.workers for each in worker.prefills]
+        asked = [reservation.sampling.grammar for worker in cluster.workers for reservation in worker.reservations]
+        asked += [prefill.sampling.grammar for worker in cluster.workers for prefill in worker.prefills]
         assert len(asked) >= 4
         assert set(asked) == {grammar}, fields
         forget(cluster)
@@ -164,8 +164,10 @@ async def test_the_same_by_grpc(cluster: Cluster, given: pb.ResponseFormat, gram
     async with channel_to(cluster.endpoints.grpc_address) as channel:
         stub: Any = inference_pb2_grpc.InferenceStub(channel)
         options = pb.GenerationOptions(max_tokens=2, response_format=given)
-        assert [each async for each in stub.Generate(pb.GenerateRequest(text="x", options=options))]
-    assert {each.sampling.grammar for worker in cluster.workers for each in worker.reservations} == {grammar}
+        assert [message async for message in stub.Generate(pb.GenerateRequest(text="x", options=options))]
+    assert {reservation.sampling.grammar for worker in cluster.workers for reservation in worker.reservations} == {
+        grammar
+    }
 
 
 @pytest.mark.parametrize(

@@ -28,26 +28,26 @@ async def http(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
 
 async def test_a_text_there_and_back(http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
     text = "The fox <|im_end|> naïve 😀"
-    found = (await http.post("/tokenize", json={"model": "fake", "prompt": text})).json()
+    reply = (await http.post("/tokenize", json={"model": "fake", "prompt": text})).json()
     ids = tokenizer.encode(text)
-    assert found == {"count": len(ids), "max_model_len": 2048, "tokens": ids}
+    assert reply == {"count": len(ids), "max_model_len": 2048, "tokens": ids}
     assert 2 in ids
     back = await http.post("/detokenize", json={"model": "fake", "tokens": ids})
     assert back.json() == {"prompt": text}
 
 
 async def test_token_strs_are_the_tokenizer_s_spellings(http: httpx.AsyncClient) -> None:
-    found = (await http.post("/tokenize", json={"prompt": " fox<|im_end|>", "return_token_strs": True})).json()
-    assert "".join(found["token_strs"]) == "Ġfox<|im_end|>"
-    assert len(found["token_strs"]) == found["count"]
+    reply = (await http.post("/tokenize", json={"prompt": " fox<|im_end|>", "return_token_strs": True})).json()
+    assert "".join(reply["token_strs"]) == "Ġfox<|im_end|>"
+    assert len(reply["token_strs"]) == reply["count"]
 
 
 async def test_a_conversation_has_the_tokens_that_a_completion_prefills(
     cluster: Cluster, http: httpx.AsyncClient
 ) -> None:
-    found = (await http.post("/tokenize", json={"model": "fake", "messages": MESSAGES})).json()
+    reply = (await http.post("/tokenize", json={"model": "fake", "messages": MESSAGES})).json()
     await http.post("/v1/chat/completions", json={"model": "fake", "messages": MESSAGES, "max_tokens": 2})
-    assert tuple(found["tokens"]) == cluster.prefill.prefills[-1].prompt_token_ids
+    assert tuple(reply["tokens"]) == cluster.prefill.prefills[-1].prompt_token_ids
 
 
 async def test_no_id_shows_the_separator_of_special_tokens(http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:

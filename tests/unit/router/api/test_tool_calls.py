@@ -152,7 +152,7 @@ async def test_a_forced_call_follows_its_grammar(
     assert reply.choices[0].finish_reason == "tool_calls"
     assert not reply.choices[0].message.content
     offered = {"f": {"type": "object"}} if isinstance(choice, dict) else {name: {"type": "object"} for name in "fg"}
-    grammars = {each.sampling.grammar for worker in cluster.workers for each in worker.reservations}
+    grammars = {reservation.sampling.grammar for worker in cluster.workers for reservation in worker.reservations}
     assert grammars == {of_tool_calls(offered)}
 
 

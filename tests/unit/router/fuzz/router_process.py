@@ -109,7 +109,7 @@ async def _serve(model: Path, lines: asyncio.StreamReader) -> None:
     while await lines.readline():
         held = len(router._dispatcher._live)
         state = RouterState(
-            held, sum(len(each.leases) + len(each.tasks) for each in workers), tuple(errors.texts), *pulse.take()
+            held, sum(len(fake.leases) + len(fake.tasks) for fake in workers), tuple(errors.texts), *pulse.take()
         )
         errors.texts.clear()
         print(json.dumps(asdict(state)), flush=True)

@@ -21,7 +21,9 @@ _SERVERS_FAULT = {
 }
 _SERVICE = "/tandem.v1.Inference/"
 _STREAMED = ("Generate", "Chat")
-_UNARY = tuple(each.name for each in pb.DESCRIPTOR.services_by_name["Inference"].methods if not each.server_streaming)
+_UNARY = tuple(
+    method.name for method in pb.DESCRIPTOR.services_by_name["Inference"].methods if not method.server_streaming
+)
 _INT32, _UINT32 = st.integers(-(2**31), 2**31 - 1), st.integers(0, 2**32 - 1)
 _FLOATS = st.floats(width=32) | st.sampled_from([0.0, 0.5, 1.0])
 _TEXT = TEXTS.map(lambda text: text.encode(errors="ignore").decode())

@@ -102,7 +102,7 @@ _BODIES = {
     "brackets": b'{"prompt": ' + b"[" * _NEARLY_4_MIB,
     "messages": b'{"messages": [' + b"{}," * (_NEARLY_4_MIB // 3) + b"{}]}",
     "stops": b'{"prompt": "x", "stop": [' + b'"",' * (_NEARLY_4_MIB // 3) + b'""]}',
-    "biases": b'{"prompt": "x", "logit_bias": {' + b",".join(b'"%d":1' % each for each in range(300_000)) + b"}}",
+    "biases": b'{"prompt": "x", "logit_bias": {' + b",".join(b'"%d":1' % index for index in range(300_000)) + b"}}",
     "long integers": b'{"prompt": [' + (b"7" * 4200 + b",") * 900 + b"1]}",
     **{
         f"template kwargs: {name}": b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"x": '
@@ -174,7 +174,8 @@ def rapid_resets(router: FuzzedRouter) -> None:
     opened = headers({**_CALL, "authorization": HOSTILE_AUTHORIZATION})
     streams = range(1, 2 * _FRAMES, 2)
     pairs = (
-        frame(HEADERS_FRAME, END_HEADERS, each, opened) + frame(RST_STREAM_FRAME, 0, each, reset) for each in streams
+        frame(HEADERS_FRAME, END_HEADERS, stream, opened) + frame(RST_STREAM_FRAME, 0, stream, reset)
+        for stream in streams
     )
     http2(router, *(b"".join(some) for some in zip(*[pairs] * 100, strict=True)))
 
@@ -227,12 +228,12 @@ def test_others_are_served_meanwhile(router: FuzzedRouter, report_line: Callable
     slowest_s, served = 0.0, 0
     with silent_connections(router), ThreadPoolExecutor(len(HOSTILE)) as threads:
         running = [threads.submit(act, router) for act in HOSTILE]
-        while not all(each.done() for each in running):
+        while not all(task.done() for task in running):
             began = time.monotonic()
             router.assert_next_one_works()
             slowest_s, served = max(slowest_s, time.monotonic() - began), served + 2
-        for each in running:
-            each.result()
+        for task in running:
+            task.result()
     state = router.assert_quiet()
     report_line(
         f"{served} requests were served meanwhile, a pair in at most {slowest_s:.3f} s; the event loop was late by at"

@@ -39,7 +39,7 @@ def assert_answered(status: int, body: bytes, *, streamed: bool) -> None:
         assert json.loads(body)["error"]["message"]
     elif streamed:
         events = [
-            json.loads(each.removeprefix(b"data: ")) for each in body.split(b"\n\n") if each.startswith(b"data: {")
+            json.loads(event.removeprefix(b"data: ")) for event in body.split(b"\n\n") if event.startswith(b"data: {")
         ]
         assert events
         assert not any("error" in event for event in events), body

@@ -19,10 +19,10 @@ def answer_of(status: int, headers: HTTPMessage, body: bytes) -> dict[str, Any]:
     """Returns the answer or the last event of a stream; asserts a success or a 4xx error with a message."""
     assert 200 <= status < 500, (status, body)
     if headers.get_content_type() == "text/event-stream":
-        events = [each.split(b"\ndata: ") for each in body.split(b"\n\n") if each.startswith(b"event: ")]
-        found = [json.loads(data) for _, data in events]
-        assert [event["type"].encode() for event in found] == [name.removeprefix(b"event: ") for name, _ in events]
-        return dict(found[-1])
+        events = [block.split(b"\ndata: ") for block in body.split(b"\n\n") if block.startswith(b"event: ")]
+        items = [json.loads(data) for _, data in events]
+        assert [event["type"].encode() for event in items] == [name.removeprefix(b"event: ") for name, _ in events]
+        return dict(items[-1])
     reply = json.loads(body)
     if status >= 400:
         assert reply["error"]["message"]

@@ -21,15 +21,17 @@ def operations(running_router: Any) -> list[Any]:
     """All operations on the page of a router."""
     _, _, page = running_router.send("GET", "/openapi.json", [], b"")
     schema = schemathesis.openapi.from_dict(json.loads(page))
-    found = [each.ok() for each in schema.get_all_operations()]
-    assert {"/v1/chat/completions", "/v1/completions", "/tokenize", "/metrics"} <= {each.path for each in found}
-    return found
+    valid = [result.ok() for result in schema.get_all_operations()]
+    assert {"/v1/chat/completions", "/v1/completions", "/tokenize", "/metrics"} <= {
+        operation.path for operation in valid
+    }
+    return valid
 
 
 def _calls(operations: list[Any], *, fitting: bool) -> st.SearchStrategy[Any]:
     mode = schemathesis.GenerationMode.POSITIVE if fitting else schemathesis.GenerationMode.NEGATIVE
-    taking = [each for each in operations if fitting or each.body]
-    return st.one_of([each.as_strategy(generation_mode=mode) for each in taking])
+    taking = [operation for operation in operations if fitting or operation.body]
+    return st.one_of([operation.as_strategy(generation_mode=mode) for operation in taking])
 
 
 def _send(router: FuzzedRouter, case: Any) -> tuple[int, str, bytes]:

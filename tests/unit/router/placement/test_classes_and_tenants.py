@@ -135,9 +135,9 @@ def test_classes_are_read_from_words() -> None:
 
 def test_own_classes_stand_beside_or_instead_of_the_usual_ones() -> None:
     own = SloClass("chat", 0.5, 0.04), SloClass("balanced", 2.0, 0.1)
-    found = {each.name: each for each in with_defaults(own)}
-    assert list(found) == ["strict", "balanced", "quick", "best_effort", "chat"]
-    assert (found["chat"], found["balanced"]) == own
+    by_name = {slo_class.name: slo_class for slo_class in with_defaults(own)}
+    assert list(by_name) == ["strict", "balanced", "quick", "best_effort", "chat"]
+    assert (by_name["chat"], by_name["balanced"]) == own
     with pytest.raises(InvalidArgument, match="two classes named 'chat'"):
         with_defaults([own[0], own[0]])
 
@@ -161,9 +161,9 @@ class TestTenants:
         assert salts[5] == salts[4]
         assert len({salts[0], salts[1], salts[3], salts[4]}) == 4
         assert not any("one" in salt or "two" in salt for salt in salts), "keys stay here"
-        assert [each.cache_salt for each in cluster.decode.reservations] == salts
+        assert [reservation.cache_salt for reservation in cluster.decode.reservations] == salts
 
-    async def test_nobody_can_end_another_tenants_request_or_take_its_name(self, cluster: Cluster) -> None:
+    async def test_a_tenant_cannot_end_another_tenants_request_or_take_its_name(self, cluster: Cluster) -> None:
         cluster.decode.switches.held_at = 2
         address = cluster.endpoints.grpc_address
         async with channel_to(address, "one") as one, channel_to(address, "two") as two:
@@ -223,7 +223,7 @@ async def test_a_lost_batch_is_repaired_and_a_lost_worker_forgotten(cluster: Clu
     pool, worker = cluster.router._dispatcher.pool, cluster.prefill
     link = pool.link(worker.info.peer)
     await until(lambda: link._prefixes.in_step, "in step")
-    worker.cache(salted(PROMPT), told=False)
+    worker.cache(salted(PROMPT), reported=False)
     assert len(pool.fleet.prefixes) == 0
     worker.cache(salted([9] * 16))
     await until(lambda: len(pool.fleet.prefixes) == 3, "the gap was seen, and the list has all")

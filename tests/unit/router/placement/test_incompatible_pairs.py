@@ -44,7 +44,7 @@ async def test_a_pair_that_does_not_fit_is_tried_once_and_ends_no_request(
     assert asked.count("decode-1") == 8
 
 
-async def test_where_nobody_fits_the_client_hears_why_until_a_new_run_does(
+async def test_without_a_compatible_pair_the_client_gets_the_reason_until_a_new_worker_fits(
     cluster: Cluster, stub: inference_pb2_grpc.InferenceStub
 ) -> None:
     cluster.prefill.switches.incompatible = frozenset({"decode-0"})
@@ -68,7 +68,7 @@ async def test_many_pairs_that_do_not_fit_use_up_the_tries_of_a_request(
 ) -> None:
     others = [await FakeWorker(f"decode-{number}", Role.DECODE, token="secret").start() for number in range(1, 5)]
     await cluster.members(cluster.prefill, cluster.decode, *others)
-    cluster.prefill.switches.incompatible = frozenset({"decode-0", *(each.worker_id for each in others[:-1])})
+    cluster.prefill.switches.incompatible = frozenset({"decode-0", *(other.worker_id for other in others[:-1])})
     failed = await error(stub)
     assert failed.code() is grpc.StatusCode.UNAVAILABLE
     assert "are incompatible; transfer protocol" in failed.details()
@@ -91,7 +91,7 @@ def test_a_pair_is_forgotten_in_time_and_another_run_is_another_pair() -> None:
     assert not incompatible.forget_old()
 
 
-async def test_who_waits_for_workers_that_fit_is_in_nobodys_way_and_waits_no_longer_than_the_refusal_counts(
+async def test_a_request_that_waits_for_compatible_workers_blocks_none_and_waits_until_the_refusal_expires(
     cluster: Cluster, stub: inference_pb2_grpc.InferenceStub
 ) -> None:
     """The only two that are large enough for it have refused each other; others fit."""

@@ -71,11 +71,11 @@ def test_a_prompt_waits_for_those_before_it(at: TestFleet) -> None:
     worker = at.add("w", Role.PREFILL, **BIG)
     alone = PromptPrediction(worker, 1000, 0)
     at.prompt("w", 3000)
-    behind = PromptPrediction(worker, 1000, 0)
-    assert behind.ttft_s == pytest.approx(prefill_time(worker, 4000, chunk_pairs(3000, 0) + chunk_pairs(1000, 0))[0])
-    assert behind.ttft_s > alone.ttft_s + 2000 * H200.token_s
-    assert behind.cost_s == behind.ttft_s
-    assert behind.compute_s == pytest.approx(1000 * H200.token_s, rel=0.01), "no step more: it shares the last one"
+    queued = PromptPrediction(worker, 1000, 0)
+    assert queued.ttft_s == pytest.approx(prefill_time(worker, 4000, chunk_pairs(3000, 0) + chunk_pairs(1000, 0))[0])
+    assert queued.ttft_s > alone.ttft_s + 2000 * H200.token_s
+    assert queued.cost_s == queued.ttft_s
+    assert queued.compute_s == pytest.approx(1000 * H200.token_s, rel=0.01), "no step more: it shares the last one"
 
 
 def test_cached_tokens_are_not_computed_but_the_last(at: TestFleet) -> None:

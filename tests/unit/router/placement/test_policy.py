@@ -179,7 +179,7 @@ class TestModes:
         assert names(placed(at, need(2000), Mode.COLOCATED)) == ("b5", "b5")
 
     @pytest.mark.parametrize("mode", Mode)
-    def test_could_serve_says_whom_the_mode_lets_serve(self, at: TestFleet, mode: Mode) -> None:
+    def test_could_serve_follows_the_mode(self, at: TestFleet, mode: Mode) -> None:
         """Idle workers and what is asked of them: who would never be chosen is none to wait for."""
         at.add("d", Role.DECODE, **BIG)
         at.add("small", Role.BOTH)

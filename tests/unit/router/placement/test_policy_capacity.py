@@ -35,7 +35,7 @@ class TestEveryMode:
         assert policy.place(need(), at.fleet, 0.0) is None, "its batch is full"
         assert decode.decode_requests == 4
 
-    def test_a_large_worker_is_found_behind_many_small_ones(self, policy: PlacementPolicy, at: TestFleet) -> None:
+    def test_a_large_worker_is_chosen_among_many_small_ones(self, policy: PlacementPolicy, at: TestFleet) -> None:
         """The first 64 were looked at, and a request that none of them could hold waited."""
         for number in range(70):
             at.add(f"small-{number}", Role.BOTH, pages_total=8)

@@ -21,8 +21,8 @@ def drained(queue: RequestQueue, charge: float = 0.0) -> list[str]:
 
 
 def filled(queue: RequestQueue, *requests: QueuedRequest) -> RequestQueue:
-    for each in requests:
-        queue.push(each)
+    for request in requests:
+        queue.push(request)
     return queue
 
 
@@ -38,7 +38,7 @@ def test_priority_then_slack_then_arrival() -> None:
     assert drained(filled(RequestQueue(), *waiting)) == ["urgent", "soon", "soon-too", "late", "patient"]
 
 
-def test_the_departed_are_forgotten_and_who_comes_back_keeps_the_place() -> None:
+def test_removed_requests_are_forgotten_and_one_that_comes_back_keeps_its_position() -> None:
     first, second, third = waiting = [queued(name, n) for n, name in enumerate(("a", "b", "c"))]
     queue = filled(RequestQueue(), *waiting)
     assert len(queue) == 3
@@ -46,7 +46,7 @@ def test_the_departed_are_forgotten_and_who_comes_back_keeps_the_place() -> None
     queue.remove(first)
     assert len(queue) == 2
     queue.push(first)
-    assert drained(queue) == [each.internal_id for each in (first, second, third)]
+    assert drained(queue) == [request.internal_id for request in (first, second, third)]
     assert (len(queue._tenants), queue.ahead(queued("next", 9, 1e9))) == (0, (0.0, 0))
 
 
@@ -61,7 +61,7 @@ def test_memory_is_bounded_by_its_members() -> None:
     assert drained(queue) == ["head"]
 
 
-def test_who_comes_back_with_less_urgency_stands_further_back() -> None:
+def test_a_request_that_comes_back_with_less_urgency_is_further_back() -> None:
     first, second = queued("first", 1, 1.0), queued("second", 2, 2.0)
     queue = filled(RequestQueue(), first, second)
     queue.remove(first)
@@ -77,7 +77,7 @@ def test_a_flood_of_one_tenant_costs_another_no_turn() -> None:
     assert [order.index(f"small-{n}") for n in range(5)] == [1, 3, 5, 7, 9]
 
 
-def test_priority_puts_nobody_before_other_tenants() -> None:
+def test_priority_does_not_overtake_other_tenants() -> None:
     loud = [queued(f"loud-{n}", n, tenant="loud", priority=-(10**6)) for n in range(4)]
     meek = [queued(f"meek-{n}", 10 + n, tenant="meek") for n in range(4)]
     order = drained(filled(RequestQueue(), *loud, *meek), charge=1)

@@ -47,7 +47,7 @@ class TestWhoWaits:
         for slo in (BEST_EFFORT, WIDE, LATE):
             assert await self.chunks(client, slo) <= 3, "the first, and the last with the others"
 
-    async def test_what_they_bear_is_told_by_steps_as_they_are(self, cluster: Cluster, client: Client) -> None:
+    async def test_chunk_delays_follow_current_step_times(self, cluster: Cluster, client: Client) -> None:
         """Long after it was placed they may take as long as leaves nothing to wait for."""
         await measured(cluster)
         cluster.decode.switches.step_s = 0.02
@@ -67,7 +67,7 @@ class TestWhoWaits:
 
         answer = asyncio.create_task(read())
         dispatcher = cluster.router._dispatcher
-        await until(lambda: [each.assembler.count for each in dispatcher._live.values()] == [5], "five are here")
+        await until(lambda: [request.assembler.count for request in dispatcher._live.values()] == [5], "five are here")
         await cluster.decode.kill()
         with pytest.raises(grpc.aio.AioRpcError):
             await answer

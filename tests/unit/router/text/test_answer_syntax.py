@@ -18,7 +18,7 @@ ONE = '{"name": "f", "arguments": {"a": "x}\\"{", "b": [1, {"c": null}]}}'
 TWO = '{"arguments": {"d": "é"}, "name": "g"}'
 F, G = ("f", '{"a": "x}\\"{", "b": [1, {"c": null}]}'), ("g", '{"d": "é"}')
 LLAMA = ONE.replace("arguments", "parameters")
-B, E, C, D, S = (f"<｜tool▁{each}｜>" for each in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep"))
+B, E, C, D, S = (f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep"))
 FENCED = f"{C}function{S}f\n```json\n{F[1]}\n```{D}"
 HARMONY = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 
@@ -102,16 +102,16 @@ CASES: list[tuple[str, str, str, Expected]] = [
 
 def parsed(calls: str, reasoning: str, pieces: Iterable[str]) -> Expected:
     parser = AnswerSyntax(calls, reasoning, tools=TOOLS).parser()
-    content, thought, found = "", "", list[list[str]]()
+    content, thought, collected = "", "", list[list[str]]()
     for delta in [*map(parser.feed, pieces), parser.finish()]:
         content += delta.content
         thought += delta.reasoning
         for call in delta.calls:
-            assert bool(call.name) == bool(call.call_id) == (call.index == len(found))
-            found.extend([[call.name, ""]] if call.name else [])
-            found[call.index][1] += call.arguments
-    assert parser.called == bool(found)
-    return content, thought, [(name, arguments) for name, arguments in found]
+            assert bool(call.name) == bool(call.call_id) == (call.index == len(collected))
+            collected.extend([[call.name, ""]] if call.name else [])
+            collected[call.index][1] += call.arguments
+    assert parser.called == bool(collected)
+    return content, thought, [(name, arguments) for name, arguments in collected]
 
 
 @pytest.mark.parametrize(("calls", "reasoning", "text", "expected"), CASES)

@@ -44,7 +44,7 @@ def test_tools_calls_and_results_are_in_the_form_that_is_parsed(template: ChatTe
         ChatTurn("tool", "2"),
     ]
     text = template.render(turns, tools=TOOLS)
-    system, user, calls, results, last = (each.split("<|im_end|>")[0] for each in text.split("<|im_start|>")[1:])
+    system, user, calls, results, last = (turn.split("<|im_end|>")[0] for turn in text.split("<|im_start|>")[1:])
     assert system.startswith("system\nBe brief.\n\n# Tools\n")
     assert '<tools>\n{"type": "function", "function": {"name": "f", "parameters": {}}}\n' in system
     assert (user, last) == ("user\nHi", "assistant\n")

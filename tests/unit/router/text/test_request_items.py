@@ -20,7 +20,7 @@ VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st
 def items(value: Any) -> int:
     """Returns the number of strings, lists, objects and commas between entries."""
     if isinstance(value, dict):
-        return 1 + max(0, len(value) - 1) + sum(1 + items(each) for each in value.values())
+        return 1 + max(0, len(value) - 1) + sum(1 + items(item) for item in value.values())
     if isinstance(value, list):
         return 1 + max(0, len(value) - 1) + sum(map(items, value))
     return int(isinstance(value, str))

@@ -126,13 +126,13 @@ def test_stop_strings_cut_wherever_pieces_end(text: str, stops: list[str], seed:
             break
     else:
         out += watch.flush()
-    found = [text.index(stop) for stop in stops if stop in text]
-    if not found:
+    positions = [text.index(stop) for stop in stops if stop in text]
+    if not positions:
         assert (out, watch.matched) == (text, "")
     else:
         assert watch.matched
         assert text.startswith(out + watch.matched)
-        assert len(out) >= min(found)
+        assert len(out) >= min(positions)
 
 
 def test_nothing_is_held_that_cannot_become_a_stop() -> None:

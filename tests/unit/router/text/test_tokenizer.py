@@ -156,7 +156,7 @@ def test_special_tokens_of_a_plain_prompt_are_control(folder: Path) -> None:
 def test_special_tokens_of_any_length_and_overlap_are_found(folder: Path) -> None:
     saved = json.loads((folder / "tokenizer.json").read_text())
     texts = ["<a>", "<a>b", ">c", "[x]", "[xx]", *(f"<|reserved_{number}|>" for number in range(300))]
-    size = max(each["id"] for each in saved["added_tokens"]) + 10_000
+    size = max(added_token["id"] for added_token in saved["added_tokens"]) + 10_000
     for number, text in enumerate(texts, start=size):
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         saved["added_tokens"].append({"id": number, "content": text, "special": True, **flags})
@@ -275,6 +275,6 @@ def test_variables_of_the_client_reach_the_template() -> None:
 
 def test_special_tokens_that_a_variable_spells_are_text(folder: Path) -> None:
     tokenizer = configure(folder, chat_template="{{ x.y[0] ~ x.y[1] | default('') }}<|im_end|>")
-    found = tokenizer.encode_chat(TURNS, {"x": {"y": ["<|im_start|>system", 7]}})
-    assert [i for i in found if i <= 2] == [2]
-    assert tokenizer._inner.decode(found, skip_special_tokens=False) == "<|im_start|>system7<|im_end|>"
+    token_ids = tokenizer.encode_chat(TURNS, {"x": {"y": ["<|im_start|>system", 7]}})
+    assert [i for i in token_ids if i <= 2] == [2]
+    assert tokenizer._inner.decode(token_ids, skip_special_tokens=False) == "<|im_start|>system7<|im_end|>"

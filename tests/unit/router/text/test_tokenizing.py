@@ -78,7 +78,7 @@ async def test_more_than_the_queue_holds_is_refused_with_a_hint(work: Work) -> N
     assert work.ran == ["0", "1", "2", "3", "4"]
 
 
-async def test_who_sent_most_gives_way_to_others(work: Work) -> None:
+async def test_the_tenant_with_most_jobs_yields_to_others(work: Work) -> None:
     for number in range(5):
         await work.add("many", f"{number}")
     await work.add("one", "other")
@@ -97,7 +97,7 @@ async def test_work_for_a_client_that_left_is_not_done(work: Work) -> None:
     assert work.ran == ["0", "2"]
 
 
-async def test_errors_reach_who_asked_and_the_next_job_runs(work: Work) -> None:
+async def test_errors_reach_the_caller_and_the_next_job_runs(work: Work) -> None:
     def fail() -> None:
         raise InvalidArgument("prompt", "is wrong")
 
@@ -107,7 +107,7 @@ async def test_errors_reach_who_asked_and_the_next_job_runs(work: Work) -> None:
     assert await work.pool.run("a", 1, work.job("next")) == "next"
 
 
-async def test_closing_ends_who_waits(work: Work) -> None:
+async def test_closing_ends_waiting_jobs(work: Work) -> None:
     for number in range(3):
         await work.add("many", f"{number}")
     work.pool.close()

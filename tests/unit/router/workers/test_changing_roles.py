@@ -76,7 +76,9 @@ async def test_a_closing_half_gets_nothing_new(cluster: Cluster, stub: inference
     assert len(old.prefills) == 1
 
 
-async def test_without_an_open_half_nobody_is_ready(cluster: Cluster, stub: inference_pb2_grpc.InferenceStub) -> None:
+async def test_without_a_prefill_or_decode_role_the_router_is_not_ready(
+    cluster: Cluster, stub: inference_pb2_grpc.InferenceStub
+) -> None:
     cluster.decode.closing = Role.DECODE
     await cluster.controller.set(*cluster.workers)
     await until(lambda: not cluster.router.ready, "the router heard it")
@@ -133,7 +135,7 @@ async def test_the_mode_is_the_controllers(cluster: Cluster, stub: inference_pb2
     assert _has_mode(placement, Mode.COLOCATED)
 
 
-async def test_what_the_mode_leaves_no_worker_for_is_in_nobodys_way(
+async def test_a_request_that_no_worker_of_the_mode_can_serve_does_not_block_others(
     cluster: Cluster, stub: inference_pb2_grpc.InferenceStub
 ) -> None:
     """Regression: at the queue's head it blocked all others until it had exceeded the queue timeout."""

@@ -35,7 +35,7 @@ async def client(cluster: Cluster) -> AsyncIterator[Client]:
 async def lost(cluster: Cluster, role: Role) -> FakeWorker:
     """Kills the only worker of a role, which the controller notices, and returns the other one."""
     dead = cluster.prefill if role.prefills else cluster.decode
-    other = next(each for each in cluster.workers if each is not dead)
+    other = next(worker for worker in cluster.workers if worker is not dead)
     cluster.workers.remove(dead)
     await dead.kill()
     await cluster.controller.set(other)
@@ -52,7 +52,7 @@ async def replaced(cluster: Cluster, role: Role, other: FakeWorker) -> None:
 def gauge(cluster: Cluster, family: Any) -> float:
     """Returns the value of one of the router's families without labels."""
     snapshots = cluster.router._dispatcher.metrics.registry.snapshots()
-    return next(each.numbers[()] for each in snapshots if each.family is family)
+    return next(snapshot.numbers[()] for snapshot in snapshots if snapshot.family is family)
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
@@ -80,7 +80,7 @@ async def test_a_worker_that_is_registered_and_unreachable_is_waited_for(
 ) -> None:
     """The router may notice a death before the controller does."""
     dead = cluster.prefill if role.prefills else cluster.decode
-    other = next(each for each in cluster.workers if each is not dead)
+    other = next(worker for worker in cluster.workers if worker is not dead)
     cluster.workers.remove(dead)
     await dead.kill()
     await until(lambda: not cluster.router._dispatcher.pool.ready, "the router noticed")

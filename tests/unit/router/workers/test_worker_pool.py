@@ -62,9 +62,9 @@ async def test_a_router_with_another_token_says_so_and_not_with_every_try(
     assert "do not accept each other's certificates: they have different cluster tokens" in _said(caplog)[0].message
     assert "give both the same --token or --token-file" in _said(caplog)[0].message
     assert controller.address in _said(caplog)[0].message
-    assert {each.levelno for each in _said(caplog)} == {logging.ERROR}
+    assert {record.levelno for record in _said(caplog)} == {logging.ERROR}
     written = RecurringErrors()
-    assert len([each for each in _said(caplog) if written.take(each)]) == 1
+    assert len([record for record in _said(caplog) if written.take(record)]) == 1
     await pool.close()
     await controller.stop()
 
@@ -74,11 +74,13 @@ async def test_a_controller_that_is_gone_is_not_said_with_every_try_either(caplo
     await controller.stop()
     pool = WorkerPool(RouterConfig("router-0", ModelSettings(Path(), ("fake",)), controller.address), Observer())
     await until(lambda: len(_said(caplog)) >= 3, "three tries")
-    assert all(each.message.startswith(f"watching the controller at {controller.address}") for each in _said(caplog))
+    assert all(
+        record.message.startswith(f"watching the controller at {controller.address}") for record in _said(caplog)
+    )
     written = RecurringErrors()
-    assert len([each for each in _said(caplog) if written.take(each)]) < len(_said(caplog))
+    assert len([record for record in _said(caplog) if written.take(record)]) < len(_said(caplog))
     await pool.close()
 
 
 def _said(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    return [each for each in caplog.records if each.name == "router.workers.worker_pool"]
+    return [record for record in caplog.records if record.name == "router.workers.worker_pool"]

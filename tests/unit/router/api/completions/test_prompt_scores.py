@@ -39,8 +39,8 @@ async def http(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
 async def choices(http: httpx.AsyncClient, **fields: Any) -> list[dict[str, Any]]:
     reply = await http.post("/completions", json={"model": "fake", "prompt": TEXT, "max_tokens": 1} | fields)
     assert reply.status_code == 200, reply.text
-    found: list[dict[str, Any]] = reply.json()["choices"]
-    return found
+    choices_of_reply: list[dict[str, Any]] = reply.json()["choices"]
+    return choices_of_reply
 
 
 async def test_the_echo_has_the_scores_of_prompt_and_answer(
@@ -50,20 +50,20 @@ async def test_the_echo_has_the_scores_of_prompt_and_answer(
     (plain,) = await choices(http, logprobs=1)
     (choice,) = await choices(http, echo=True, logprobs=1)
     assert choice["text"] == TEXT + plain["text"]
-    found = choice["logprobs"]
-    assert {len(each) for each in found.values()} == {len(ids) + 1}
-    assert (found["token_logprobs"][0], found["top_logprobs"][0]) == (None, None)
+    logprobs = choice["logprobs"]
+    assert {len(column) for column in logprobs.values()} == {len(ids) + 1}
+    assert (logprobs["token_logprobs"][0], logprobs["top_logprobs"][0]) == (None, None)
     wanted = [answer_logprobs(token_id, 1)[0] for token_id in ids]
-    assert found["token_logprobs"][1:-1] == [each.chosen for each in wanted[1:]]
-    for token, top, each in zip(found["tokens"], found["top_logprobs"], wanted, strict=False):
+    assert logprobs["token_logprobs"][1:-1] == [score.chosen for score in wanted[1:]]
+    for token, top, score in zip(logprobs["tokens"], logprobs["top_logprobs"], wanted, strict=False):
         if top is not None:
-            assert sorted(top.values()) == sorted((each.chosen, *each.top))
-            assert top[token] == each.chosen
-    assert {name: value[-1:] for name, value in found.items() if name != "text_offset"} == {
+            assert sorted(top.values()) == sorted((score.chosen, *score.top))
+            assert top[token] == score.chosen
+    assert {name: value[-1:] for name, value in logprobs.items() if name != "text_offset"} == {
         name: value for name, value in plain["logprobs"].items() if name != "text_offset"
     }
-    assert found["text_offset"][-1] == len(TEXT)
-    for offset, token in zip(found["text_offset"][:-1], found["tokens"], strict=False):
+    assert logprobs["text_offset"][-1] == len(TEXT)
+    for offset, token in zip(logprobs["text_offset"][:-1], logprobs["tokens"], strict=False):
         assert token.startswith("bytes:") or TEXT[offset:].startswith(token)
     assert cluster.prefill.prefills[-1].sampling.prompt_logprobs == 1
 
@@ -75,7 +75,7 @@ async def test_the_echo_alone(cluster: Cluster, http: httpx.AsyncClient, tokeniz
     (choice,) = reply.json()["choices"]
     ids = tokenizer.encode(TEXT)
     assert (choice["text"], choice["finish_reason"]) == (TEXT, "length")
-    assert {len(each) for each in choice["logprobs"].values()} == {len(ids)}
+    assert {len(logprob) for logprob in choice["logprobs"].values()} == {len(ids)}
     assert [len(top) for top in choice["logprobs"]["top_logprobs"][1:]] == [1] * (len(ids) - 1)
     assert reply.json()["usage"]["completion_tokens"] == 0
     assert cluster.prefill.prefills[-1].sampling.max_tokens == 1
@@ -100,13 +100,13 @@ async def test_prompts_of_one_call_have_their_own_scores(
     cluster: Cluster, http: httpx.AsyncClient, tokenizer: Tokenizer
 ) -> None:
     prompts = [TEXT, "The", "brown fox"]
-    found = await choices(http, prompt=prompts, echo=True, logprobs=1, n=2, max_tokens=3)
-    for index, choice in enumerate(found):
+    answers = await choices(http, prompt=prompts, echo=True, logprobs=1, n=2, max_tokens=3)
+    for index, choice in enumerate(answers):
         ids = tokenizer.encode(prompts[index // 2])
         assert choice["text"].startswith(prompts[index // 2])
         wanted = [answer_logprobs(token_id, 1)[0].chosen for token_id in ids[1:]]
         assert choice["logprobs"]["token_logprobs"][1 : len(ids)] == wanted
-    scored = [each.sampling.prompt_logprobs for each in cluster.prefill.prefills]
+    scored = [prefill.sampling.prompt_logprobs for prefill in cluster.prefill.prefills]
     assert sorted(scored, key=str) == [1, 1, 1, None, None, None], "one answer of each prompt scores it"
 
 
@@ -117,16 +117,16 @@ async def test_prompt_logprobs_as_in_vllm(
     body: dict[str, Any] = {"model": "fake", "max_tokens": 3, "prompt_logprobs": 2}
     body |= {"messages": [{"role": "user", "content": TEXT}]} if chat else {"prompt": TEXT}
     reply = (await http.post("/chat/completions" if chat else "/completions", json=body)).json()
-    found = reply["prompt_logprobs"] if chat else reply["choices"][0]["prompt_logprobs"]
+    entries = reply["prompt_logprobs"] if chat else reply["choices"][0]["prompt_logprobs"]
     ids = cluster.prefill.prefills[-1].prompt_token_ids
-    assert (len(found), found[0]) == (len(ids), None)
-    for token_id, entry in zip(ids[1:], found[1:], strict=True):
+    assert (len(entries), entries[0]) == (len(ids), None)
+    for token_id, entry in zip(ids[1:], entries[1:], strict=True):
         wanted = answer_logprobs(token_id, 2)[0]
-        assert {int(name): each["logprob"] for name, each in entry.items()} == {
+        assert {int(name): logprob["logprob"] for name, logprob in entry.items()} == {
             token_id: wanted.chosen,
             **dict(zip(wanted.top_ids, wanted.top, strict=True)),
         }
-        assert [entry[str(each)]["rank"] for each in wanted.top_ids] == [1, 2]
+        assert [entry[str(top_id)]["rank"] for top_id in wanted.top_ids] == [1, 2]
         text = entry[str(token_id)]["decoded_token"]
         assert text.startswith("bytes:") or text.encode() == tokenizer.token_bytes(token_id)
     assert reply["choices"][0]["logprobs"] is None
@@ -147,12 +147,12 @@ async def test_a_stream_begins_with_the_prompt(http: httpx.AsyncClient, tokenize
     events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
     assert events[-1]["usage"] == whole["usage"]
     for index, choice in enumerate(whole["choices"]):
-        mine = [each for event in events for each in event["choices"] if each["index"] == index]
-        assert "".join(each["text"] for each in mine) == choice["text"]
+        mine = [piece for event in events for piece in event["choices"] if piece["index"] == index]
+        assert "".join(piece["text"] for piece in mine) == choice["text"]
         assert mine[-1]["finish_reason"] == "length"
-        scores = [each["logprobs"] for each in mine if each["logprobs"]]
+        scores = [piece["logprobs"] for piece in mine if piece["logprobs"]]
         for name, values in choice["logprobs"].items():
-            assert list(itertools.chain.from_iterable(each[name] for each in scores)) == values, name
+            assert list(itertools.chain.from_iterable(score[name] for score in scores)) == values, name
 
 
 @pytest.mark.parametrize("trouble", ["", "race", "retry"])
@@ -171,7 +171,10 @@ async def test_grpc_sends_them_first(
     assert (tokens[0].chosen.logprob, len(tokens[0].top)) == (0.0, 0)
     for token_id, token in zip(ids[1:], tokens[1:], strict=True):
         wanted = answer_logprobs(token_id, 2)[0]
-        assert (token.chosen.logprob, [each.token_id for each in token.top]) == (wanted.chosen, [*wanted.top_ids])
+        assert (token.chosen.logprob, [alternative.token_id for alternative in token.top]) == (
+            wanted.chosen,
+            [*wanted.top_ids],
+        )
         assert token.chosen.utf8 == tokenizer.token_bytes(token_id)
     assert cluster.prefill.prefills[0].sampling.logit_bias == ((7, 1.5),)
 
@@ -197,7 +200,7 @@ async def test_the_scores_are_not_lost_if_another_answer_begins_first(cluster: C
         answers[0].fail(Cancelled("the client left"))
     reply = await asked
     assert reply is not None
-    assert [each.chosen.logprob for each in reply.scores][1:] == ([-1.0, -2.0] if end == "token" else [])
+    assert [score.chosen.logprob for score in reply.scores][1:] == ([-1.0, -2.0] if end == "token" else [])
 
 
 async def test_a_scored_prompt_is_placed_as_if_nothing_were_cached(cluster: Cluster, http: httpx.AsyncClient) -> None:
@@ -232,8 +235,8 @@ async def test_a_prompt_with_too_many_scores_is_refused(http: httpx.AsyncClient,
 def test_offsets_count_characters_over_parts_of_characters() -> None:
     parts = {1: b"a", 2: "😀".encode()[:2], 3: "😀".encode()[2:], 4: b"b"}
     scores = format_prompt_logprobs((1, 2, 3, 4), PromptLogprobs((-1.0, -2.0, -3.0)), parts.__getitem__)
-    assert [each.offset for each in scores] == [0, 1, 1, 2]
-    assert [each.chosen.logprob for each in scores[1:]] == [-1.0, -2.0, -3.0]
+    assert [score.offset for score in scores] == [0, 1, 1, 2]
+    assert [score.chosen.logprob for score in scores[1:]] == [-1.0, -2.0, -3.0]
 
 
 async def test_workers_that_send_no_scores_are_named(
@@ -246,7 +249,7 @@ async def test_workers_that_send_no_scores_are_named(
     assert (reply.status_code, "of the router's release" in reply.text) == (500, True)
     options = pb.GenerationOptions(max_tokens=1, prompt_logprobs=1)
     with pytest.raises(grpc.aio.AioRpcError, match="of the router's release"):
-        _ = [each async for each in stub.Generate(pb.GenerateRequest(text="x", options=options))]
+        _ = [message async for message in stub.Generate(pb.GenerateRequest(text="x", options=options))]
 
 
 async def test_the_event_loop_does_not_wait_for_the_scores_of_a_prompt(
@@ -267,6 +270,6 @@ async def test_the_event_loop_does_not_wait_for_the_scores_of_a_prompt(
     body = {"model": "fake", "prompt": TEXT, "max_tokens": 4, "echo": True, "logprobs": 1, "stream": True}
     assert TEXT[:9] in (await http.post("/completions", json=body)).text
     options = pb.GenerationOptions(max_tokens=4, prompt_logprobs=1)
-    _ = [each async for each in stub.Generate(pb.GenerateRequest(text=TEXT, options=options))]
+    _ = [message async for message in stub.Generate(pb.GenerateRequest(text=TEXT, options=options))]
     assert len(threads) == 2
     assert threading.main_thread() not in threads

@@ -48,13 +48,13 @@ async def test_choices_are_ordered_by_prompt(client: openai.AsyncOpenAI, tokeniz
     ids = [[5, 6, 7], [9, 8, 7, 6]]
     for prompts in (TEXTS, ids):
         reply = await client.completions.create(model="fake", prompt=prompts, max_tokens=6, n=n)
-        assert [each.index for each in reply.choices] == list(range(n * len(prompts)))
-        assert [each.text for each in reply.choices] == [
-            answer(tokenizer, each, 6) for each in prompts for _ in range(n)
+        assert [choice.index for choice in reply.choices] == list(range(n * len(prompts)))
+        assert [choice.text for choice in reply.choices] == [
+            answer(tokenizer, prompt, 6) for prompt in prompts for _ in range(n)
         ]
         assert reply.usage is not None
         assert reply.usage.completion_tokens == 6 * n * len(prompts)
-        lengths = [len(tokenizer.encode(each)) if isinstance(each, str) else len(each) for each in prompts]
+        lengths = [len(tokenizer.encode(prompt)) if isinstance(prompt, str) else len(prompt) for prompt in prompts]
         assert reply.usage.prompt_tokens == sum(lengths)
 
 
@@ -63,8 +63,8 @@ async def test_texts_and_ids_may_be_mixed_and_one_in_a_list_is_one(
 ) -> None:
     for prompts in ([TEXTS[0], [5, 6, 7]], [TEXTS[0]], [[5, 6, 7]]):
         reply = await http.post("/completions", json={"model": "fake", "prompt": prompts, "max_tokens": 4})
-        wanted = [answer(tokenizer, each, 4) for each in prompts]
-        assert [each["text"] for each in reply.json()["choices"]] == wanted
+        wanted = [answer(tokenizer, prompt, 4) for prompt in prompts]
+        assert [choice["text"] for choice in reply.json()["choices"]] == wanted
 
 
 async def test_a_stream_names_the_prompt_by_the_index(client: openai.AsyncOpenAI, tokenizer: Tokenizer) -> None:
@@ -81,16 +81,16 @@ async def test_a_stream_names_the_prompt_by_the_index(client: openai.AsyncOpenAI
             finished += [choice.index] * (choice.finish_reason is not None)
     assert len(ids) == 1
     assert sorted(finished) == list(range(6))
-    assert [texts[index] for index in range(6)] == [answer(tokenizer, each, 6) for each in TEXTS for _ in range(2)]
+    assert [texts[index] for index in range(6)] == [answer(tokenizer, text, 6) for text in TEXTS for _ in range(2)]
     assert usage is not None
-    assert (usage.prompt_tokens, usage.completion_tokens) == (sum(len(tokenizer.encode(each)) for each in TEXTS), 36)
+    assert (usage.prompt_tokens, usage.completion_tokens) == (sum(len(tokenizer.encode(text)) for text in TEXTS), 36)
 
 
 async def test_token_ids_of_each_prompt(http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
     body = {"model": "fake", "prompt": TEXTS, "max_tokens": 2, "n": 2, "return_token_ids": True}
     choices = (await http.post("/completions", json=body)).json()["choices"]
-    wanted = [tokenizer.encode(each) for each in TEXTS for _ in range(2)]
-    assert [each["prompt_token_ids"] for each in choices] == wanted
+    wanted = [tokenizer.encode(text) for text in TEXTS for _ in range(2)]
+    assert [choice["prompt_token_ids"] for choice in choices] == wanted
 
 
 async def test_a_failure_of_one_ends_all(cluster: Cluster, http: httpx.AsyncClient) -> None:
@@ -114,7 +114,7 @@ async def test_an_abort_ends_all(cluster: Cluster, http: httpx.AsyncClient) -> N
     (request_id,) = {request.admitted.request_id for request in dispatcher._live.values()}
     assert dispatcher.abort("", request_id)
     reply = await running
-    assert [each["finish_reason"] for each in reply.json()["choices"]] == ["abort"] * 6
+    assert [choice["finish_reason"] for choice in reply.json()["choices"]] == ["abort"] * 6
     await cluster.settled()
 
 
@@ -164,27 +164,27 @@ class TestSmallQueue:
 async def test_best_of_returns_the_most_likely(cluster: Cluster, http: httpx.AsyncClient) -> None:
     body = {"model": "fake", "prompt": TEXTS[:2], "max_tokens": 3, "best_of": 3, "temperature": 1.0}
     reply = (await http.post("/completions", json=body)).json()
-    assert [each["index"] for each in reply["choices"]] == [0, 1]
-    assert [each["logprobs"] for each in reply["choices"]] == [None, None]
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1]
+    assert [choice["logprobs"] for choice in reply["choices"]] == [None, None]
     assert reply["usage"]["completion_tokens"] == 18
-    assert {each.sampling.logprobs for each in cluster.prefill.prefills} == {0}
-    assert len({each.sampling.seed for each in cluster.prefill.prefills}) == 6
+    assert {prefill.sampling.logprobs for prefill in cluster.prefill.prefills} == {0}
+    assert len({prefill.sampling.seed for prefill in cluster.prefill.prefills}) == 6
     reply = (await http.post("/completions", json={**body, "n": 2, "logprobs": 1})).json()
-    assert [len(each["logprobs"]["tokens"]) for each in reply["choices"]] == [3] * 4
+    assert [len(choice["logprobs"]["tokens"]) for choice in reply["choices"]] == [3] * 4
 
 
 def test_the_best_answers_of_each_prompt_come_first() -> None:
     ending = AnswerEnd(FinishReason.LENGTH, "", 3, 2, 0, Timeline((), None, "", ""))
 
     def one(text: str, *logprobs: float) -> CompleteAnswer:
-        scores = [TokenScore(ScoredToken(1, b"a", each), (), 0) for each in logprobs]
+        scores = [TokenScore(ScoredToken(1, b"a", logprob), (), 0) for logprob in logprobs]
         return CompleteAnswer(text, [1] * len(logprobs), scores, ending)
 
     answers = [one("a", -1.0, -3.0), one("b", -0.5), one("c", -1.9, -1.9, -1.9)]
     others = [one("d", -math.inf), one("e", -9.0), one("f", -8.0, -8.5)]
-    assert [each.text for each in best_of([*answers, *others], 2, 3)] == ["b", "c", "f", "e"]
-    assert [each.text for each in best_of([*answers, *others], 1, 3)] == ["b", "f"]
-    assert [each.text for each in best_of(answers, 3, 3)] == ["a", "b", "c"]
+    assert [choice.text for choice in best_of([*answers, *others], 2, 3)] == ["b", "c", "f", "e"]
+    assert [choice.text for choice in best_of([*answers, *others], 1, 3)] == ["b", "f"]
+    assert [choice.text for choice in best_of(answers, 3, 3)] == ["a", "b", "c"]
 
 
 async def test_a_bias_reaches_the_workers(cluster: Cluster, client: openai.AsyncOpenAI) -> None:
@@ -192,9 +192,9 @@ async def test_a_bias_reaches_the_workers(cluster: Cluster, client: openai.Async
     await client.chat.completions.create(
         model="fake", messages=[{"role": "user", "content": "x"}], max_tokens=3, logit_bias={"5": 1}
     )
-    found = [each.sampling for each in cluster.prefill.prefills]
-    assert [each.logit_bias for each in found] == [((7, -100.0), (12, 2.0)), ((5, 1.0),)]
-    assert [each.masked_tokens for each in found] == [3, 3]
+    samplings = [prefill.sampling for prefill in cluster.prefill.prefills]
+    assert [sampling.logit_bias for sampling in samplings] == [((7, -100.0), (12, 2.0)), ((5, 1.0),)]
+    assert [sampling.masked_tokens for sampling in samplings] == [3, 3]
     assert SamplingParams(3, min_tokens=1).masked_tokens == 1
 
 
@@ -214,5 +214,5 @@ async def test_the_grammar_of_a_call_is_made_once(
     assert (await http.post("/completions", json=body)).status_code == 200
     assert made == [GrammarKind.CHOICE]
     asked = cluster.prefill.prefills[-3:]
-    assert len({each.sampling.grammar for each in asked}) == 1
+    assert len({task.sampling.grammar for task in asked}) == 1
     assert asked[0].sampling.grammar

@@ -86,22 +86,22 @@ EXCEPTIONS = {
 
 def _fields(*kinds: Any) -> dict[str, set[str]]:
     """Returns the names of the messages' fields."""
-    found: dict[str, set[str]] = {}
+    fields_of: dict[str, set[str]] = {}
     for kind in kinds:
         descriptor: Descriptor = kind.DESCRIPTOR
-        found[descriptor.name] = {field.name for field in descriptor.fields}
-    return found
+        fields_of[descriptor.name] = {field.name for field in descriptor.fields}
+    return fields_of
 
 
 def missing(body: type[BaseModel], fields: dict[str, set[str]]) -> list[str]:
     """Returns the fields of a body without a counterpart among the `fields` of messages, by message."""
-    found = []
+    names = []
     for name in body.model_fields:
         message, _, renamed = RENAMED.get(f"{body.__name__}.{name}", RENAMED.get(name, "")).partition(".")
-        has = renamed in fields.get(message, ()) or any(name in each for each in fields.values())
+        has = renamed in fields.get(message, ()) or any(name in field for field in fields.values())
         if not has and not {name, f"{body.__name__}.{name}"} & EXCEPTIONS.keys():
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 @pytest.mark.parametrize("body", COUNTERPARTS, ids=lambda body: body.__name__)

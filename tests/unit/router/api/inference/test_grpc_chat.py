@@ -55,10 +55,10 @@ class Answer:
 
 async def answers(stub: Any, **fields: Any) -> list[Answer]:
     options = pb.GenerationOptions(max_tokens=500, n=fields.pop("n", None), logprobs=0)
-    found: dict[int, Answer] = {}
+    by_index: dict[int, Answer] = {}
     async for message in stub.Chat(pb.ChatRequest(messages=[USER], options=options, **fields)):
-        found.setdefault(message.index, Answer()).add(message)
-    return list(found.values())
+        by_index.setdefault(message.index, Answer()).add(message)
+    return list(by_index.values())
 
 
 async def test_answers_are_split_into_their_parts(cluster: Cluster, stub: Any, tokenizer: Tokenizer) -> None:

@@ -22,7 +22,10 @@ IDS = [5, 6, 7]
 def several(*prompts: Any, **fields: Any) -> pb.GenerateRequest:
     """Returns the request for these texts and token ids; `fields` are those of the request and of its options."""
     own = {name: fields.pop(name) for name in ("echo", "best_of") if name in fields}
-    made = [pb.Prompt(text=each) if isinstance(each, str) else pb.Prompt(token_ids={"ids": each}) for each in prompts]
+    made = [
+        pb.Prompt(text=prompt) if isinstance(prompt, str) else pb.Prompt(token_ids={"ids": prompt})
+        for prompt in prompts
+    ]
     return pb.GenerateRequest(prompts={"prompts": made}, options=pb.GenerationOptions(**fields), **own)
 
 
@@ -31,12 +34,12 @@ async def read(stub: Stub, request: pb.GenerateRequest) -> tuple[dict[int, str],
     texts: dict[int, str] = {}
     ends: dict[int, Any] = {}
     messages = [message async for message in stub.Generate(request)]
-    for each in messages:
-        if each.WhichOneof("event") == "chunk":
-            assert each.index not in ends
-            texts[each.index] = texts.get(each.index, "") + each.chunk.text
-        elif each.WhichOneof("event") == "complete":
-            ends[each.index] = each.complete
+    for reply in messages:
+        if reply.WhichOneof("event") == "chunk":
+            assert reply.index not in ends
+            texts[reply.index] = texts.get(reply.index, "") + reply.chunk.text
+        elif reply.WhichOneof("event") == "complete":
+            ends[reply.index] = reply.complete
     return texts, ends, messages
 
 
@@ -44,11 +47,11 @@ async def read(stub: Stub, request: pb.GenerateRequest) -> tuple[dict[int, str],
 async def test_answers_are_numbered_by_prompt(stub: Stub, tokenizer: Tokenizer, n: int) -> None:
     prompts = [TEXTS[0], IDS, TEXTS[2]]
     texts, ends, messages = await read(stub, several(*prompts, max_tokens=6, n=n))
-    wanted = [answer(tokenizer, each, 6) for each in prompts for _ in range(n)]
+    wanted = [answer(tokenizer, prompt, 6) for prompt in prompts for _ in range(n)]
     assert texts == dict(enumerate(wanted))
     assert {end.completion_tokens for end in ends.values()} == {6}
     assert [ends[index].prompt_tokens for index in range(len(ends))] == [
-        len(tokenizer.encode(each) if isinstance(each, str) else each) for each in prompts for _ in range(n)
+        len(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt) for prompt in prompts for _ in range(n)
     ]
     assert len({message.request_id for message in messages}) == 1
     assert all(message.WhichOneof("event") != "prompt" for message in messages)
@@ -95,7 +98,7 @@ async def test_the_best_answers_are_those_of_http(cluster: Cluster, stub: Stub, 
     body = {"prompt": prompts, "max_tokens": 4, "n": 2, "best_of": 3, "seed": 3, "temperature": 1.0, **given}
     async with httpx.AsyncClient(base_url=f"http://{cluster.endpoints.http_address}/v1", timeout=60) as http:
         choices = (await http.post("/completions", json=body)).json()["choices"]
-    assert texts == {each["index"]: each["text"] for each in choices}
+    assert texts == {choice["index"]: choice["text"] for choice in choices}
     assert list(ends) == [0, 1, 2, 3]
     kinds = [message.WhichOneof("event") for message in messages]
     assert kinds == ["prompt", "chunk", "complete", "chunk", "complete"] * 2
@@ -138,17 +141,17 @@ async def test_wrong_fields_are_named(stub: Stub, request_: pb.GenerateRequest, 
 
 async def test_token_ids_are_those_that_are_prefilled(cluster: Cluster, stub: Stub, tokenizer: Tokenizer) -> None:
     text = " fox<|im_end|>"
-    found = await stub.Tokenize(pb.TokenizeRequest(generate={"text": text}, return_token_strs=True))
-    assert (list(found.token_ids), "".join(found.token_strs)) == (tokenizer.encode(text), "Ġfox<|im_end|>")
-    assert found.max_context == 2048
-    back = await stub.Detokenize(pb.DetokenizeRequest(token_ids=found.token_ids, model="fake"))
+    reply = await stub.Tokenize(pb.TokenizeRequest(generate={"text": text}, return_token_strs=True))
+    assert (list(reply.token_ids), "".join(reply.token_strs)) == (tokenizer.encode(text), "Ġfox<|im_end|>")
+    assert reply.max_context == 2048
+    back = await stub.Detokenize(pb.DetokenizeRequest(token_ids=reply.token_ids, model="fake"))
     assert back.text == text
     options = pb.GenerationOptions(max_tokens=2, truncate_prompt_tokens=4)
     request = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="Hello there")], options=options)
-    found = await stub.Tokenize(pb.TokenizeRequest(chat=request))
-    assert (len(found.token_ids), len(found.token_strs)) == (4, 0)
+    reply = await stub.Tokenize(pb.TokenizeRequest(chat=request))
+    assert (len(reply.token_ids), len(reply.token_strs)) == (4, 0)
     _ = [message async for message in stub.Chat(request)]
-    assert tuple(found.token_ids) == cluster.prefill.prefills[-1].prompt_token_ids
+    assert tuple(reply.token_ids) == cluster.prefill.prefills[-1].prompt_token_ids
 
 
 async def test_facts_of_the_tokenizer(stub: Stub) -> None:
