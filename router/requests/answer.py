@@ -1,4 +1,4 @@
-"""What the client receives for a request: chunks of the answer whose text is final, then an ending or an error.
+"""The stream that the client receives: chunks of the answer whose text is final, then an ending or an error.
 
 The text of a token is final once no later token can change it: a character may be spread over several tokens, and a
 stop string may begin in one.

@@ -42,7 +42,7 @@ class EngineSettings(Settings):
         automatic=AUTO,
         check=_check_device,
     )
-    """In a cluster, `cuda` spreads workers over all GPUs of the host; `cuda:N` places all workers on that GPU."""
+    """The device of all workers: `cuda` spreads them over the GPUs of the host, `cuda:N` places them on one GPU."""
     memory_fraction: float | None = setting(
         None,
         help=f"Fraction of its GPU's memory each worker may use; default: {GPU_MEMORY_FRACTION}, shared equally by a"

@@ -67,7 +67,7 @@ class WorkerProcess:
         self._engine: ModelRunner | None = None
         self._group: RankGroup | None = None
         """The other ranks; None if this process holds the whole model."""
-        self._watching: asyncio.Task[None] | None = None
+        self._watching: Future[None] | None = None
         self._worker: Worker | None = None
         self._server: grpc.aio.Server | None = None
         self._controller: ControllerLink | None = None
@@ -108,7 +108,7 @@ class WorkerProcess:
         if ranks == 1:
             return ModelRunner.load(self._config.engine, progress)
         self._group = RankGroup(self._config.engine, ranks)
-        self._watching = self._call(self._watch(self._group))
+        self._watching = asyncio.run_coroutine_threadsafe(self._watch(self._group), self._events)
         return self._group.load(progress)
 
     def wait(self) -> None:
@@ -247,22 +247,18 @@ class WorkerProcess:
             kv_ports=worker.transport.open_ports(),
         )
 
-    async def _watch(self, group: RankGroup) -> "asyncio.Task[None]":
-        """Return a task that kills this process once another rank has ended: the ranks live and die together.
+    async def _watch(self, group: RankGroup) -> None:
+        """Kill this process once another rank has ended: the ranks live and die together.
 
         A step that waits for the other rank on a GPU could not be ended in any other way.
         """
-
-        async def watch() -> None:
-            while (ended := group.ended_rank()) is None:  # noqa: ASYNC110
-                await asyncio.sleep(RANK_LOOK_S)
-            if not self._registered:
-                await asyncio.sleep(RANK_GRACE_S)
-            log.critical("rank %d of %s has ended; this worker ends with it", ended, self._me.worker_id)
-            group.remove_folder()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        return asyncio.create_task(watch())
+        while (ended := group.ended_rank()) is None:  # noqa: ASYNC110
+            await asyncio.sleep(RANK_LOOK_S)
+        if not self._registered:
+            await asyncio.sleep(RANK_GRACE_S)
+        log.critical("rank %d of %s has ended; this worker ends with it", ended, self._me.worker_id)
+        group.remove_folder()
+        os.kill(os.getpid(), signal.SIGKILL)
 
     async def _check_device(self) -> None:
         if self._worker is not None:

@@ -30,6 +30,7 @@ from tandem.engine.parallel.collectives import Collectives, GlooCollectives
 from tandem.engine.parallel.step_stream import StepSender, received_steps
 from tandem.engine.weights.checkpoint import Progress
 from tandem.protocol.errors import InvalidArgument, TandemError, Unavailable
+from tandem.worker.worker import first_line
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class RankGroup:
         except BaseException as error:
             ended = self.ended_rank()
             self._end_followers()
-            reason = str(error).strip().splitlines()[0] if ended is None else f"rank {ended} has ended, see its log"
+            reason = first_line(error) if ended is None else f"rank {ended} has ended, see its log"
             raise Unavailable(f"the {ranks} ranks of this worker have not joined: {reason}") from error
 
     def load(self, progress: Progress | None = None) -> ModelRunner:

@@ -27,7 +27,7 @@ these are scored positions, and the number of words in the step's buffer.
 """
 _NONE = -1
 _AS_PACKED = -2
-"""In place of a number of token indices: `drawn` is that of the step's buffer."""
+"""The header's number of token indices if `drawn` is that of the step's buffer and does not follow the words."""
 
 
 class GraphStep(NamedTuple):
