@@ -12,10 +12,10 @@ from torch import Tensor
 
 from tandem.engine.adapters.load import LoadedAdapters, load_adapters, slot_bytes
 from tandem.engine.adapters.slots import AdapterSlots
-from tandem.engine.cache.paged_cache import PagedCache
+from tandem.engine.cache.paged_cache import PagedCache, page_bytes
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.model import ModelSpec
-from tandem.engine.config.sharding import ALONE, Rank, rank_spec
+from tandem.engine.config.sharding import ALONE, Rank, own_spec
 from tandem.engine.cuda.step_graph import StepGraph
 from tandem.engine.device import (
     check_weights,
@@ -137,7 +137,7 @@ class _Setting:
     @property
     def own_spec(self) -> ModelSpec:
         """The spec of this rank's part of the model."""
-        return rank_spec(self.spec, self.rank.count)
+        return own_spec(self.spec, self.rank)
 
     @classmethod
     def of(cls, config: EngineConfig, kernels: Kernels | None, collectives: Collectives | None) -> "_Setting":
@@ -149,7 +149,7 @@ class _Setting:
         dtype, kv_dtype = parse_dtype(config, device, spec), parse_kv_dtype(config, device, spec)
         check_weights(device, spec)
         setting = cls(spec, device, page_tokens, dtype, kv_dtype, kernels, collectives)
-        if setting.rank.count > 1:
+        if setting.rank.world_size > 1:
             setting.check_group(config)
         return setting
 
@@ -247,7 +247,7 @@ def load_parts(
 def load_rank(
     config: EngineConfig, collectives: Collectives, kernels: Kernels | None
 ) -> tuple[DecoderModel, PagedCache, Sequence[StepGraph]]:
-    """Load a follower, a rank other than the first: its part of the model, its KV cache and its CUDA graphs.
+    """Load a follower, a rank that does not lead: its part of the model, its KV cache and its CUDA graphs.
 
     Raises as `load_parts` does.
     """
@@ -323,6 +323,8 @@ def _host_cache(config: EngineConfig, setting: _Setting, spec: ModelSpec) -> Pag
     # Allocated outside of inference mode, because the transfer and tests write into the cache as well.
     # The capacity is None only on a GPU with kernels that were passed in, that is in tests.
     capacity = CPU_KV_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes
+    if setting.collectives is not None:
+        capacity = setting.collectives.pool_bytes(capacity, page_bytes(spec, setting.page_tokens, setting.kv_dtype))
     return PagedCache(
         spec,
         setting.page_tokens,

@@ -61,7 +61,7 @@ class ModelRunner:
         """Load the model and allocate the KV cache.
 
         `kernels` are by default the fastest for the device; if they are passed in, steps run one by one, without CUDA
-        graphs. The first rank of a group passes its `collectives`, and `on_step`, which sends each step to the other
+        graphs. The leading rank of a group passes its `collectives`, and `on_step`, which sends each step to the other
         ranks (`Follower`). Raises ModelError if the model cannot be served, InvalidArgument if a setting cannot be met.
         """
         loaded = load_parts(
@@ -132,7 +132,7 @@ class ModelRunner:
 
 
 class Follower:
-    """The engine of a rank other than the first: it runs its part of the model in each step that the first rank sends.
+    """The engine of a rank that does not lead: it runs its part of the model in each step that the leading rank sends.
 
     It owns the rank's part of the model and of the KV cache, and has no requests.
     """

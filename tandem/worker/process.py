@@ -51,7 +51,7 @@ STOP_S = 30.0
 RANK_LOOK_S = 0.2
 """Interval in seconds at which a worker checks that its other ranks run."""
 RANK_GRACE_S = 5.0
-"""Time in seconds in which the first rank may report why it cannot start, after another rank has ended."""
+"""Time in seconds in which the leading rank may report why it cannot start, after another rank has ended."""
 
 
 class WorkerProcess:

@@ -1,8 +1,8 @@
-"""The ranks of a worker: the first is the worker's own process, and the others, the followers, are its children.
+"""The ranks of a worker: one, the leader, is the worker's own process; the others, the followers, are its children.
 
-All ranks live and die together. A follower kills itself when the first rank's process ends, because a step that waits
-for another rank on a GPU cannot be ended in any other way. The first rank learns from `ended_rank`, or from an error of
-the next step, that a follower has ended.
+All ranks live and die together. A follower kills itself when the leader's process ends, because a step that waits for
+another rank on a GPU cannot be ended in any other way. The leader learns from `ended_rank`, or from an error of the
+next step, that a follower has ended.
 """
 
 import contextlib
@@ -43,28 +43,32 @@ END_TIMEOUT_S = 5.0
 
 
 class RankGroup:
-    """The followers of a worker's first rank, and the exchange with them. The worker's process owns it."""
+    """The followers of a worker's leading rank, and the exchange with them. The worker's process owns it."""
 
-    def __init__(self, config: EngineConfig, ranks: int) -> None:
-        """Start the followers and join them; they load their parts of the model while the first rank loads its own.
+    def __init__(self, config: EngineConfig, ranks: int, stages: int = 1) -> None:
+        """Start the followers and join them; they load their parts of the model while the leader loads its own.
 
-        On GPUs, rank n computes on the n-th GPU after that of the config. Raises InvalidArgument if there are fewer
-        GPUs than ranks or if a GPU cannot access the memory of another, Unavailable if the ranks do not join.
+        The model is divided among `stages` pipeline stages with `ranks` ranks each. On GPUs, rank n computes on the
+        n-th GPU after that of the config. Raises InvalidArgument if there are fewer GPUs than ranks or if a GPU cannot
+        access the memory of another, Unavailable if the ranks do not join.
         """
-        self._config, self.ranks = config, ranks
-        _check_devices(config.device, ranks)
+        self._config, self.ranks = config, ranks * stages
+        _check_devices(config.device, self.ranks, "pipeline_parallel_size" if stages > 1 else "tensor_parallel_size")
+        members = [Rank.of(number, ranks, stages) for number in range(self.ranks)]
+        self._leader = next(rank for rank in members if rank.leads)
+        self._followers = [rank for rank in members if not rank.leads]
         self._folder = tempfile.TemporaryDirectory(prefix="tandem-ranks-")
         meeting = Path(self._folder.name) / "meeting"
         context = multiprocessing.get_context("spawn")
         self._processes: list[SpawnProcess] = []
         leading_ends = []
-        for number in range(1, ranks):
+        for rank in self._followers:
             leading_end, following_end = socket.socketpair()
             leading_ends.append(leading_end)
             process = context.Process(
                 target=_follow,
-                args=(self.config_of(number), Rank(number, ranks), meeting, following_end),
-                name=f"rank {number}",
+                args=(self.config_of(rank.world_number), rank, meeting, following_end),
+                name=f"rank {rank.world_number}",
                 daemon=True,
             )
             process.start()
@@ -73,29 +77,31 @@ class RankGroup:
         self._sender = StepSender(leading_ends)
         self._open = True
         try:
-            self._collectives = _join(self.config_of(0), Rank(0, ranks), meeting)
+            self._collectives = _join(self.config_of(self._leader.world_number), self._leader, meeting)
         except BaseException as error:
             ended = self.ended_rank()
             self._end_followers()
             reason = first_line(error) if ended is None else f"rank {ended} has ended, see its log"
-            raise Unavailable(f"the {ranks} ranks of this worker have not joined: {reason}") from error
+            raise Unavailable(f"the {self.ranks} ranks of this worker have not joined: {reason}") from error
 
     def load(self, progress: Progress | None = None) -> ModelRunner:
-        """Load the first rank's part of the model, and return the runner of the group's steps.
+        """Load the leader's part of the model, and return the runner of the group's steps.
 
         Raises as `ModelRunner.load` does.
         """
-        return ModelRunner.load(self.config_of(0), progress, collectives=self._collectives, on_step=self._sender.send)
+        config = self.config_of(self._leader.world_number)
+        return ModelRunner.load(config, progress, collectives=self._collectives, on_step=self._sender.send)
 
     def ended_rank(self) -> int | None:
         """Return the number of a follower that has ended; None if all are alive."""
-        return next((number for number, process in enumerate(self._processes, 1) if not process.is_alive()), None)
+        processes = zip(self._followers, self._processes, strict=True)
+        return next((rank.world_number for rank, process in processes if not process.is_alive()), None)
 
     def close(self) -> None:
         """End the followers. Idempotent."""
         if self._open:
             self._open = False
-            # The followers leave the group now, and leaving waits for the first rank. If it fails, they are killed.
+            # The followers leave the group now, and leaving waits for the leader. If it fails, they are killed.
             self._sender.close()
             leaving = threading.Thread(target=self._collectives.close, name="leave ranks", daemon=True)
             sound = self.ended_rank() is None
@@ -129,7 +135,7 @@ class RankGroup:
         self.remove_folder()
 
 
-def _check_devices(name: str, ranks: int) -> None:
+def _check_devices(name: str, ranks: int, setting: str) -> None:
     device = parse_device(name)
     if is_cpu(device):
         return
@@ -137,14 +143,14 @@ def _check_devices(name: str, ranks: int) -> None:
     count = torch.cuda.device_count() - device.index
     if count < ranks:
         raise InvalidArgument(
-            "tensor_parallel_size",
+            setting,
             f"{ranks} ranks need as many GPUs, but this process can see {count} from {device} on; use a smaller number,"
             " or give the worker more GPUs.",
         )
     for gpu, other in itertools.permutations(gpus, 2):
         if not torch.cuda.can_device_access_peer(gpu, other):
             raise InvalidArgument(
-                "tensor_parallel_size", f"cuda:{gpu} cannot access the memory of cuda:{other}; use GPUs that can, or 1."
+                setting, f"cuda:{gpu} cannot access the memory of cuda:{other}; use GPUs that can, or 1."
             )
 
 
@@ -160,21 +166,21 @@ def _join(config: EngineConfig, rank: Rank, meeting: Path) -> Collectives:
 
 
 def _follow(config: EngineConfig, rank: Rank, meeting: Path, leader: socket.socket) -> None:
-    """Run as a follower until the first rank closes the connection."""
-    logging.basicConfig(level=logging.INFO, format=f"rank {rank.number} %(levelname)s %(name)s: %(message)s")
+    """Run as a follower until the leader closes the connection."""
+    logging.basicConfig(level=logging.INFO, format=f"rank {rank.world_number} %(levelname)s %(name)s: %(message)s")
     threading.Thread(target=_end_with_parent, args=(meeting.parent,), name="parent", daemon=True).start()
     with leader:
         try:
             collectives = _join(config, rank, meeting)
             Follower.load(config, collectives).run(received_steps(leader, parse_device(config.device)))
         except (TandemError, RuntimeError):
-            log.exception("rank %d has ended", rank.number)
+            log.exception("rank %d has ended", rank.world_number)
             raise SystemExit(1) from None
         collectives.close()
 
 
 def _end_with_parent(folder: Path) -> None:
-    """Kill this process when the process of the first rank has ended; remove the group's temporary folder before."""
+    """Kill this process when the leader's process has ended; remove the group's temporary folder before."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -1,13 +1,15 @@
-"""Tensor parallelism: which part of a model each rank of a group computes.
+"""Tensor and pipeline parallelism: which part of a model each rank of a group computes.
 
-The rows of the q, k, v, gate and up weights and the columns of the output and down weights are divided among the ranks,
-so that each rank computes whole attention heads and a part of each feed-forward network. The outputs of all ranks are
-then summed. If there are more ranks than KV heads, several ranks hold the same KV head.
+The layers are divided among pipeline stages, in order. Within a stage, the rows of the q, k, v, gate and up weights and
+the columns of the output and down weights are divided among the stage's ranks, so that each rank computes whole
+attention heads and a part of each feed-forward network. The outputs of all ranks of the stage are then summed. If there
+are more ranks than KV heads, several ranks hold the same KV head.
 """
 
 from dataclasses import dataclass, replace
 
 from tandem.engine.config.attention import AttentionShape
+from tandem.engine.config.kv import kv_groups
 from tandem.engine.config.model import (
     Attention,
     DenseFeedForward,
@@ -21,23 +23,60 @@ from tandem.protocol.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A rank: process `number`, counted from 0, of the `count` processes that together hold one copy of a model."""
+    """A rank: one of the `count` · `stages` processes that together hold one copy of a model."""
 
     number: int = 0
+    """The number of the rank within its stage, counted from 0."""
     count: int = 1
+    """The number of ranks of each stage."""
+    stage: int = 0
+    """The number of the rank's pipeline stage, counted from 0."""
+    stages: int = 1
+
+    @classmethod
+    def of(cls, world_number: int, count: int, stages: int) -> "Rank":
+        """Return the rank with this number in a group of `stages` stages with `count` ranks each."""
+        return cls(world_number % count, count, world_number // count, stages)
+
+    @property
+    def world_number(self) -> int:
+        """The number of the rank in the whole group: stage by stage, and within a stage by `number`."""
+        return self.stage * self.count + self.number
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of the whole group."""
+        return self.count * self.stages
+
+    @property
+    def embeds(self) -> bool:
+        """True for the first rank of the first stage, which computes the embeddings of tokens."""
+        return self.stage == 0 and self.number == 0
+
+    @property
+    def in_last_stage(self) -> bool:
+        """True for the ranks of the last stage, which have the output layer."""
+        return self.stage == self.stages - 1
 
     @property
     def leads(self) -> bool:
-        """True for the first rank, which computes the embeddings of tokens and gets the logits."""
-        return self.number == 0
+        """True for the first rank of the last stage, which gets the logits, and thus schedules and samples."""
+        return self.in_last_stage and self.number == 0
 
     def rows(self, size: int) -> range:
-        """Return the range of this rank's rows if `size` rows are divided among the ranks.
+        """Return the range of this rank's rows if `size` rows are divided among the ranks of its stage.
 
         All ranks have the same number of rows, except that the last ranks may have fewer or none.
         """
         most = -(-size // self.count)
         return range(min(self.number * most, size), min((self.number + 1) * most, size))
+
+    def layers(self, count: int) -> range:
+        """Return the numbers of the layers of this rank's stage if a model has `count` layers.
+
+        If the stages cannot have the same number of layers, some of them have one more.
+        """
+        return range(-(-self.stage * count // self.stages), -(-(self.stage + 1) * count // self.stages))
 
 
 ALONE = Rank()
@@ -60,6 +99,45 @@ def rank_spec(spec: ModelSpec, ranks: int) -> ModelSpec:
         for layer in spec.layers
     )
     return replace(spec, layers=tuple(layers))
+
+
+def own_spec(spec: ModelSpec, rank: Rank) -> ModelSpec:
+    """Return the spec of the part of a model that `rank` holds: `rank_spec`, with the layers of the rank's stage only.
+
+    Raises InvalidArgument if the model cannot be divided among the ranks or stages.
+    """
+    divided = rank_spec(spec, rank.count)
+    if rank.stages == 1:
+        return divided
+    _check_stages(divided, rank.stages)
+    return _stage(divided, rank)
+
+
+def _stage(spec: ModelSpec, rank: Rank) -> ModelSpec:
+    layers = rank.layers(len(spec.layers))
+    return replace(spec, layers=spec.layers[layers.start : layers.stop])
+
+
+def _check_stages(spec: ModelSpec, stages: int) -> None:
+    """Raise InvalidArgument unless a page has the KV of the same group of layers on the ranks of all stages.
+
+    Then a request has the same page numbers on all ranks, although each rank has only the layers of its stage.
+    """
+    count = len(spec.layers)
+    if stages > count:
+        raise InvalidArgument(
+            "pipeline_parallel_size", f"{stages} stages are more than the model's {count} layers; use fewer stages."
+        )
+    groups = [group.layers for group in kv_groups(spec)]
+    for rank in (Rank(stage=stage, stages=stages) for stage in range(stages)):
+        layers = rank.layers(count)
+        parts = [tuple(number - layers.start for number in group if number in layers) for group in groups]
+        if parts != [group.layers for group in kv_groups(_stage(spec, rank))]:
+            raise InvalidArgument(
+                "pipeline_parallel_size",
+                f"the KV cache has {len(groups)} groups of layers, and stage {rank.stage} of {stages} has no equal part"
+                " of each; choose another number of stages.",
+            )
 
 
 def _attention(attention: Attention, ranks: int) -> Attention:

@@ -13,7 +13,7 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from tandem.cost_model.step_grid import answer_slots
-from tandem.engine.cache.paged_cache import PagedCache, cache_bytes
+from tandem.engine.cache.paged_cache import PagedCache, cache_bytes, page_bytes
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.kv import kv_groups
 from tandem.engine.cuda.compile_ahead import Trial, run_side_by_side
@@ -80,7 +80,7 @@ def start_on_gpu(
     """Allocate a KV cache as large as the settings allow, capture the graphs, and return the cache and its stepper.
 
     The ranks of a group, which pass their `collectives`, do this at the same time; all get as many pages as the rank
-    with the least memory has space for. The first rank passes `on_step`, which sends the steps after the start.
+    with the least memory has space for. The leading rank passes `on_step`, which sends the steps after the start.
 
     Raises InvalidArgument, which names the setting to change, if there is not enough memory or if the GPU is too small
     for the model's kernels.
@@ -93,18 +93,17 @@ def start_on_gpu(
         probe = _one_row(config, model, page_tokens, kv_dtype, device)
         with contextlib.nullcontext() if group is None else group.suspended():
             _compile(config, model, probe)
-        steps = _measure_steps(config, model, probe) if config.kv_cache_bytes is None else 0
+        sizes = _every_size(config, model, group)
+        steps = _measure_steps(config, model, probe, sizes) if config.kv_cache_bytes is None else 0
         del probe
         capacity = config.kv_cache_bytes
         if capacity is None:
             capacity = kv_cache_bytes(device, config.gpu_memory_fraction, steps + _MARGIN_BYTES)
         if group is not None:
-            capacity = group.minimum(capacity)
+            capacity = group.pool_bytes(capacity, page_bytes(model.spec, page_tokens, kv_dtype))
         # Allocated outside of inference mode, because the transfer and tests write into the cache as well.
         cache = PagedCache(model.spec, page_tokens, capacity, kv_dtype, device, step_tokens=config.max_step_tokens)
-        stepper = _make_stepper(
-            config, model, cache, _every_size(config, model), progress, masks=masks, on_step=on_step
-        )
+        stepper = _make_stepper(config, model, cache, sizes, progress, masks=masks, on_step=on_step)
     log.info("KV cache: %d pages, %.1f GiB", cache.pages, cache.pages * cache.page_bytes / GIB)
     return cache, stepper
 
@@ -135,7 +134,7 @@ def _one_row(
     return PagedCache(model.spec, page_tokens, capacity, kv_dtype, device, step_tokens=config.max_step_tokens)
 
 
-def _measure_steps(config: EngineConfig, model: DecoderModel, probe: PagedCache) -> int:
+def _measure_steps(config: EngineConfig, model: DecoderModel, probe: PagedCache, sizes: _Sizes) -> int:
     """Return the memory in bytes that the largest prefill step and the largest graphs need together.
 
     The step and the graphs use `probe`, a cache of one row. Smaller graphs reuse the memory of the largest ones.
@@ -143,7 +142,7 @@ def _measure_steps(config: EngineConfig, model: DecoderModel, probe: PagedCache)
     row_tokens, device = min(config.max_step_tokens, model.spec.max_context), probe.device
 
     def run() -> CudaStepper:
-        stepper = _make_stepper(config, model, probe, _every_size(config, model).largest, None)
+        stepper = _make_stepper(config, model, probe, sizes.largest, None)
         with torch.inference_mode():
             stepper.launch(StepBatch(_prompt_rows(config.max_step_tokens, row_tokens, probe)))()
         return stepper
@@ -190,7 +189,8 @@ def _mixed_step(answers: int, probe: PagedCache) -> StepBatch:
     return StepBatch([*_prompt_rows(answers, 1, probe), *_prompt_rows(_SHORT_PROMPT, _SHORT_PROMPT, probe)])
 
 
-def _every_size(config: EngineConfig, model: DecoderModel) -> _Sizes:
+def _every_size(config: EngineConfig, model: DecoderModel, group: Collectives | None) -> _Sizes:
+    """Return the sizes of all graphs, which are the same on all ranks of a group."""
     if not config.cuda_graphs:
         return _Sizes([], [], [])
     rows, verify = graph_sizes(config.batch_requests), _verify_sizes(config, model)
@@ -198,7 +198,12 @@ def _every_size(config: EngineConfig, model: DecoderModel) -> _Sizes:
         return _Sizes(rows, [], verify)
     prompts = prompt_graph_sizes(model.spec, config.max_step_tokens, config.batch_requests)
     most = model.kernels.capturable_tokens
-    return _Sizes(rows, [size for size in prompts if most is None or size.tokens <= most], verify)
+    prompts = [size for size in prompts if most is None or size.tokens <= most]
+    if group is not None:
+        # The layers of two stages may differ in width, and the graphs of prompts depend on it.
+        most = group.minimum(max((size.tokens for size in prompts), default=0))
+        prompts = [size for size in prompts if size.tokens <= most]
+    return _Sizes(rows, prompts, verify)
 
 
 def _verify_sizes(config: EngineConfig, model: DecoderModel) -> list[VerifySize]:

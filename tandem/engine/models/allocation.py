@@ -83,17 +83,17 @@ def allocate_ends(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> 
     All other weights have shapes but no memory.
     """
     shapes = allocate_parameters(spec, dtype, _META)
+    embedding = empty_on(device, shapes.embedding)
+    head = embedding if shapes.lm_head is shapes.embedding else empty_on(device, shapes.lm_head)
+    return replace(shapes, embedding=embedding, lm_head=head, final_norm=empty_on(device, shapes.final_norm))
 
-    def empty(weight: Weight) -> Weight:
-        if isinstance(weight, Tensor):
-            return torch.empty_like(weight, device=device)
-        codes, scales, *offsets = (torch.empty_like(part, device=device) for part in weight.parts())
-        return replace(weight, codes=codes, scales=scales, offsets=offsets[0] if offsets else None)
 
-    embedding = empty(shapes.embedding)
-    head = embedding if shapes.lm_head is shapes.embedding else empty(shapes.lm_head)
-    norm = torch.empty_like(shapes.final_norm, device=device)
-    return replace(shapes, embedding=embedding, lm_head=head, final_norm=norm)
+def empty_on(device: torch.device, tree: _T) -> _T:
+    """Return uninitialized weights on `device`, in the shapes of `tree`: a weight, or a tree of dataclasses and tuples.
+
+    Tensors that occur several times in the tree become several tensors.
+    """
+    return _mapped(tree, lambda _, shape: torch.empty_like(shape, device=device))
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype, *, on_cpu: bool = False) -> int:

@@ -128,7 +128,7 @@ class ParameterSlot:
     summed: bool = False
     """True for the bias of a layer whose outputs are summed over all ranks.
 
-    The first rank has the bias, and the other ranks have zeros.
+    The stage's first rank has the bias, and its other ranks have zeros.
     """
     part: "StoredPart | None" = None
     """The part of the checkpoint's tensor that this rank reads; None = the whole tensor."""

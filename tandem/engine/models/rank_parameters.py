@@ -6,7 +6,8 @@ import torch
 
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.config.sharding import Rank, rank_spec
-from tandem.engine.models.allocation import allocate_parameters
+from tandem.engine.kernels.packed_weight import Weight
+from tandem.engine.models.allocation import allocate_parameters, empty_on
 from tandem.engine.models.families import slots_of
 from tandem.engine.models.parameters import Parameters, ParameterSlot, StoredPart
 
@@ -16,42 +17,54 @@ _META = torch.device("meta")
 def allocate_rank(spec: ModelSpec, rank: Rank, dtype: torch.dtype, device: torch.device) -> Parameters:
     """Allocate the part of a model's weights that one rank holds; `spec` describes the whole model.
 
-    Each rank has its own rows of the output layer. Only the first rank has the embedding, because it computes the
-    embeddings for all ranks.
+    These are the layers of the rank's stage, and the final norm. Each rank of the last stage has its own rows of the
+    output layer, which has no rows in the other stages. Only the rank that computes the embeddings has the embedding.
     """
-    own, rows = rank_spec(spec, rank.count), rank.rows(spec.vocab_size)
-    if rank.count == 1:
-        return allocate_parameters(own, dtype, device)
-    if spec.tied_embeddings and rank.leads:
-        whole = allocate_parameters(own, dtype, device)
-        return replace(whole, lm_head=whole.embedding[: len(rows)])
-    parameters = allocate_parameters(replace(own, vocab_size=len(rows)), dtype, device)
-    if spec.tied_embeddings:
-        return parameters
-    table = replace(own, layers=(), tied_embeddings=True)
-    return replace(parameters, embedding=allocate_parameters(table, dtype, device if rank.leads else _META).embedding)
+    if rank.world_size == 1:
+        return allocate_parameters(spec, dtype, device)
+    # The layers are taken from the whole model, because the quantization of a layer may depend on its number.
+    whole = allocate_parameters(rank_spec(spec, rank.count), dtype, _META)
+    held, rows = rank.layers(len(spec.layers)), len(rank.rows(spec.vocab_size))
+    embedding = empty_on(device, whole.embedding) if rank.embeds else whole.embedding
+    lm_head: Weight
+    if not rank.in_last_stage:
+        lm_head = torch.empty(0, spec.hidden_size, dtype=dtype, device=device)
+    elif spec.tied_embeddings and rank.embeds:
+        lm_head = embedding[:rows]
+    else:
+        lm_head = empty_on(device, whole.lm_head[:rows])
+        if spec.tied_embeddings:
+            embedding = lm_head
+    layers = empty_on(device, whole.layers[held.start : held.stop])
+    return Parameters(dtype, embedding, lm_head, empty_on(device, whole.final_norm), layers)
 
 
 def rank_slots(spec: ModelSpec, rank: Rank, parameters: Parameters) -> dict[str, ParameterSlot]:
     """Return the slot of each tensor of a checkpoint by name, with the part of the tensor that `rank` reads.
 
     `spec` is that of the whole model, and `parameters` were allocated by `allocate_rank`. A tensor is divided among the
-    ranks along the dimension in which it is longer in the checkpoint than in `parameters`.
+    ranks of a stage along the dimension in which it is longer in the checkpoint than in `parameters`. The slots of
+    tensors that only other stages have are on the `meta` device.
     """
-    if rank.count == 1:
+    if rank.world_size == 1:
         return slots_of(spec, parameters)
+    own = rank_spec(spec, rank.count)
+    shapes, held = allocate_parameters(own, parameters.dtype, _META), rank.layers(len(spec.layers))
+    layers = (*shapes.layers[: held.start], *parameters.layers, *shapes.layers[held.stop :])
+    lm_head = parameters.lm_head if rank.in_last_stage else shapes.lm_head
+    placed = replace(parameters, layers=layers, lm_head=lm_head)
     whole = slots_of(spec, allocate_parameters(spec, torch.float32, _META))
-    ends = {id(parameters.embedding), id(parameters.lm_head)}
+    ends = {id(placed.embedding), id(placed.lm_head)}
     return {
         name: replace(slot, part=_part(slot, whole[name], rank, by_token=id(slot.tensor) in ends))
-        for name, slot in slots_of(rank_spec(spec, rank.count), parameters).items()
+        for name, slot in slots_of(own, placed).items()
     }
 
 
 def _part(slot: ParameterSlot, whole: ParameterSlot, rank: Rank, *, by_token: bool) -> StoredPart | None:
     own, shape = slot.own_shape, whole.own_shape
     if slot.summed:
-        return None if rank.leads else StoredPart(shape)
+        return None if rank.number == 0 else StoredPart(shape)
     if own == shape:
         return None
     (dim,) = (number for number, length in enumerate(own) if length != shape[number])

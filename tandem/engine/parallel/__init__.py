@@ -1,1 +1,1 @@
-"""Tensor parallelism: communication between ranks, and the model and the steps of a rank."""
+"""Tensor and pipeline parallelism: communication between ranks, and the model and the steps of a rank."""

@@ -15,10 +15,10 @@ from tandem.protocol.errors import Unavailable
 
 
 class Collectives(ABC):
-    """The collective operations of one rank in its group.
+    """The collective operations of one rank with the ranks of its stage, and the exchange between stages.
 
-    All ranks make the same calls in the same order. If a rank fails, the calls of the other ranks cannot complete, and
-    the group ends.
+    All ranks of a stage make the same calls in the same order. If a rank fails, the calls of the other ranks cannot
+    complete, and the group ends.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -26,23 +26,42 @@ class Collectives(ABC):
 
     @abstractmethod
     def all_reduce(self, part: Tensor) -> None:
-        """Replace `part` by its sum over all ranks; the result is bitwise equal on all ranks."""
+        """Replace `part` by its sum over the stage's ranks; the result is bitwise equal on all of them."""
 
     def all_reduce_add(self, part: Tensor, total: Tensor) -> None:
-        """Add the sum of `part` over all ranks to `total` in place; `part` may be overwritten."""
+        """Add the sum of `part` over the stage's ranks to `total` in place; `part` may be overwritten."""
         self.all_reduce(part)
         total += part
 
     @abstractmethod
     def broadcast(self, values: Tensor) -> None:
-        """Replace `values` by the tensor of the first rank."""
+        """Replace `values` by the tensor of the stage's first rank."""
 
     @abstractmethod
     def gather_columns(self, part: Tensor, columns: int) -> Tensor:
-        """Return the columns of all ranks, concatenated to [D, columns]; only the first rank needs them.
+        """Return the columns of the stage's ranks, concatenated to [D, columns]; only the first rank needs them.
 
         `part` [D, n] has the columns `Rank.rows(columns)` of this rank. The other ranks may get [0, columns].
         """
+
+    @abstractmethod
+    def send(self, hidden: Tensor) -> None:
+        """Send a contiguous tensor to the rank of the same number in the next stage, which calls `receive`."""
+
+    @abstractmethod
+    def receive(self, hidden: Tensor) -> None:
+        """Replace `hidden` by the tensor that the rank of the same number in the previous stage sends."""
+
+    @abstractmethod
+    def minimum(self, number: int) -> int:
+        """Return the smallest `number` of all ranks of all stages."""
+
+    def pool_bytes(self, capacity: int, page_bytes: int) -> int:
+        """Return the size of this rank's page pool: as many pages as the rank with space for the fewest has, in bytes.
+
+        This rank has space for `capacity` bytes. The sizes of pages differ if stages have different numbers of layers.
+        """
+        return self.minimum(capacity // page_bytes) * page_bytes
 
     @abstractmethod
     def close(self) -> None:
@@ -66,34 +85,61 @@ class GlooCollectives(Collectives):
         dist.init_process_group(
             "gloo",
             init_method=f"file://{meeting}",
-            rank=rank.number,
-            world_size=rank.count,
+            rank=rank.world_number,
+            world_size=rank.world_size,
             timeout=timedelta(seconds=timeout_s),
         )
+        self._stage = stage_group(rank)
 
     def all_reduce(self, part: Tensor) -> None:
         """Sum the tensors in the order of the ranks, so that the result does not depend on which arrives first."""
         parts = [torch.empty_like(part) for _ in range(self.rank.count)]
         with _while_all_run():
-            dist.all_gather(parts, part)
+            dist.all_gather(parts, part, self._stage)
         part.copy_(torch.stack(parts).sum(0))
 
     def broadcast(self, values: Tensor) -> None:
-        """Send the tensor of the first rank to all ranks."""
+        """Send the tensor of the stage's first rank to its other ranks."""
         with _while_all_run():
-            dist.broadcast(values, 0)
+            dist.broadcast(values, group=self._stage, group_src=0)
 
     def gather_columns(self, part: Tensor, columns: int) -> Tensor:
         """Gather the columns; ranks with fewer columns than the first are padded, and the padding is removed."""
         padded = padded_columns(part, columns, self.rank)
-        parts = [torch.empty_like(padded) for _ in range(self.rank.count)] if self.rank.leads else None
+        parts = [torch.empty_like(padded) for _ in range(self.rank.count)] if self.rank.number == 0 else None
         with _while_all_run():
-            dist.gather(padded, parts, 0)
+            dist.gather(padded, parts, group=self._stage, group_dst=0)
         return part.new_empty(0, columns) if parts is None else torch.cat(parts, dim=1)[:, :columns]
+
+    def send(self, hidden: Tensor) -> None:
+        """Send the tensor, and return when it has arrived."""
+        with _while_all_run():
+            dist.send(hidden, self.rank.world_number + self.rank.count)
+
+    def receive(self, hidden: Tensor) -> None:
+        """Wait for the tensor."""
+        with _while_all_run():
+            dist.recv(hidden, self.rank.world_number - self.rank.count)
+
+    def minimum(self, number: int) -> int:
+        """Return the smallest number."""
+        numbers = torch.tensor([number])
+        with _while_all_run():
+            dist.all_reduce(numbers, dist.ReduceOp.MIN)
+        return int(numbers.item())
 
     def close(self) -> None:
         """Close the connections; without this, the process would be aborted when another rank closes its own."""
         dist.destroy_process_group()
+
+
+def stage_group(rank: Rank) -> dist.ProcessGroup | None:
+    """Create the process group of each stage, and return that of this rank's stage; None = all ranks, or this alone."""
+    if rank.stages == 1 or rank.count == 1:
+        return None
+    starts = range(0, rank.world_size, rank.count)
+    groups: list[dist.ProcessGroup] = [dist.new_group([*range(start, start + rank.count)]) for start in starts]
+    return groups[rank.stage]
 
 
 @contextmanager

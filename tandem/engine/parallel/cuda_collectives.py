@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tandem.engine.config.sharding import Rank
 from tandem.engine.kernels.rowwise.triton_all_reduce import OneShot, buffer_bytes
-from tandem.engine.parallel.collectives import Collectives, padded_columns
+from tandem.engine.parallel.collectives import Collectives, padded_columns, stage_group
 
 ONE_SHOT_BYTES = 1 << 21
 """Maximum size in bytes of a tensor that two ranks sum in one shot.
@@ -42,11 +42,10 @@ class CudaCollectives(Collectives):
         """Join the group as `GlooCollectives` does; `device` is this rank's GPU.
 
         Tensors of up to `one_shot_bytes` bytes are summed in one shot; the same number on all ranks. None = what was
-        measured for two ranks, over the number of other ranks, because a rank sends its part to each of them.
+        measured for two ranks, over the number of other ranks of the stage, because a rank sends its part to each of
+        them.
         """
         super().__init__(rank)
-        if one_shot_bytes is None:
-            one_shot_bytes = ONE_SHOT_BYTES // (rank.count - 1)
         torch.cuda.set_device(device)
         self._device = device
         # A program that uses NVLink multicast can put all GPUs of a host out of service when it is killed.
@@ -56,15 +55,18 @@ class CudaCollectives(Collectives):
         dist.init_process_group(
             "nccl",
             init_method=f"file://{meeting}",
-            rank=rank.number,
-            world_size=rank.count,
+            rank=rank.world_number,
+            world_size=rank.world_size,
             timeout=timedelta(seconds=timeout_s),
             device_id=device,
         )
-        self._memory, addresses = self._shared(buffer_bytes(one_shot_bytes, rank.count))
-        self._one_shot = OneShot(rank.number, addresses, one_shot_bytes)
-        self.one_shot_bytes = one_shot_bytes
+        self._stage = stage_group(rank)
         self._suspended = False
+        if rank.count > 1:
+            self.one_shot_bytes = ONE_SHOT_BYTES // (rank.count - 1) if one_shot_bytes is None else one_shot_bytes
+            self._memory, addresses = self._shared(buffer_bytes(self.one_shot_bytes, rank.count))
+            self._one_shot = OneShot(rank.number, addresses, self.one_shot_bytes)
+        self._connect_stages()
         # The memory of all ranks is 0 before the first rank writes to it.
         torch.cuda.synchronize()
         dist.barrier()
@@ -72,8 +74,16 @@ class CudaCollectives(Collectives):
     def _shared(self, size: int) -> tuple[Tensor, Tensor]:
         """Allocate zeroed memory that all ranks can access; return it, and the addresses [ranks] of each rank's."""
         memory = symmetric_memory.empty(size, dtype=torch.uint8, device=self._device).zero_()
-        handle = symmetric_memory.rendezvous(memory, dist.distributed_c10d._get_default_group())
+        handle = symmetric_memory.rendezvous(memory, self._stage or dist.distributed_c10d._get_default_group())
         return memory, torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=self._device)
+
+    def _connect_stages(self) -> None:
+        """Exchange a tensor with the neighboring stages: NCCL cannot connect two GPUs while a graph is captured."""
+        token = torch.zeros(1, device=self._device)
+        if self.rank.stage > 0:
+            self.receive(token)
+        if not self.rank.in_last_stage:
+            self.send(token)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -88,7 +98,7 @@ class CudaCollectives(Collectives):
             self._suspended = False
 
     def all_reduce(self, part: Tensor) -> None:
-        """Sum the tensors of all ranks."""
+        """Sum the tensors of the ranks of the stage."""
         self._reduce(part, None)
 
     def all_reduce_add(self, part: Tensor, total: Tensor) -> None:
@@ -100,31 +110,43 @@ class CudaCollectives(Collectives):
             self._one_shot.add_sum(part, total)
             return
         if not self._suspended:
-            dist.all_reduce(part)
+            dist.all_reduce(part, group=self._stage)
         if total is not None:
             total += part
 
     def broadcast(self, values: Tensor) -> None:
-        """Replace `values` by the tensor of the first rank; a small tensor is added to zeros, in one shot."""
+        """Replace `values` by the tensor of the stage's first rank; a small tensor is added to zeros, in one shot."""
         if values.nbytes > self.one_shot_bytes and not self._suspended:
-            dist.broadcast(values, 0)
+            dist.broadcast(values, group=self._stage, group_src=0)
             return
-        if not self.rank.leads:
+        if self.rank.number > 0:
             values.zero_()
         self.all_reduce(values)
 
     def gather_columns(self, part: Tensor, columns: int) -> Tensor:
-        """Return the columns of all ranks, on every rank."""
+        """Return the columns of the stage's ranks, on each of them."""
         padded = padded_columns(part, columns, self.rank)
         parts = padded.new_empty(self.rank.count, *padded.shape)
         if self._suspended:
             parts.zero_()
         else:
-            dist.all_gather_into_tensor(parts, padded)
+            dist.all_gather_into_tensor(parts, padded, self._stage)
         return parts.transpose(0, 1).reshape(len(padded), -1)[:, :columns].contiguous()
 
+    def send(self, hidden: Tensor) -> None:
+        """Send the tensor; later work of this GPU starts when it has arrived."""
+        if not self._suspended:
+            dist.send(hidden, self.rank.world_number + self.rank.count)
+
+    def receive(self, hidden: Tensor) -> None:
+        """Receive the tensor; later work of this GPU waits for it."""
+        if self._suspended:
+            hidden.zero_()
+        else:
+            dist.recv(hidden, self.rank.world_number - self.rank.count)
+
     def minimum(self, number: int) -> int:
-        """Return the smallest `number` of all ranks."""
+        """Return the smallest number."""
         numbers = torch.tensor([number], dtype=torch.int64, device=self._device)
         dist.all_reduce(numbers, dist.ReduceOp.MIN)
         return int(numbers.item())
@@ -132,5 +154,6 @@ class CudaCollectives(Collectives):
     def close(self) -> None:
         """Leave the group."""
         torch.cuda.synchronize()
-        del self._memory, self._one_shot
+        if self.rank.count > 1:
+            del self._memory, self._one_shot
         dist.destroy_process_group()

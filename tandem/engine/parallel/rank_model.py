@@ -1,15 +1,19 @@
 """The decoder model of one rank of a group, and its matrix products."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from tandem.engine.config.model import ModelSpec
-from tandem.engine.kernels.base import DeferredTokens, Kernels, Products
+from tandem.engine.kernels.base import DeferredTokens, Kernels, Products, StepLayout
+from tandem.engine.kernels.kv_cache import KvCache
 from tandem.engine.kernels.layers import ExpertsLayer, Linear, Norm
 from tandem.engine.kernels.lora.adapted_products import AdaptedProducts
 from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.models.parameters import Parameters
 from tandem.engine.parallel.collectives import Collectives
+from tandem.engine.steps.prompt_scoring import StepPieces
 
 
 class RankProducts(Products):
@@ -54,8 +58,10 @@ class RankProducts(Products):
 class RankModel(DecoderModel):
     """One rank's part of a decoder model.
 
-    Only the first rank embeds the tokens and gets the logits. The other ranks receive the embeddings from it, and their
-    `forward` returns logits without rows, or None as in `DecoderModel`.
+    The first rank of the first stage embeds the tokens, and broadcasts the embeddings to the other ranks of its stage.
+    Each stage runs its layers, and sends the hidden states to the next one. The first rank of the last stage gets the
+    logits; on the other ranks `forward` returns None, as in `DecoderModel`, or a tensor without meaning, which only
+    CUDA graphs need.
     """
 
     def __init__(
@@ -67,20 +73,54 @@ class RankModel(DecoderModel):
         *,
         collectives: Collectives,
     ) -> None:
-        """Prepare this rank's weights for `kernels`; `spec` is the result of `rank_spec`."""
-        self._collectives = collectives
+        """Prepare this rank's weights for `kernels`; `spec` is the result of `own_spec`."""
+        self._collectives, self._rank = collectives, collectives.rank
         super().__init__(spec, parameters, kernels, max_context)
+        if self._rank.stage > 0:
+            self._embedding_scale = None  # the first stage has scaled what this one receives
 
-    def _layer_products(self, kernels: Kernels, adapted: AdaptedProducts | None) -> RankProducts:
-        return RankProducts(super()._layer_products(kernels, adapted), self._collectives)
+    def _layer_products(self, kernels: Kernels, adapted: AdaptedProducts | None) -> Products:
+        products = super()._layer_products(kernels, adapted)
+        return products if self._rank.count == 1 else RankProducts(products, self._collectives)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        layouts: Sequence[StepLayout],
+        cache: KvCache,
+        drawn: Tensor | None,
+        feed: DeferredTokens | None = None,
+        *,
+        scoring: StepPieces | None = None,
+    ) -> Tensor | None:
+        """Store the KV of a step in the layers of this rank's stage.
+
+        The last stage computes logits, as `DecoderModel.forward` does; the others send the hidden states of all tokens.
+        """
+        if self._rank.in_last_stage:
+            return super().forward(token_ids, layouts, cache, drawn, feed, scoring=scoring)
+        for layout in reversed(layouts):
+            self.kernels.begin_step(cache, layout)
+        hidden = self._embed(token_ids, feed)
+        if self._embedding_scale is not None:
+            hidden *= self._embedding_scale
+        for number in range(len(self._layers)):
+            self.run_layer(number, hidden, layouts, cache)
+        self._collectives.send(hidden)
+        rows = len(token_ids if drawn is None else drawn)
+        return hidden.new_empty(rows, self.spec.vocab_size) if rows and scoring is None else None
 
     def _embed(self, token_ids: Tensor, feed: DeferredTokens | None) -> Tensor:
-        if self._collectives.rank.leads:
+        if self._rank.embeds:
             hidden = super()._embed(token_ids, feed)
         else:
             hidden = self._final_norm.weight.new_empty(len(token_ids), self.spec.hidden_size, dtype=self.dtype)
-        self._collectives.broadcast(hidden)
+        if self._rank.stage > 0:
+            self._collectives.receive(hidden)
+        elif self._rank.count > 1:
+            self._collectives.broadcast(hidden)
         return hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return self._collectives.gather_columns(super()._logits(hidden), self.spec.vocab_size)
+        logits = super()._logits(hidden)
+        return logits if self._rank.count == 1 else self._collectives.gather_columns(logits, self.spec.vocab_size)

@@ -16,7 +16,7 @@ from tandem.engine.steps.batch import StepBatch
 from tandem.engine.steps.prompt_scoring import PromptScores
 from tandem.protocol.errors import InvalidArgument
 from tests.factories import FAMILIES, row, tiny_engine_config, write_tiny_model
-from tests.ranks import Board, ThreadCollectives, group_runner
+from tests.ranks import Boards, ThreadCollectives, group_runner
 from tests.soak import soak
 from tests.unit.engine.weights.quantized_folders import write_quantized
 
@@ -60,9 +60,9 @@ def changed(family: str, ranks: int) -> dict[str, Any]:
     return {key: value for key, value in THREE.items() if key in FAMILIES[family]} if ranks == 3 else {}
 
 
-def assert_same_logits(config: EngineConfig, ranks: int, tolerance: float = TOLERANCE) -> None:
+def assert_same_logits(config: EngineConfig, ranks: int, tolerance: float = TOLERANCE, stages: int = 1) -> None:
     wanted = logits_of(ModelRunner.load(config, kernels=ReferenceKernels()))
-    with group_runner(config, ranks) as (runner, _):
+    with group_runner(config, ranks, stages) as (runner, _):
         actual = logits_of(runner)
     for mine, theirs in zip(actual, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=tolerance)
@@ -129,7 +129,8 @@ def test_each_rank_holds_its_heads_of_the_cache(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.cat(parts, dim=3), alone.cache.tensor[:pages], atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_prompts_are_scored_on_the_first_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (1, 2)])
+def test_prompts_are_scored_on_the_leading_rank(ranks: int, stages: int, tmp_path: Path) -> None:
     config = tiny_engine_config(write_tiny_model(tmp_path), kv_cache_bytes=8 << 20)
 
     def scores(runner: ModelRunner) -> PromptScores:
@@ -140,7 +141,7 @@ def test_prompts_are_scored_on_the_first_rank(tmp_path: Path) -> None:
         return scored
 
     wanted = scores(ModelRunner.load(config, kernels=ReferenceKernels()))
-    with group_runner(config, 2) as (runner, _):
+    with group_runner(config, ranks, stages) as (runner, _):
         actual = scores(runner)
     assert actual.top_ids == wanted.top_ids
     assert actual.chosen == pytest.approx(wanted.chosen, abs=1e-4)
@@ -150,4 +151,4 @@ def test_prompts_are_scored_on_the_first_rank(tmp_path: Path) -> None:
 def test_what_ranks_do_not_support_is_refused(setting: dict[str, Any], tmp_path: Path) -> None:
     config = tiny_engine_config(write_tiny_model(tmp_path), **setting)
     with pytest.raises(InvalidArgument, match="several ranks"):
-        Follower.load(config, ThreadCollectives(Rank(1, 2), Board(2)), kernels=ReferenceKernels())
+        Follower.load(config, ThreadCollectives(Rank(1, 2), Boards(2)), kernels=ReferenceKernels())

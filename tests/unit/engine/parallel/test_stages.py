@@ -1,0 +1,117 @@
+"""Models that are divided among pipeline stages compute what one rank computes, and their KV can be handed over."""
+
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+
+from kv_transfer.rank_plan import RankedPages, plan_handoff
+from tandem.engine.config.kv import kv_groups
+from tandem.engine.config.sharding import Rank, own_spec
+from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.models.load_spec import load_spec
+from tandem.protocol.errors import InvalidArgument
+from tests.factories import FAMILIES, tiny_engine_config, write_tiny_model
+from tests.ranks import group_runner
+from tests.soak import soak
+from tests.unit.engine.parallel.test_ranks import TOLERANCE, assert_same_logits, changed, logits_of
+from tests.unit.engine.weights.quantized_folders import write_quantized
+
+POOL = 8 << 20
+PAGES = 16
+"""At least as many pages as the steps of `logits_of` write to."""
+STAGED = sorted(FAMILIES.keys() - {"ministral", "qwen2_windows"})
+"""The families of which two stages have equal parts of the layers with a sliding window."""
+
+
+def test_the_stages_divide_the_layers_in_order_and_the_first_rank_of_the_last_stage_leads() -> None:
+    ranks = [Rank.of(number, 2, 4) for number in range(8)]
+    assert [rank.world_number for rank in ranks] == list(range(8))
+    assert [len(rank.layers(61)) for rank in ranks] == [16, 16, 15, 15, 15, 15, 15, 15]
+    assert [*chain.from_iterable(rank.layers(61) for rank in ranks[::2])] == list(range(61))
+    assert [rank.world_number for rank in ranks if rank.leads] == [6]
+    assert [rank.world_number for rank in ranks if rank.embeds] == [0]
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "stages"),
+    [
+        ("llama3", 1, 2),
+        ("smollm2", 1, 3),
+        ("biased", 2, 2),
+        ("gemma2", 1, 2),
+        ("gpt_oss", 1, 2),
+        ("qwen3", 2, 3),
+        ("deepseek_v3", 1, 3),
+        *(pytest.param(family, 1, 2, marks=soak) for family in STAGED),
+        *(pytest.param(family, 3, 2, marks=soak) for family in STAGED if family != "olmoe"),
+    ],
+)
+def test_logits_are_those_of_one_rank(family: str, ranks: int, stages: int, tmp_path: Path) -> None:
+    sizes = changed(family, ranks) | ({"num_hidden_layers": 4} if family == "gemma2" else {})
+    folder = write_tiny_model(tmp_path, family, **sizes)
+    assert_same_logits(tiny_engine_config(folder, kv_cache_bytes=POOL), ranks, stages=stages)
+
+
+@pytest.mark.parametrize("case", ["awq", "gptq desc_act"])
+def test_the_stages_read_their_layers_of_a_quantized_model(case: str, tmp_path: Path) -> None:
+    folder, _ = write_quantized(tmp_path, case, "llama3")
+    assert_same_logits(tiny_engine_config(folder, kv_cache_bytes=POOL), 2, stages=2)
+
+
+@pytest.mark.parametrize(("family", "stages"), [("ministral", 3), ("llama3", 4), ("gpt_oss", 4)])
+def test_a_model_that_stages_cannot_divide_is_refused(family: str, stages: int, tmp_path: Path) -> None:
+    spec = load_spec(write_tiny_model(tmp_path, family))
+    with pytest.raises(InvalidArgument, match="stage") as caught:
+        own_spec(spec, Rank(stages=stages))
+    assert caught.value.field == "pipeline_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("family", "kv_cache_dtype", "ranks", "stages"),
+    [("llama3", "auto", 1, 2), ("gpt_oss", "auto", 1, 2), ("smollm2", "int8", 1, 3), ("llama2", "auto", 2, 2)],
+)
+def test_a_hand_over_to_one_rank_gives_the_pages_that_this_rank_would_compute(
+    family: str, kv_cache_dtype: str, ranks: int, stages: int, tmp_path: Path
+) -> None:
+    """With stages alone, to the bit; sums of ranks differ in the last bits."""
+    folder = write_tiny_model(tmp_path, family)
+    config = tiny_engine_config(folder, kv_cache_bytes=POOL, kv_cache_dtype=kv_cache_dtype)
+    alone = ModelRunner.load(config, kernels=ReferenceKernels())
+    logits_of(alone)
+    with group_runner(config, ranks, stages) as (runner, followers):
+        logits_of(runner)
+        caches = [follower.cache for follower in followers]
+        caches.insert(ranks * (stages - 1), runner.cache)
+    assert len({cache.pages for cache in caches}) == 1, "a page has the same number on all ranks"
+
+    layers = len(load_spec(folder).layers)
+    held = [Rank(stage=stage, stages=stages).layers(layers) for stage in range(stages)]
+    groups = kv_groups(alone.spec)
+    (divided,) = {
+        tuple(tuple(place for place, layer in enumerate(group.layers) if layer in stage) for stage in held)
+        for group in groups
+    }
+    source = RankedPages(
+        tensor_ranks=ranks,
+        kv_heads=alone.cache.kv_heads,
+        stages=divided,
+        page_tokens=alone.page_tokens,
+        parts=alone.cache.parts,
+        token_bytes=alone.cache.head_dim * alone.cache.item_bytes,
+        scale_bytes=alone.cache.scale_bytes,
+    )
+    target = replace(source, tensor_ranks=1, stages=(tuple(chain(*divided)),))
+    computed = alone.cache.storage.view(torch.uint8)
+    received = torch.zeros_like(computed)
+    for copy in plan_handoff(source, target):
+        stored = caches[copy.source_rank].storage.view(torch.uint8)
+        received[:PAGES, copy.target_start : copy.target_end] = stored[:PAGES, copy.source_start : copy.source_end]
+    if ranks == 1:
+        assert torch.equal(received[:PAGES], computed[:PAGES])
+    else:
+        assert_close = torch.testing.assert_close
+        assert_close(received.view(torch.float32), computed.view(torch.float32), atol=TOLERANCE, rtol=TOLERANCE)
