@@ -174,6 +174,7 @@ class ClusterSettings(Settings):
         self._check_quantization()
         self._check_draft()
         self._check_hosts()
+        self._check_stages()
         self._check_ranks()
         if self.planner.actions is PlannerMode.ON and self.planner.limits.workers is None and not self._disaggregated:
             refuse("--planner", f"has nothing to change in mode {self.router.mode}; give --planner-workers, too")
@@ -200,6 +201,16 @@ class ClusterSettings(Settings):
                 refuse(option, f"is for --mode {Mode.DISAGGREGATED}; give --quantization")
             if name is not None and self.planner.actions is PlannerMode.ON:
                 refuse(option, "excludes --planner on: workers change roles, and keep their weights")
+
+    def _check_stages(self) -> None:
+        if self.engine.pipeline_parallel_size == 1:
+            return
+        option = "--prefill-pipeline-size"
+        if not self._disaggregated:
+            refuse(option, f"is for prefill workers; give --mode {Mode.DISAGGREGATED}")
+        if self.planner.actions is PlannerMode.ON:
+            refuse(option, "excludes --planner on: workers change roles, and only prefill workers have stages")
+        refuse(option, "needs workers of several ranks, which hand over no KV pages; start more workers instead")
 
     def _check_ranks(self) -> None:
         engine = self.engine
@@ -256,6 +267,10 @@ class ClusterSettings(Settings):
         """The quantization of workers of this role: the role's own setting, or that of all workers."""
         by_role = {"prefill": self.prefill_quantization, "decode": self.decode_quantization}
         return by_role.get(role.value) or self.engine.quantization
+
+    def stages_of(self, role: "Role") -> int:
+        """The number of pipeline stages of workers of this role; only prefill workers have several."""
+        return self.engine.pipeline_parallel_size if role.value == "prefill" else 1
 
     @property
     def _disaggregated(self) -> bool:

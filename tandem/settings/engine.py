@@ -102,7 +102,18 @@ class EngineSettings(Settings):
         least=1,
         most=RANKS_MAX,
     )
-    """A worker's processes are its ranks: the first serves, and the others run the same steps."""
+    """A worker's processes are its ranks: one serves, and the others run the same steps."""
+    pipeline_parallel_size: int = setting(
+        1,
+        help="Pipeline stages of each prefill worker, which divide the model's layers and compute successive chunks at"
+        " the same time. A stage has as many GPUs as --tensor-parallel-size says.",
+        topic=Topic.ENGINE,
+        option="prefill-pipeline-size",
+        aliases=("-pp",),
+        least=1,
+        most=RANKS_MAX,
+    )
+    """Decode workers have one stage: the first stage would not know the tokens that the last one has just sampled."""
     page_tokens: int | None = setting(
         None,
         help=f"Tokens per KV page; default: {CPU_PAGE_TOKENS} on CPU, {GPU_PAGE_TOKENS} on GPUs.",
@@ -164,6 +175,11 @@ class EngineSettings(Settings):
     def on_cpu(self) -> bool:
         """True if the engine computes on the CPU."""
         return self.device == "cpu"
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks of a worker: those of all of its pipeline stages."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def kv_pool_bytes(self) -> int | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tandem.engine.config import EngineConfig
 from tandem.protocol.ending import failure_event
-from tandem.protocol.errors import RoleClosed, Unavailable
+from tandem.protocol.errors import InvalidArgument, RoleClosed, Unavailable
 from tandem.protocol.messages import Assignment, PeerRef, RequestRef, Role, RoutedEvent
 from tandem.protocol.policy_name import CHUNKED_BUDGET, PolicyName
 
@@ -201,3 +201,16 @@ def prompt_step_tokens(assignment: Assignment, engine: EngineConfig) -> int:
     if assignment.step_policy is not PolicyName.CHUNKED:
         return engine.max_step_tokens
     return min(assignment.step_budget or CHUNKED_BUDGET, engine.max_step_tokens)
+
+
+def check_role(role: Role, engine: EngineConfig) -> None:
+    """Raise InvalidArgument if a worker with several pipeline stages is to decode.
+
+    The first stage embeds the tokens, but the tokens of a decode step that runs are only known to the last stage.
+    """
+    if engine.pipeline_parallel_size > 1 and role is not Role.PREFILL:
+        raise InvalidArgument(
+            "pipeline_parallel_size",
+            f"{engine.pipeline_parallel_size} stages are for prefill workers only, and this worker's role is"
+            f" {role.value}; give it 1 stage, or the role {Role.PREFILL.value}.",
+        )

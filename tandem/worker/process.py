@@ -32,7 +32,7 @@ from tandem.net.turns import set_switch_interval
 from tandem.protocol.errors import Internal, TandemError, Unavailable
 from tandem.protocol.generated.tandem.v1 import worker_pb2_grpc
 from tandem.protocol.messages import Assignment, PeerRef, WorkerInfo
-from tandem.worker.assignment import decode_batch, prompt_step_tokens
+from tandem.worker.assignment import check_role, decode_batch, prompt_step_tokens
 from tandem.worker.config import WorkerConfig
 from tandem.worker.controller_link import ControllerLink
 from tandem.worker.rank_group import RankGroup
@@ -104,10 +104,11 @@ class WorkerProcess:
         return info
 
     def _load(self, progress: Progress | None) -> ModelRunner:
-        ranks = self._config.engine.tensor_parallel_size
-        if ranks == 1:
-            return ModelRunner.load(self._config.engine, progress)
-        self._group = RankGroup(self._config.engine, ranks)
+        engine = self._config.engine
+        check_role(self._config.role, engine)
+        if engine.ranks == 1:
+            return ModelRunner.load(engine, progress)
+        self._group = RankGroup(engine, engine.tensor_parallel_size, stages=engine.pipeline_parallel_size)
         self._watching = asyncio.run_coroutine_threadsafe(self._watch(self._group), self._events)
         return self._group.load(progress)
 

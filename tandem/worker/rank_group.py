@@ -45,7 +45,7 @@ END_TIMEOUT_S = 5.0
 class RankGroup:
     """The followers of a worker's leading rank, and the exchange with them. The worker's process owns it."""
 
-    def __init__(self, config: EngineConfig, ranks: int, stages: int = 1) -> None:
+    def __init__(self, config: EngineConfig, ranks: int, *, stages: int = 1) -> None:
         """Start the followers and join them; they load their parts of the model while the leader loads its own.
 
         The model is divided among `stages` pipeline stages with `ranks` ranks each. On GPUs, rank n computes on the

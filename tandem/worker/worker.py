@@ -35,7 +35,7 @@ from tandem.protocol.messages import (
     WorkerLoad,
 )
 from tandem.worker.adapters import WorkerAdapters
-from tandem.worker.assignment import WorkerAssignment, decode_batch
+from tandem.worker.assignment import WorkerAssignment, check_role, decode_batch
 from tandem.worker.config import WorkerConfig
 from tandem.worker.handoffs import Handoffs
 from tandem.worker.loaded_engine import LoadedEngine, engine_facts
@@ -191,7 +191,7 @@ class Worker:
         """
         self.admission.peer_back(info.peer)
         self.peers.restore_peer(info.peer)
-        if self._config.engine.tensor_parallel_size == 1:
+        if self._config.engine.ranks == 1:
             self._warm_ups.add(info)
 
     def peer_gone(self, peer: PeerRef) -> None:
@@ -206,10 +206,11 @@ class Worker:
     def assume(self, meant: PeerRef, assignment: Assignment, grace_s: float) -> None:
         """Change the assignment (`WorkerAssignment.assume`).
 
-        Raises StaleEpoch if another incarnation of the worker is meant.
+        Raises StaleEpoch if another incarnation of the worker is meant, and the errors of `check_role`.
         """
         if meant != self.me:
             raise StaleEpoch(f"{meant.worker_id}, incarnation {meant.incarnation}, is not here; look who serves now")
+        check_role(assignment.role, self._config.engine)
         self.assignment.assume(assignment, grace_s)
         self._warm_ups.start_due()
         self._wake()
@@ -259,7 +260,7 @@ class Worker:
 
     def _make_peers(self, engine: LoadedEngine, layout: KVLayout) -> Peers:
         facts = (*engine_facts(engine, layout), *self._checks.facts(), *self.transport.facts())
-        if (ranks := self._config.engine.tensor_parallel_size) > 1:
+        if (ranks := self._config.engine.ranks) > 1:
             # A fact that differs between any two workers: each rank has its part of a page, and only the first sends.
             facts = (*facts, ("hand_over", f"not supported by the {ranks} ranks of {self.me.worker_id}"))
         handshake = make_handshake(self.transport.describe(), facts, layout)

@@ -21,7 +21,7 @@ PROMPT = [(5 * position + 2) % 150 for position in range(40)]
 @pytest.mark.parametrize(("family", "ranks", "stages"), [("smollm2", 3, 1), ("llama3", 2, 2)])
 def test_a_group_answers_and_leaves_no_process(family: str, ranks: int, stages: int, tmp_path: Path) -> None:
     config = tiny_engine_config(write_tiny_model(tmp_path, family))
-    group = RankGroup(config, ranks, stages)
+    group = RankGroup(config, ranks, stages=stages)
     children = [process.pid for process in group._processes]
     try:
         runner = group.load()

@@ -146,6 +146,13 @@ def test_wait_raises_the_error_of_a_failed_start(model: Path, monkeypatch: pytes
         process.wait()
 
 
+def test_pipeline_stages_are_refused_for_a_worker_that_decodes(model: Path) -> None:
+    with pytest.raises(InvalidArgument, match="2 stages are for prefill workers only") as caught:
+        WorkerProcess(config(model, pipeline_parallel_size=2), 1).start()
+    assert caught.value.field == "pipeline_parallel_size"
+    assert own_threads() == set()
+
+
 def test_a_taken_port_is_named(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -167,7 +167,7 @@ def check_weights(config: ClusterSettings) -> None:
     import torch
 
     from tandem.engine.adapters.load import slot_bytes
-    from tandem.engine.config.sharding import rank_spec
+    from tandem.engine.config.sharding import Rank, own_spec
     from tandem.engine.device import parse_dtype
     from tandem.engine.models.allocation import weight_bytes
     from tandem.engine.models.load_spec import bounded, load_spec, quantized_at_load
@@ -178,7 +178,7 @@ def check_weights(config: ClusterSettings) -> None:
     stored = bounded(load_spec(config.served.model), config.engine.max_model_len)
     shapes = {role: quantized_at_load(stored, config.quantization_of(role)) for role in Role}
     ranks = config.engine.tensor_parallel_size
-    rank_spec(stored, ranks)  # rejects a model that cannot be divided
+    own_spec(stored, Rank(count=ranks, stages=config.engine.pipeline_parallel_size))  # rejects what cannot be divided
     if not config.engine.on_cpu or config.ray_address:
         return
     engine, device = _engine(config), torch.device("cpu")

@@ -125,6 +125,7 @@ class WorkerActors:
             memory_fraction=slot.memory_fraction,
             max_batch_requests=cluster.engine.batch_requests,
             quantization=cluster.quantization_of(assignment.role),
+            pipeline_parallel_size=cluster.stages_of(slot.role),
             # With runtime adapters the controller makes workers load the adapters after their start
             # (`tandem/cluster/operations/adapters.py`).
             loras=() if cluster.engine.runtime_loras else cluster.engine.loras,

@@ -80,6 +80,8 @@ def worker_config(config: ClusterSettings, slot: Slot) -> WorkerConfig:
         ({"itl_target_s": 0.0}, "--itl-target-ms"),
         ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
         ({"tensor_parallel_size": 2, "mode": "adaptive"}, "--tensor-parallel-size"),
+        ({"pipeline_parallel_size": 2, "mode": "colocated"}, "--prefill-pipeline-size"),
+        ({"pipeline_parallel_size": 2}, "--prefill-pipeline-size"),
         ({"tensor_parallel_size": 2, "mode": "colocated", "runtime_loras": True}, "--lora"),
         ({"tensor_parallel_size": 2, "mode": "colocated", "draft": Path("d"), "speculate": "draft"}, "--draft"),
     ],

@@ -2,9 +2,11 @@
 
 import asyncio
 from functools import partial
+from pathlib import Path
 
 import pytest
 
+from tandem.engine.config import EngineConfig
 from tandem.protocol.errors import InvalidArgument, RoleClosed, StaleEpoch, Unavailable
 from tandem.protocol.messages import Assignment, PeerRef, Role, SamplingParams
 from tandem.protocol.policy_name import PolicyName
@@ -197,6 +199,13 @@ async def test_steps_follow_the_policy() -> None:
         assert (output.tokens, late.tokens) == (answer_to(PROMPT, TEN), answer_to([7] * 12, TEN))
         # One step may have been planned before.
         assert max(sum(len(row.token_ids) for row in batch.rows) for batch in engine.batches[begun + 2 :]) == 3
+
+
+async def test_a_worker_with_pipeline_stages_does_not_decode() -> None:
+    async with WorkerPair(engine=EngineConfig.of(Path("fake"), pipeline_parallel_size=2)) as pair:
+        with pytest.raises(InvalidArgument, match="prefill workers only"):
+            become(pair.prefill, Role.BOTH)
+        assert state(pair.prefill) == (Role.PREFILL, None)
 
 
 async def test_an_assignment_for_another_incarnation_is_refused() -> None:
