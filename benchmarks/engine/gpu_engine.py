@@ -128,20 +128,48 @@ class GpuEngine:
 
         The first two chunks are computed once before, so that kernels are compiled.
         """
-        kv = self.runner.kv_pages
-        pages = range(kv.numbers(tokens) * kv.groups)
-        ids = torch.randint(3, self.shape.vocab_size, (chunk,), generator=torch.Generator().manual_seed(0)).tolist()
         took = 0.0
         for count in (2 * chunk, tokens):
             torch.cuda.synchronize()
             started = time.perf_counter()
-            for start in range(0, count, chunk):
-                end = min(start + chunk, count)
-                held = pages[: kv.numbers(end) * kv.groups]
-                row = StepRow(ids[: end - start], start, held, _GREEDY if end == count else None)
-                self.runner.run(StepBatch([row]))
+            for step in self.chunks(count, chunk):
+                self.runner.run(step)
             took = time.perf_counter() - started
         return took
+
+    def back_to_back_seconds(self, tokens: int, chunk: int, prompts: int) -> float:
+        """Return the seconds per prompt if prompts follow each other without a pause, in steps of `chunk` tokens.
+
+        Each step is launched before the results of the previous one are read. One prompt is computed before the clock
+        starts.
+        """
+        steps = self.chunks(tokens, chunk)
+        pending: PendingStep | None = None
+        started = 0.0
+        for number in range(1 + prompts):
+            if number == 1:
+                started = time.perf_counter()
+            for step in steps:
+                launched = self.runner.launch(step)
+                if pending is not None:
+                    pending()
+                pending = launched
+        took = time.perf_counter() - started
+        assert pending is not None
+        pending()
+        return took / prompts
+
+    def chunks(self, tokens: int, chunk: int) -> list[StepBatch]:
+        """Return the steps that compute one prompt in chunks of `chunk` tokens; the last one samples a token."""
+        kv = self.runner.kv_pages
+        pages = range(kv.numbers(tokens) * kv.groups)
+        ids = torch.randint(3, self.shape.vocab_size, (chunk,), generator=torch.Generator().manual_seed(0)).tolist()
+        steps = []
+        for start in range(0, tokens, chunk):
+            end = min(start + chunk, tokens)
+            held = pages[: kv.numbers(end) * kv.groups]
+            steps.append(StepBatch([StepRow(ids[: end - start], start, held, _GREEDY if end == tokens else None)]))
+        return steps
 
     def prompts(self, rows: int, tokens: int, seed: int = 0) -> StepBatch:
         """Return a step with `rows` random prompts of `tokens` tokens each."""

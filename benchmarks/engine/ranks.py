@@ -1,10 +1,14 @@
 """Measures a model divided among GPUs of one host, beside the same model on one GPU.
 
     python -m benchmarks.engine ranks --shape llama-3-8b --tensor-parallel-size 2 [--alone] [--save]
+    python -m benchmarks.engine ranks --shape llama-3.1-8b --pipeline 2 [--alone] [--save]
 
 Weights are random, shapes are real. The sum over all ranks is timed by size, in one shot and with NCCL, and then the
 steps. A share of the copy bandwidth is that of one GPU: the bytes that one rank reads, over the time of the step.
 `--alone` measures the steps on one GPU too, before those of the group.
+
+`--pipeline` measures pipeline stages of one GPU each instead: prompts of 32,768 tokens that follow each other without a
+pause, in chunks, as a prefill worker computes them.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import argparse
 import gc
 import multiprocessing
 import tempfile
+from collections.abc import Callable
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
@@ -29,12 +34,17 @@ from tandem.engine.weights.gguf import default_cache
 BATCHES = (1, 8, 32, 128)
 CONTEXT = 1024
 PREFILLS = (2048, 8192)
+LONG_PROMPT, CHUNK = 32_768, 2048
+"""The tokens of a prompt and of a chunk, for pipeline stages."""
+_LONG_PROMPTS = 4
 SIZES = tuple(1 << power for power in range(13, 24))
 """Sizes in bytes of the tensors that are summed: from one row of 4,096 elements to prefill steps."""
 _REPEATS = 32
 _JOIN_S = 120.0
 
 Figures = dict[str, object]
+Measurement = Callable[[ModelRunner, str], Figures]
+"""Measures an engine, which its second argument names in the output."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -42,42 +52,47 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=shape_names(), default="llama-3-8b")
     parser.add_argument("--tensor-parallel-size", type=at_least(2), default=2, metavar="RANKS")
     parser.add_argument("--quantization", choices=["int8", "fp8", "int4"])
+    parser.add_argument("--pipeline", type=at_least(2), metavar="STAGES", help="measure pipeline stages instead")
     parser.add_argument("--alone", action="store_true", help="measure one GPU too")
 
 
 def measure(options: argparse.Namespace) -> Measured:
-    """Measure the sums, the group, and one GPU if asked."""
+    """Measure the sums and the group, or a group of pipeline stages, and one GPU if asked."""
     need_gpu()
-    ranks = options.tensor_parallel_size
+    ranks, stages = options.tensor_parallel_size, options.pipeline or 1
     config = EngineConfig.of(
         write_shape(options.shape, default_cache() / f"shape-{options.shape}"),
         device="cuda",
         dtype="bfloat16",
         random_weights=True,
-        max_step_tokens=max(PREFILLS),
+        max_step_tokens=CHUNK if stages > 1 else max(PREFILLS),
         max_batch_requests=max(BATCHES),
         quantization=options.quantization,
     )
-    alone = _alone(config) if options.alone else Figures()
-    result = _sums(ranks) | _group(config, ranks)
+    measured = _steps if stages == 1 else _long_prompts
+    alone = _alone(config, measured) if options.alone else Figures()
+    if stages == 1:
+        name, result = "ranks", _sums(ranks) | _group(config, ranks, 1, measured) | {"ranks": ranks}
+    else:
+        name, result = "stages", _group(config, 1, stages, measured) | {"stages": stages, "chunk": CHUNK}
     result |= _over_alone(result, alone)
     scheme = scheme_suffix(options.quantization, "auto")
-    result |= {"shape": options.shape + scheme, "ranks": ranks, "dtype": "bfloat16", **run_facts("cuda")}
-    return f"ranks-{options.shape}{scheme}", result
+    result |= {"shape": options.shape + scheme, "dtype": "bfloat16", **run_facts("cuda")}
+    return f"{name}-{options.shape}{scheme}", result
 
 
-def _group(config: EngineConfig, ranks: int) -> Figures:
+def _group(config: EngineConfig, ranks: int, stages: int, measured: Measurement) -> Figures:
     from tandem.worker.rank_group import RankGroup
 
-    group = RankGroup(config, ranks)
+    group = RankGroup(config, ranks, stages=stages)
     try:
-        return _steps(group.load(), f"{ranks} ranks")
+        return measured(group.load(), f"{ranks} ranks" if stages == 1 else f"{stages} stages")
     finally:
         group.close()
 
 
-def _alone(config: EngineConfig) -> Figures:
-    figures = _steps(ModelRunner.load(config), "one GPU")
+def _alone(config: EngineConfig, measured: Measurement) -> Figures:
+    figures = measured(ModelRunner.load(config), "one GPU")
     gc.collect()
     torch.cuda.empty_cache()
     return figures
@@ -100,6 +115,16 @@ def _steps(runner: ModelRunner, what: str) -> Figures:
         figures[f"prefill_ms_1x{tokens}"] = round(seconds * 1e3, 3)
         print(f"{what}: prefill {tokens} {seconds * 1e3:8.2f} ms", flush=True)
     return figures
+
+
+def _long_prompts(runner: ModelRunner, what: str) -> Figures:
+    """Measure prompts that follow each other, of `LONG_PROMPT` tokens or as long as the model's context."""
+    from benchmarks.engine.gpu_engine import GpuEngine
+
+    tokens = min(LONG_PROMPT, runner.facts.max_context)
+    seconds = GpuEngine(runner).back_to_back_seconds(tokens, CHUNK, _LONG_PROMPTS)
+    print(f"{what}: {tokens / seconds:,.0f} tokens/s in prompts of {tokens}", flush=True)
+    return {f"back_to_back_ms_{tokens}": round(seconds * 1e3, 2)}
 
 
 def _over_alone(group: Figures, alone: Figures) -> Figures:

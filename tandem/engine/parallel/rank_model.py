@@ -60,8 +60,8 @@ class RankModel(DecoderModel):
 
     The first rank of the first stage embeds the tokens, and broadcasts the embeddings to the other ranks of its stage.
     Each stage runs its layers, and sends the hidden states to the next one. The first rank of the last stage gets the
-    logits; on the other ranks `forward` returns None, as in `DecoderModel`, or a tensor without meaning, which only
-    CUDA graphs need.
+    logits; on the other ranks `forward` returns None, as in `DecoderModel`, or a tensor without meaning: zeros in the
+    earlier stages, because a CUDA graph samples from it.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class RankModel(DecoderModel):
             self.run_layer(number, hidden, layouts, cache)
         self._collectives.send(hidden)
         rows = len(token_ids if drawn is None else drawn)
-        return hidden.new_empty(rows, self.spec.vocab_size) if rows and scoring is None else None
+        return hidden.new_zeros(rows, self.spec.vocab_size) if rows and scoring is None else None
 
     def _embed(self, token_ids: Tensor, feed: DeferredTokens | None) -> Tensor:
         if self._rank.embeds:

@@ -100,6 +100,16 @@ def test_every_step_is_launched_before_the_one_before_is_read(runner: RecordedRu
     assert not {*runner.steps[0].rows[0].page_ids} & {*runner.steps[0].rows[1].page_ids}
 
 
+def test_the_chunks_of_prompts_that_follow_each_other_are_launched_without_a_pause(
+    runner: RecordedRunner, engine: GpuEngine
+) -> None:
+    engine.back_to_back_seconds(tokens=300, chunk=200, prompts=1)
+    launches = ["launch 0", "launch 1", "read 0", "launch 2", "read 1", "launch 3", "read 2", "read 3"]
+    assert runner.events == launches
+    rows = [[(row.start, len(row.token_ids), row.draw is not None) for row in step.rows] for step in runner.steps]
+    assert rows == [[(0, 200, False)], [(200, 100, True)]] * 2
+
+
 def test_rows_that_the_cache_does_not_hold_are_left_out(
     engine: GpuEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
