@@ -75,6 +75,18 @@ class RankedPages:
         return start + token * self.token_bytes, start + self.page_tokens * self.token_bytes + token * self.scale_bytes
 
 
+def even_stages(layers: int, stages: int) -> tuple[tuple[int, ...], ...]:
+    """Return the numbers of each stage's layers, by the number of the stage's ranks.
+
+    The first rank has the last layers: it computes the logits and samples. Raises ValueError if `layers` cannot be
+    divided.
+    """
+    if layers % stages:
+        raise ValueError(f"{layers} layers cannot be divided among {stages} stages")
+    count = layers // stages
+    return tuple(tuple(range(stage * count, (stage + 1) * count)) for stage in reversed(range(stages)))
+
+
 @dataclass(frozen=True, slots=True)
 class ByteRange:
     """A range of bytes to copy from a page of a source rank to a page of a target rank."""

@@ -16,11 +16,14 @@ import socket
 import tempfile
 import threading
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import torch
 
+from kv_transfer.ranks.page_sums import GroupPageSums
+from kv_transfer.ranks.remote_transport import RemoteTransport, serve_transport
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.sharding import Rank
 from tandem.engine.device import parse_device
@@ -30,6 +33,7 @@ from tandem.engine.parallel.collectives import Collectives, GlooCollectives
 from tandem.engine.parallel.step_stream import StepSender, received_steps
 from tandem.engine.weights.checkpoint import Progress
 from tandem.protocol.errors import InvalidArgument, TandemError, Unavailable
+from tandem.worker.transfer import OpenTransport, RankTransfer, ranked_pages
 from tandem.worker.worker import first_line
 
 log = logging.getLogger(__name__)
@@ -45,13 +49,15 @@ END_TIMEOUT_S = 5.0
 class RankGroup:
     """The followers of a worker's first rank, and the exchange with them. The worker's process owns it."""
 
-    def __init__(self, config: EngineConfig, ranks: int) -> None:
+    def __init__(self, config: EngineConfig, ranks: int, transfer: RankTransfer | None = None) -> None:
         """Start the followers and join them; they load their parts of the model while the first rank loads its own.
 
-        On GPUs, rank n computes on the n-th GPU after that of the config. Raises InvalidArgument if there are fewer
+        On GPUs, rank n computes on the n-th GPU after that of the config. `transfer` has the settings of the ranks'
+        transports; without it, they have none. Raises InvalidArgument if there are fewer
         GPUs than ranks or if a GPU cannot access the memory of another, Unavailable if the ranks do not join.
         """
         self._config, self.ranks = config, ranks
+        self._transports: list[RemoteTransport] = []
         _check_devices(config.device, ranks)
         self._folder = tempfile.TemporaryDirectory(prefix="tandem-ranks-")
         meeting = Path(self._folder.name) / "meeting"
@@ -60,15 +66,19 @@ class RankGroup:
         leading_ends = []
         for number in range(1, ranks):
             leading_end, following_end = socket.socketpair()
+            leading_pipe, following_pipe = context.Pipe()
             leading_ends.append(leading_end)
+            calls = None if transfer is None else (following_pipe, transfer)
             process = context.Process(
                 target=_follow,
-                args=(self.config_of(number), Rank(number, ranks), meeting, following_end),
+                args=(self.config_of(number), Rank(number, ranks), meeting, following_end, calls),
                 name=f"rank {number}",
                 daemon=True,
             )
             process.start()
             following_end.close()
+            following_pipe.close()
+            self._transports.append(RemoteTransport(leading_pipe))
             self._processes.append(process)
         self._sender = StepSender(leading_ends)
         self._open = True
@@ -85,7 +95,16 @@ class RankGroup:
 
         Raises as `ModelRunner.load` does.
         """
-        return ModelRunner.load(self.config_of(0), progress, collectives=self._collectives, on_step=self._sender.send)
+        config = self.config_of(0)
+        runner = ModelRunner.load(config, progress, collectives=self._collectives, on_step=self._sender.send)
+        pages = ranked_pages(runner.cache, runner.page_part, self.ranks)
+        runner.page_sums = GroupPageSums(pages, runner.page_sums, [rank.sums for rank in self._transports])
+        return runner
+
+    @property
+    def open_transports(self) -> list[OpenTransport]:
+        """The functions that open the transports of the followers, in the order of their numbers."""
+        return [rank.open for rank in self._transports]
 
     def ended_rank(self) -> int | None:
         """Return the number of a follower that has ended; None if all are alive."""
@@ -159,14 +178,28 @@ def _join(config: EngineConfig, rank: Rank, meeting: Path) -> Collectives:
     return CudaCollectives(rank, meeting, START_TIMEOUT_S, device)
 
 
-def _follow(config: EngineConfig, rank: Rank, meeting: Path, leader: socket.socket) -> None:
-    """Run as a follower until the first rank closes the connection."""
+def _follow(
+    config: EngineConfig,
+    rank: Rank,
+    meeting: Path,
+    leader: socket.socket,
+    calls: tuple[Connection, RankTransfer] | None,
+) -> None:
+    """Run as a follower until the first rank closes the connection.
+
+    `calls` has the pipe over which the first rank calls this rank's transport, and the transport's settings.
+    """
     logging.basicConfig(level=logging.INFO, format=f"rank {rank.number} %(levelname)s %(name)s: %(message)s")
     threading.Thread(target=_end_with_parent, args=(meeting.parent,), name="parent", daemon=True).start()
     with leader:
         try:
             collectives = _join(config, rank, meeting)
-            Follower.load(config, collectives).run(received_steps(leader, parse_device(config.device)))
+            follower = Follower.load(config, collectives)
+            if calls is not None:
+                pipe, transfer = calls
+                serving = pipe, transfer.opener(rank.number, follower.cache), follower.page_sums
+                threading.Thread(target=serve_transport, args=serving, name="transport", daemon=True).start()
+            follower.run(received_steps(leader, parse_device(config.device)))
         except (TandemError, RuntimeError):
             log.exception("rank %d has ended", rank.number)
             raise SystemExit(1) from None

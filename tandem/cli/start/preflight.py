@@ -68,7 +68,7 @@ def check_device(config: ClusterSettings) -> None:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         raise InvalidArgument("--device", f"{config.engine.device} asked for, PyTorch sees no GPU; use --device cpu")
-    ranks = config.engine.tensor_parallel_size
+    ranks = max(config.ranks_of(role) for role in Role)
     if ranks > count:
         raise InvalidArgument(
             "--tensor-parallel-size", f"{ranks} GPUs asked for, PyTorch sees {count}; use a smaller number"
@@ -120,7 +120,8 @@ def check_page(config: ClusterSettings) -> None:
     device = torch.device(config.engine.device)
     shape = bounded(load_spec(config.served.model), config.engine.max_model_len)
     page_tokens = parse_page_tokens(engine, device)
-    shape = rank_spec(shape, engine.tensor_parallel_size)
+    # The fewer ranks, the larger the page of each.
+    shape = rank_spec(shape, min(config.ranks_of(role) for role in Role))
     needed = cache_bytes(shape, 1, page_tokens, parse_kv_dtype(engine, device, shape))
     pages = split_kv(engine, shape, page_tokens, device, config.engine.kv_pool_bytes).target or 0
     if pages < needed:
@@ -177,8 +178,8 @@ def check_weights(config: ClusterSettings) -> None:
     # quantized.
     stored = bounded(load_spec(config.served.model), config.engine.max_model_len)
     shapes = {role: quantized_at_load(stored, config.quantization_of(role)) for role in Role}
-    ranks = config.engine.tensor_parallel_size
-    rank_spec(stored, ranks)  # rejects a model that cannot be divided
+    for role in Role:
+        rank_spec(stored, config.ranks_of(role))  # rejects a model that cannot be divided
     if not config.engine.on_cpu or config.ray_address:
         return
     engine, device = _engine(config), torch.device("cpu")
@@ -191,7 +192,7 @@ def check_weights(config: ClusterSettings) -> None:
     weights_gib, pages = max(sizes.values()) / GIB, config.engine.kv_pool_bytes or 0
     free = psutil.virtual_memory().available
     # The weights of a worker of several ranks are divided; each rank has KV pages of its own.
-    if sum(counts[role] * (size + ranks * pages) for role, size in sizes.items()) > free:
+    if sum(counts[role] * (size + config.ranks_of(role) * pages) for role, size in sizes.items()) > free:
         raise InvalidArgument(
             "--device",
             f"{config.worker_count} workers with {weights_gib:.2f} GiB of weights and {pages / GIB:.3g} GiB of KV "

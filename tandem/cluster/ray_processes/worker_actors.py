@@ -123,6 +123,7 @@ class WorkerActors:
             kv_cache_bytes=cluster.engine.kv_pool_bytes,
             device=slot.device,
             memory_fraction=slot.memory_fraction,
+            tensor_parallel_size=slot.ranks,
             max_batch_requests=cluster.engine.batch_requests,
             quantization=cluster.quantization_of(assignment.role),
             # With runtime adapters the controller makes workers load the adapters after their start

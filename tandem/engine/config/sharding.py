@@ -8,6 +8,7 @@ then summed. If there are more ranks than KV heads, several ranks hold the same 
 from dataclasses import dataclass, replace
 
 from tandem.engine.config.attention import AttentionShape
+from tandem.engine.config.kv import kv_groups
 from tandem.engine.config.model import (
     Attention,
     DenseFeedForward,
@@ -42,6 +43,26 @@ class Rank:
 
 ALONE = Rank()
 """The rank of a process that holds a whole model."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagePart:
+    """The part of a KV page of the whole model that one rank's page has: consecutive heads of consecutive layers."""
+
+    heads: int
+    """Number of KV heads of the whole model; 1 for latents, which every rank has."""
+    layers: int
+    """Number of layers of a page of the whole model."""
+    first_head: int = 0
+    first_layer: int = 0
+
+
+def page_part(spec: ModelSpec, rank: Rank) -> PagePart:
+    """Return the part of a page that `rank` has; `spec` describes the whole model."""
+    group = kv_groups(spec)[0]
+    own = kv_groups(rank_spec(spec, rank.count))[0].heads
+    # If there are more ranks than KV heads, several ranks have the same head.
+    return PagePart(group.heads, group.depth, first_head=rank.number * (group.heads // own) // rank.count * own)
 
 
 def rank_spec(spec: ModelSpec, ranks: int) -> ModelSpec:
