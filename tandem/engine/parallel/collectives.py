@@ -13,6 +13,9 @@ from torch import Tensor
 from tandem.engine.config.sharding import Rank
 from tandem.protocol.errors import Unavailable
 
+_BARRIER_ELEMENTS = 8
+"""A size that every kernel for sums supports."""
+
 
 class Collectives(ABC):
     """The collective operations of one rank in its group.
@@ -43,6 +46,13 @@ class Collectives(ABC):
 
         `part` [D, n] has the columns `Rank.rows(columns)` of this rank. The other ranks may get [0, columns].
         """
+
+    def barrier(self, like: Tensor) -> None:
+        """Let what follows on this rank's device begin only after what came before on all ranks has ended.
+
+        `like` is any tensor of the device.
+        """
+        self.all_reduce(like.new_zeros(_BARRIER_ELEMENTS))
 
     @abstractmethod
     def close(self) -> None:

@@ -1,15 +1,19 @@
 """The decoder model of one rank of a group, and its matrix products."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from tandem.engine.config.model import ModelSpec
-from tandem.engine.kernels.base import DeferredTokens, Kernels, Products
+from tandem.engine.kernels.base import DeferredTokens, Kernels, Products, StepLayout
+from tandem.engine.kernels.kv_cache import KvCache
 from tandem.engine.kernels.layers import ExpertsLayer, Linear, Norm
 from tandem.engine.kernels.lora.adapted_products import AdaptedProducts
 from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.models.parameters import Parameters
 from tandem.engine.parallel.collectives import Collectives
+from tandem.engine.steps.prompt_scoring import StepPieces
 
 
 class RankProducts(Products):
@@ -70,6 +74,23 @@ class RankModel(DecoderModel):
         """Prepare this rank's weights for `kernels`; `spec` is the result of `rank_spec`."""
         self._collectives = collectives
         super().__init__(spec, parameters, kernels, max_context)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        layouts: Sequence[StepLayout],
+        cache: KvCache,
+        drawn: Tensor | None,
+        feed: DeferredTokens | None = None,
+        *,
+        scoring: StepPieces | None = None,
+    ) -> Tensor | None:
+        """Run this rank's part of a step. A step ends on the first rank only after every rank has stored its KV."""
+        logits = super().forward(token_ids, layouts, cache, drawn, feed, scoring=scoring)
+        if drawn is not None and len(drawn) == 0:
+            # Nothing is summed after the KV of the last layer is stored.
+            self._collectives.barrier(self._final_norm.weight)
+        return logits
 
     def _layer_products(self, kernels: Kernels, adapted: AdaptedProducts | None) -> RankProducts:
         return RankProducts(super()._layer_products(kernels, adapted), self._collectives)
