@@ -240,7 +240,9 @@ class DecodeAdmission:
             self._changed()
 
     def notice(self, notice: TransferNotice, pages: Sequence[int] = ()) -> None:
-        """Process a notice: the KV of its request has arrived completely. Called on the transfer thread.
+        """Process a notice: if it is the last one of its request, the KV has arrived completely.
+
+        Called on a transfer thread.
 
         For a local prompt, `pages` are its pages, listed as by `KvPages`; otherwise it is empty. A notice of an ended
         lease is dropped and counted. If a notice does not match the reservation, the request fails, and its router
@@ -249,9 +251,11 @@ class DecodeAdmission:
         seen = EventTime.now(LifecycleEvent.NOTICE_SEEN)
         with self.lock:
             try:
-                change = self._leases.complete(notice.lease, notice.prefill)
+                change = self._leases.complete(notice.lease, notice.prefill, notice.part, notice.parts)
             except StaleEpoch as error:
                 log.info("a notice was dropped: %s", error.message)
+                return
+            if change is None:
                 return
             arrived = self._leased.complete(change)
             if arrived is not None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from kv_transfer.rank_plan import ByteRange
 from tandem.protocol.messages import PeerDescription, PeerRef, TransferNotice
 
 NoticeHandler = Callable[[TransferNotice], None]
@@ -62,8 +63,11 @@ class Sender(ABC):
     """Writes this worker's pages to the memory of peers."""
 
     @abstractmethod
-    def add_peer(self, description: PeerDescription) -> None:
-        """Register a peer. A later incarnation of the same worker replaces an earlier one."""
+    def add_peer(self, description: PeerDescription, ranges: Sequence[ByteRange] = ()) -> None:
+        """Register a peer. A later incarnation of the same worker replaces an earlier one.
+
+        Writes to the peer copy the `ranges` of each page, or whole pages if there are none.
+        """
 
     @abstractmethod
     def remove_peer(self, peer: PeerRef) -> None:

@@ -12,7 +12,7 @@ from kv_transfer.layout import KVLayout
 from tandem.protocol.errors import FailedPrecondition
 from tandem.protocol.messages import Handshake, PeerDescription
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 """The protocol version, incremented whenever messages or bytes between two workers change their meaning."""
 
 Facts = tuple[tuple[str, str], ...]

@@ -9,12 +9,14 @@ A test sends a write as follows:
     prefill.write(PageWrite(...), deadline_s=5.0).result(timeout=5.0)
 """
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 from kv_transfer.base import NoticeHandler, PageWrite, Transport, WriteDone
 from kv_transfer.in_memory_fabric import InFlightWrite, InMemoryFabric
 from kv_transfer.layout import KVLayout
 from kv_transfer.ordered_writes import hold
+from kv_transfer.rank_plan import ByteRange
 from tandem.protocol.errors import FailedPrecondition, TransferFailed
 from tandem.protocol.messages import PeerDescription, PeerRef
 
@@ -35,16 +37,17 @@ class InMemoryTransport(Transport):
         """The argument of the latest call of `expect`, for tests."""
         self._fabric = fabric
         self._peers: dict[str, PeerDescription] = {}
+        self._ranges: dict[str, Sequence[ByteRange]] = {}
         self._posted: set[InFlightWrite] = set()
         self._closed = False
         fabric.attach(self)
 
-    def add_peer(self, description: PeerDescription) -> None:
+    def add_peer(self, description: PeerDescription, ranges: Sequence[ByteRange] = ()) -> None:
         """Register a peer, unless a later incarnation is known.
 
-        Raises FailedPrecondition if its pages differ in size.
+        Raises FailedPrecondition if its pages differ in size and there are no `ranges`.
         """
-        if description.page_bytes != self.layout.page_bytes:
+        if not ranges and description.page_bytes != self.layout.page_bytes:
             raise FailedPrecondition(
                 f"pages of {description.peer.worker_id} have {description.page_bytes} bytes, mine"
                 f" {self.layout.page_bytes}; start both workers with the same model and page settings"
@@ -54,6 +57,7 @@ class InMemoryTransport(Transport):
             self.remove_peer(known.peer)
         if known is None or known.peer.incarnation <= description.peer.incarnation:
             self._peers[description.peer.worker_id] = description
+            self._ranges[description.peer.worker_id] = ranges
 
     def remove_peer(self, peer: PeerRef) -> None:
         """Remove this incarnation of a peer and earlier ones; writes in flight to it will fail."""
@@ -84,7 +88,7 @@ class InMemoryTransport(Transport):
         elif now >= write.begin_by():
             future.set_exception(TransferFailed("the write may no longer begin; prefill again"))
         else:
-            posted.begun_at = now
+            posted.begun_at, posted.ranges = now, self._ranges[write.peer.worker_id]
             self._posted.add(posted)
             future.add_done_callback(lambda _: self._posted.discard(posted))
             self._fabric.post(posted)

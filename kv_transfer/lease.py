@@ -55,7 +55,7 @@ clocks (seconds, monotonic); only durations are sent between workers.
 
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 from kv_transfer.fence import Fence, OutstandingWrites
@@ -76,6 +76,8 @@ class _Entry:
     exposure: OutstandingWrites
     page_ids: tuple[int, ...] | None = None
     quarantined: bool = False
+    parts: set[int] = field(default_factory=set)
+    """The numbers of the notices that have arrived."""
 
     def change(self, action: PageAction) -> LeaseChange:
         return LeaseChange(self.lease, self.prefill, action, self.page_ids or ())
@@ -170,16 +172,19 @@ class LeaseTable:
             entry.page_ids = tuple(page_ids)
             entry.exposure.permit(self._clock())
 
-    def complete(self, lease: Lease, prefill: PeerRef) -> LeaseChange:
-        """End a lease whose notice has arrived, and return ADMIT, or FREE if the lease was already revoked.
+    def complete(self, lease: Lease, prefill: PeerRef, part: int = 0, parts: int = 1) -> LeaseChange | None:
+        """Record notice `part` of `parts`; with the last of them, end the lease and return ADMIT.
 
-        The second case is counted in `fenced`. Raises StaleEpoch if the lease has ended, belongs to another worker, or
-        never had pages.
+        Returns None if other notices are still to come, and FREE if the lease was already revoked, which is counted in
+        `fenced`. Raises StaleEpoch if the lease has ended, belongs to another worker, or never had pages.
         """
         with self._lock:
             entry = self._entry(lease, prefill)
             if entry.page_ids is None:
                 raise self._stale(lease, "a notice came before any pages were asked for")
+            entry.parts.add(part)
+            if len(entry.parts) < parts:
+                return None
             # A notice is the writer's last act, so the pages are safe although the lease was revoked.
             if entry.quarantined:
                 self._fenced += 1

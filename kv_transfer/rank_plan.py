@@ -75,6 +75,16 @@ class RankedPages:
         return start + token * self.token_bytes, start + self.page_tokens * self.token_bytes + token * self.scale_bytes
 
 
+def even_stages(layers: int, stages: int) -> tuple[tuple[int, ...], ...]:
+    """Return the numbers of each stage's layers, by the number of the stage's ranks.
+
+    The first rank has the last layers: it computes the logits and samples. If `layers` cannot be divided, some stages
+    have one layer more than others.
+    """
+    starts = [-(-stage * layers // stages) for stage in range(stages + 1)]
+    return tuple(tuple(range(starts[stage], starts[stage + 1])) for stage in reversed(range(stages)))
+
+
 @dataclass(frozen=True, slots=True)
 class ByteRange:
     """A range of bytes to copy from a page of a source rank to a page of a target rank."""

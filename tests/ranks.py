@@ -70,7 +70,7 @@ class ThreadCollectives(Collectives):
         return torch.cat(parts, dim=1) if self.rank.leads else part.new_empty(0, columns)
 
     def send(self, hidden: Tensor) -> None:
-        self._boards.received[self.rank.world_number + self.rank.count].put(hidden.clone())
+        self._boards.received[self.rank.world_number - self.rank.count].put(hidden.clone())
 
     def receive(self, hidden: Tensor) -> None:
         hidden.copy_(self._boards.received[self.rank.world_number].get(timeout=LIMIT_S))
@@ -89,9 +89,7 @@ class ThreadCollectives(Collectives):
 def group_runner(config: EngineConfig, ranks: int, stages: int = 1) -> Iterator[tuple[ModelRunner, list[Follower]]]:
     """Loads a model on several ranks, and yields the runner of the leading one and the others, in their order."""
     boards = Boards(ranks, stages)
-    *others, leader = sorted(
-        (Rank.of(number, ranks, stages) for number in range(ranks * stages)), key=lambda r: r.leads
-    )
+    leader, *others = (Rank.of(number, ranks, stages) for number in range(ranks * stages))
     leading, following = zip(*(socket.socketpair() for _ in others), strict=True)
     sender = StepSender(leading)
 

@@ -19,7 +19,7 @@ from tandem.cluster.ray_processes.ray_process import actor_class
 from tandem.engine.cache.paged_cache import PagedCache, page_bytes
 from tandem.engine.models.load_spec import load_spec
 from tandem.protocol.messages import PeerDescription, PeerRef
-from tandem.worker.process import layout_of
+from tandem.worker.transfer import layout_of
 
 IN_FLIGHT = 4
 """Concurrent writes of a steady stream, because a prefill worker hands over several requests at a time."""

@@ -25,7 +25,7 @@ from tandem.protocol.messages import (
 )
 from tandem.protocol.speculation_method import SpeculationMethod
 from tandem.worker.config import WorkerConfig
-from tandem.worker.process import layout_of
+from tandem.worker.transfer import layout_of
 from tandem.worker.worker import Worker
 
 ROUTER = "benchmark"

@@ -22,6 +22,7 @@ from kv_transfer.nixl_backend.processes import process_alive, this_process
 from kv_transfer.nixl_backend.ucx_log import UCX_LOG
 from kv_transfer.nixl_backend.ucx_shared_memory import check_transports, listening, ucx_settings
 from kv_transfer.nixl_backend.ucx_transports import host_id
+from kv_transfer.rank_plan import ByteRange
 from tandem.protocol.errors import FailedPrecondition
 from tandem.protocol.messages import PeerDescription, PeerRef
 
@@ -44,13 +45,15 @@ class TransferState(Enum):
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """A connection to a peer: NIXL's name of its agent, and a prepared list of its pages.
+    """A connection to a peer: NIXL's name of its agent, and prepared lists of the ranges that writes copy.
 
-    `PoolAgent.disconnect` ends the connection.
+    Range r of page n has the index n · `ranges_per_page` + r in both lists. `PoolAgent.disconnect` ends the connection.
     """
 
     agent: str
-    remote_pages: Any
+    local_ranges: Any
+    remote_ranges: Any
+    ranges_per_page: int = 1
 
 
 def load_nixl() -> Any:
@@ -102,8 +105,8 @@ class PoolAgent:
             raise FailedPrecondition("NIXL has no UCX plug-in here; `tandem doctor` lists what it has")
         pool = [(layout.base_address, layout.total_bytes, layout.device_id, "")]
         self._registration = self._agent.register_memory(pool, layout.memory)
-        own = _page_list(layout.base_address, layout.page_bytes, layout.pages, layout.device_id)
-        self._local_pages = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", own, layout.memory)
+        self._pages = _page_list(layout.base_address, layout.page_bytes, layout.pages, layout.device_id)
+        self._local_pages = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", self._pages, layout.memory)
         self._probe = np.zeros(PROBE_BYTES, dtype=np.uint8)
         probe = (self._probe.ctypes.data, PROBE_BYTES, 0)
         self._probe_registration = self._agent.register_memory([(*probe, "")], "DRAM")
@@ -126,24 +129,35 @@ class PoolAgent:
             self._probe.ctypes.data,
         )
 
-    def connect(self, peer: PeerDescription) -> Connection:
-        """Load a peer's metadata and prepare its page list."""
+    def connect(self, peer: PeerDescription, ranges: Sequence[ByteRange] = ()) -> Connection:
+        """Load a peer's metadata, and prepare the lists of whole pages or, with `ranges`, of these parts of pages."""
         name = self._agent.add_remote_agent(peer.agent_metadata).decode()
         if name != agent_name(peer.peer):
             raise FailedPrecondition(f"metadata of {agent_name(peer.peer)} is {name}'s; introduce the peer again")
         try:
-            page_list = _page_list(peer.base_address, peer.page_bytes, peer.pages, peer.device_id)
-            return Connection(name, self._agent.prep_xfer_dlist(name, page_list, peer.memory))
+            theirs = _page_list(peer.base_address, peer.page_bytes, peer.pages, peer.device_id)
+            if not ranges:
+                return Connection(name, self._local_pages, self._agent.prep_xfer_dlist(name, theirs, peer.memory))
+            local = _parts(self._pages, [(part.source_start, part.bytes) for part in ranges])
+            remote = _parts(theirs, [(part.target_start, part.bytes) for part in ranges])
+            return Connection(
+                name,
+                self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", local, self._layout.memory),
+                self._agent.prep_xfer_dlist(name, remote, peer.memory),
+                len(ranges),
+            )
         except Exception:
             self._agent.remove_remote_agent(name)
             raise
 
     def disconnect(self, connection: Connection) -> None:
-        """Release the page list, the metadata and the endpoint of a peer.
+        """Release the page lists, the metadata and the endpoint of a peer.
 
         No transfer of this agent with the peer may be in flight, because UCX would follow freed pointers.
         """
-        connection.remote_pages.release()
+        connection.remote_ranges.release()
+        if connection.local_ranges is not self._local_pages:
+            connection.local_ranges.release()
         self._agent.remove_remote_agent(connection.agent)
 
     def fail_if_dead(self, peer: PeerDescription, connection: Connection) -> bool:
@@ -173,10 +187,10 @@ class PoolAgent:
         """
         return self._agent.make_prepped_xfer(
             "WRITE",
-            self._local_pages,
-            np.asarray(local, dtype=np.int32),
-            connection.remote_pages,
-            np.asarray(remote, dtype=np.int32),
+            connection.local_ranges,
+            _range_indices(local, connection.ranges_per_page),
+            connection.remote_ranges,
+            _range_indices(remote, connection.ranges_per_page),
             notice,
             [UCX],
         )
@@ -237,3 +251,23 @@ def _page_list(base: int, page_bytes: int, pages: int, device_id: int) -> np.nda
     table[:, 1] = page_bytes
     table[:, 2] = device_id
     return table
+
+
+def _parts(
+    pages: np.ndarray[Any, np.dtype[np.uint64]], parts: Sequence[tuple[int, int]]
+) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """Return an array [pages · parts, 3] like `pages`, with the given (start, bytes) parts of each page in order."""
+    table = np.repeat(pages, len(parts), axis=0)
+    starts, sizes = np.asarray(parts, dtype=np.uint64).T
+    table[:, 0] += np.tile(starts, len(pages))
+    table[:, 1] = np.tile(sizes, len(pages))
+    return table
+
+
+def _range_indices(pages: Sequence[int], ranges_per_page: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Return the indices of all ranges of the pages."""
+    numbers = np.asarray(pages, dtype=np.int32)
+    if ranges_per_page == 1:
+        return numbers
+    ranges = np.arange(ranges_per_page, dtype=np.int32)
+    return (numbers[:, None] * np.int32(ranges_per_page) + ranges).ravel().astype(np.int32)

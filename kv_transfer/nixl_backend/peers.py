@@ -2,9 +2,11 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_transfer.nixl_backend.agent import Connection, PoolAgent
+from kv_transfer.rank_plan import ByteRange
 from tandem.protocol.errors import TandemError, TransferFailed
 from tandem.protocol.messages import PeerDescription, PeerRef
 
@@ -18,15 +20,22 @@ WATCH_S = 1.0
 class Link:
     """A known peer and the state of the connection to it.
 
-    `connection` is None before the first use and after a failure. `broken`: the endpoint has failed, and is rebuilt
-    once the last of the `in_flight` transfers is quiescent. `reached`: a transfer over the connection has succeeded.
+    Writes over it copy the `ranges` of each page; without ranges, whole pages. `connection` is None before the first
+    use and after a failure. `broken`: the endpoint has failed, and is rebuilt once the last of the `in_flight`
+    transfers is quiescent. `reached`: a transfer over the connection has succeeded.
     """
 
     description: PeerDescription
+    ranges: Sequence[ByteRange] = ()
     connection: Connection | None = None
     broken: bool = False
     in_flight: int = 0
     reached: bool = False
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Number of bytes of a page that a write copies."""
+        return sum(part.bytes for part in self.ranges) or self.description.page_bytes
 
 
 class Links:
@@ -55,11 +64,14 @@ class Links:
         """
         return self.find_until(PeerRef(description.peer.worker_id, description.peer.incarnation - 1))
 
-    def add(self, description: PeerDescription) -> None:
-        """Register a peer and connect to it, unless there is a link to this worker already."""
+    def add(self, description: PeerDescription, ranges: Sequence[ByteRange] = ()) -> None:
+        """Register a peer and connect to it, unless there is a link to this worker already.
+
+        Writes to the peer copy the `ranges` of each page, or whole pages if there are none.
+        """
         if description.peer.worker_id in self._links:
             return
-        link = self._links[description.peer.worker_id] = Link(description)
+        link = self._links[description.peer.worker_id] = Link(description, ranges)
         try:
             self.connected(link)
         except TandemError as error:
@@ -77,7 +89,7 @@ class Links:
                 # NIXL identifies agents by name, so ending the old connection would end the new one.
                 raise TransferFailed(f"writes to {peer.worker_id} from before its return have not ended; try again")
             try:
-                link.connection = self._agent.connect(link.description)
+                link.connection = self._agent.connect(link.description, link.ranges)
             except Exception as error:
                 raise TransferFailed(f"no connection to {peer.worker_id}: {error!r}; prefill again") from error
         return link.connection

@@ -52,8 +52,8 @@ class PostedTransfers:
     Used on the transport's thread only. Owned by `Writes`.
     """
 
-    def __init__(self, agent: PoolAgent, links: Links, page_bytes: int) -> None:
-        self._agent, self._links, self._page_bytes = agent, links, page_bytes
+    def __init__(self, agent: PoolAgent, links: Links) -> None:
+        self._agent, self._links = agent, links
         self._posted: list[_PostedTransfer] = []
         self._poll_backoff = PollBackoff()
         self._turn = 0
@@ -95,7 +95,7 @@ class PostedTransfers:
             raise TransferFailed(f"pages of {peer}: NIXL refused the transfer: {error!r}; prefill again") from error
         link.in_flight += 1
         self._poll_backoff.began(len(self._posted))
-        move = _PostedTransfer(link, handle, len(local) * self._page_bytes, on_end)
+        move = _PostedTransfer(link, handle, len(local) * link.bytes_per_page, on_end)
         self._posted.append(move)
         self._note(move, self._agent.start(handle))
 

@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -29,6 +29,7 @@ from kv_transfer.nixl_backend.ucx_transports import UcxTransports, host_id
 from kv_transfer.nixl_backend.writes import Writes
 from kv_transfer.ordered_writes import hold
 from kv_transfer.poll_backoff import wait_precisely
+from kv_transfer.rank_plan import ByteRange
 from tandem.protocol.errors import FailedPrecondition, TandemError, TransferFailed
 from tandem.protocol.messages import PeerDescription, PeerRef, TransferNotice
 
@@ -107,13 +108,13 @@ class NixlTransport(Transport):
 
     # ---- for every thread ----
 
-    def add_peer(self, description: PeerDescription) -> None:
+    def add_peer(self, description: PeerDescription, ranges: Sequence[ByteRange] = ()) -> None:
         """Register a peer.
 
-        Raises FailedPrecondition if its pages differ in size, or if it is on another host and the network is not
-        trusted.
+        Raises FailedPrecondition if its pages differ in size and there are no `ranges`, or if it is on another host and
+        the network is not trusted.
         """
-        if description.page_bytes != self._layout.page_bytes:
+        if not ranges and description.page_bytes != self._layout.page_bytes:
             raise FailedPrecondition(
                 f"pages of {description.peer.worker_id} have {description.page_bytes} bytes, mine"
                 f" {self._layout.page_bytes}; start both workers with the same model and page settings"
@@ -123,7 +124,7 @@ class NixlTransport(Transport):
                 f"{description.peer.worker_id} is on another host, and KV pages cross no network that is not declared"
                 " trusted; start the cluster with --trusted-network if only workers can reach workers there"
             )
-        self._command(partial(self._add_peer, description))
+        self._command(partial(self._add_peer, description, ranges))
 
     def remove_peer(self, peer: PeerRef) -> None:
         """Remove this incarnation of a peer and earlier ones; writes in flight to it will fail."""
@@ -275,13 +276,13 @@ class NixlTransport(Transport):
             return
         self._guarded(partial(self._on_notice, notice))
 
-    def _add_peer(self, description: PeerDescription) -> None:
+    def _add_peer(self, description: PeerDescription, ranges: Sequence[ByteRange]) -> None:
         replaced = self._links.replaced_by(description)
         if replaced is not None:
             self._writes.abandon(replaced, "the worker was restarted")
             self._links.drop(replaced)
             self._ucx_transports.forget(replaced.description.peer)
-        self._links.add(description)
+        self._links.add(description, ranges)
         self._attentive_until = time.monotonic() + CONNECT_ATTENTION_S
 
     def _remove_peer(self, peer: PeerRef) -> None:

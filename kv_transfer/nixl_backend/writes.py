@@ -40,7 +40,7 @@ class Writes:
 
     def __init__(self, agent: PoolAgent, links: Links, layout: KVLayout, deliver: Deliver) -> None:
         self._links, self._layout, self._deliver = links, layout, deliver
-        self._posted = PostedTransfers(agent, links, layout.page_bytes)
+        self._posted = PostedTransfers(agent, links)
         self._flights: dict[PendingWrite, Link] = {}
         self._due: dict[str, float] = {}
         """Agents that have announced a notice, each with the end of the frequent polls for it (`time.monotonic`)."""
@@ -142,8 +142,8 @@ class Writes:
         self._flights.clear()
 
     def _ended(self, flight: PendingWrite, whole: bool) -> None:
-        del self._flights[flight]
+        link = self._flights.pop(flight)
         if whole:
-            flight.complete(len(flight.write.local_pages) * self._layout.page_bytes)
+            flight.complete(len(flight.write.local_pages) * link.bytes_per_page)
         else:
             flight.fail("the connection failed")

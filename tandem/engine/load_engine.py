@@ -15,7 +15,7 @@ from tandem.engine.adapters.slots import AdapterSlots
 from tandem.engine.cache.paged_cache import PagedCache, page_bytes
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.model import ModelSpec
-from tandem.engine.config.sharding import ALONE, Rank, own_spec
+from tandem.engine.config.sharding import ALONE, PagePart, Rank, own_spec, page_part
 from tandem.engine.cuda.step_graph import StepGraph
 from tandem.engine.device import (
     check_weights,
@@ -96,6 +96,8 @@ class LoadedParts:
     computed_spec: ModelSpec
     """The spec of the matrices that this process computes: `spec`, whose vocabulary is divided among the ranks."""
     cache: PagedCache
+    page_part: PagePart
+    """The part of a page of the whole model that the cache has."""
     dtype: torch.dtype
     """The dtype of activations, and of weights that are not quantized."""
     facts: ModelFacts
@@ -231,6 +233,7 @@ def load_parts(
         spec,
         replace(spec, vocab_size=len(setting.rank.rows(spec.vocab_size))),
         cache,
+        page_part(setting.spec, setting.rank),
         setting.dtype,
         _facts(config.served.name, setting, cache),
         random_revision(config.served.model) if config.random_weights else revision_hash(config.served.model),
@@ -246,8 +249,10 @@ def load_parts(
 
 def load_rank(
     config: EngineConfig, collectives: Collectives, kernels: Kernels | None
-) -> tuple[DecoderModel, PagedCache, Sequence[StepGraph]]:
-    """Load a follower, a rank that does not lead: its part of the model, its KV cache and its CUDA graphs.
+) -> tuple[DecoderModel, PagedCache, PagePart, Sequence[StepGraph]]:
+    """Load a follower, a rank other than the first: its part of the model, its KV cache and its CUDA graphs.
+
+    Returns with the cache the part of a page that it has.
 
     Raises as `load_parts` does.
     """
@@ -255,7 +260,7 @@ def load_rank(
     setting.prepare_device(config)
     loaded, _ = _load_model(config, setting, None)
     cache, stepper = _start(config, loaded.model, setting=setting, masks=None)
-    return loaded.model, cache, stepper.step_graphs
+    return loaded.model, cache, page_part(setting.spec, setting.rank), stepper.step_graphs
 
 
 def _load_model(

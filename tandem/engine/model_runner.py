@@ -6,11 +6,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tandem.engine.cache.page_checksums import page_checksums
+from tandem.engine.cache.page_checksums import PageChecksums, page_checksums
 from tandem.engine.cache.page_pool import PagePool
 from tandem.engine.cache.paged_cache import PagedCache
 from tandem.engine.ceilings import measure_ceilings
 from tandem.engine.config import EngineConfig
+from tandem.engine.config.sharding import PagePart
 from tandem.engine.cuda.step_graph import StepGraph
 from tandem.engine.device import device_name
 from tandem.engine.graph_use import GraphUse
@@ -39,7 +40,8 @@ class ModelRunner:
         self.cache = cache = loaded.cache
         self.pool = PagePool(cache.pages)
         self.page_tokens, self.kv_pages = cache.page_tokens, cache.kv_pages
-        self.page_sums = page_checksums(cache.tensor)
+        self.page_part = loaded.page_part
+        self.page_sums: PageChecksums = page_checksums(cache.tensor, loaded.page_part)
         self.cost_guess = cost_guess(loaded.computed_spec, cache, self.dtype.itemsize)
         self.roofline = roofline(loaded.computed_spec, cache, self.dtype.itemsize)
         self.device_name = device_name(cache.device)
@@ -61,7 +63,7 @@ class ModelRunner:
         """Load the model and allocate the KV cache.
 
         `kernels` are by default the fastest for the device; if they are passed in, steps run one by one, without CUDA
-        graphs. The leading rank of a group passes its `collectives`, and `on_step`, which sends each step to the other
+        graphs. The first rank of a group passes its `collectives`, and `on_step`, which sends each step to the other
         ranks (`Follower`). Raises ModelError if the model cannot be served, InvalidArgument if a setting cannot be met.
         """
         loaded = load_parts(
@@ -132,21 +134,21 @@ class ModelRunner:
 
 
 class Follower:
-    """The engine of a rank that does not lead: it runs its part of the model in each step that the leading rank sends.
+    """The engine of a rank other than the first: it runs its part of the model in each step that the first rank sends.
 
     It owns the rank's part of the model and of the KV cache, and has no requests.
     """
 
-    def __init__(self, cache: PagedCache, forward: Forward, graphs: Sequence[StepGraph]) -> None:
+    def __init__(self, cache: PagedCache, part: PagePart, forward: Forward, graphs: Sequence[StepGraph]) -> None:
         """Create a follower from loaded parts; callers use `load` instead."""
-        self.cache = cache
+        self.cache, self.page_sums = cache, page_checksums(cache.tensor, part)
         self._forward, self._graphs = forward, graphs
 
     @classmethod
     def load(cls, config: EngineConfig, collectives: Collectives, *, kernels: Kernels | None = None) -> "Follower":
         """Load this rank's part of the model, and allocate its KV cache. Raises as `ModelRunner.load` does."""
-        model, cache, graphs = load_rank(config, collectives, kernels=kernels)
-        return cls(cache, forward_over(model, cache), graphs)
+        model, cache, part, graphs = load_rank(config, collectives, kernels=kernels)
+        return cls(cache, part, forward_over(model, cache), graphs)
 
     def run(self, steps: Iterable[RankStep]) -> None:
         """Run `steps` in order, and return after the last one; on a GPU, they are only launched."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.logging.logs import MAX_MIB, LogConfig, LogFormat
 from tandem.protocol.mode import Mode
 from tandem.protocol.speculation_method import SpeculationMethod
-from tandem.settings.engine import QUANTIZATIONS, EngineSettings
+from tandem.settings.engine import QUANTIZATIONS, RANKS_MAX, EngineSettings
 from tandem.settings.invalid import refuse
 from tandem.settings.model import ModelSettings
 from tandem.settings.options import option_of
@@ -80,6 +80,20 @@ class ClusterSettings(Settings):
         help="The same for decode workers alone; default: --quantization.",
         topic=Topic.ENGINE,
         choices=QUANTIZATIONS,
+    )
+    prefill_tensor_parallel_size: int | None = setting(
+        None,
+        help="GPUs of each prefill worker; default: --tensor-parallel-size.",
+        topic=Topic.ENGINE,
+        least=1,
+        most=RANKS_MAX,
+    )
+    decode_tensor_parallel_size: int | None = setting(
+        None,
+        help="GPUs of each decode worker; default: --tensor-parallel-size.",
+        topic=Topic.ENGINE,
+        least=1,
+        most=RANKS_MAX,
     )
     metrics_port: int = setting(
         0,
@@ -171,7 +185,7 @@ class ClusterSettings(Settings):
         """Check each setting, then the combinations of settings; see `Settings.check`."""
         Settings.check(self, name_of)
         self._check_ports()
-        self._check_quantization()
+        self._check_roles()
         self._check_draft()
         self._check_hosts()
         self._check_stages()
@@ -192,15 +206,16 @@ class ClusterSettings(Settings):
                 refuse(option, f"{port} is {taken[port]} too; each listener needs a port of its own")
             taken[port] = option
 
-    def _check_quantization(self) -> None:
-        for option, name in (
-            ("--prefill-quantization", self.prefill_quantization),
-            ("--decode-quantization", self.decode_quantization),
-        ):
-            if name is not None and not self._disaggregated:
-                refuse(option, f"is for --mode {Mode.DISAGGREGATED}; give --quantization")
-            if name is not None and self.planner.actions is PlannerMode.ON:
-                refuse(option, "excludes --planner on: workers change roles, and keep their weights")
+    def _check_roles(self) -> None:
+        for name in ("quantization", "tensor_parallel_size"):
+            for role in ("prefill", "decode"):
+                if getattr(self, f"{role}_{name}") is None:
+                    continue
+                option = name.replace("_", "-")
+                if not self._disaggregated:
+                    refuse(f"--{role}-{option}", f"is for --mode {Mode.DISAGGREGATED}; give --{option}")
+                if self.planner.actions is PlannerMode.ON:
+                    refuse(f"--{role}-{option}", "excludes --planner on: workers change roles, and keep their weights")
 
     def _check_stages(self) -> None:
         if self.engine.pipeline_parallel_size == 1:
@@ -210,18 +225,12 @@ class ClusterSettings(Settings):
             refuse(option, f"is for prefill workers; give --mode {Mode.DISAGGREGATED}")
         if self.planner.actions is PlannerMode.ON:
             refuse(option, "excludes --planner on: workers change roles, and only prefill workers have stages")
-        refuse(option, "needs workers of several ranks, which hand over no KV pages; start more workers instead")
 
     def _check_ranks(self) -> None:
         engine = self.engine
-        if engine.tensor_parallel_size == 1:
+        sizes = engine.ranks, self.prefill_tensor_parallel_size, self.decode_tensor_parallel_size
+        if all(size in {None, 1} for size in sizes):
             return
-        if self.router.mode is not Mode.COLOCATED:
-            refuse(
-                "--tensor-parallel-size",
-                "is for --mode colocated: workers of several ranks hand over no KV pages; give --mode colocated, or"
-                " more workers instead",
-            )
         for option, used in (("--draft", engine.draft is not None), ("--lora", engine.loras or engine.runtime_loras)):
             if used:
                 refuse(option, "excludes --tensor-parallel-size; leave one of them out")
@@ -271,6 +280,15 @@ class ClusterSettings(Settings):
     def stages_of(self, role: "Role") -> int:
         """The number of pipeline stages of workers of this role; only prefill workers have several."""
         return self.engine.pipeline_parallel_size if role.value == "prefill" else 1
+
+    def tensor_ranks_of(self, role: "Role") -> int:
+        """The number of ranks of each stage of workers of this role: the role's own setting, or that of all workers."""
+        by_role = {"prefill": self.prefill_tensor_parallel_size, "decode": self.decode_tensor_parallel_size}
+        return by_role.get(role.value) or self.engine.tensor_parallel_size
+
+    def ranks_of(self, role: "Role") -> int:
+        """The number of ranks of workers of this role, in all stages."""
+        return self.tensor_ranks_of(role) * self.stages_of(role)
 
     @property
     def _disaggregated(self) -> bool:

@@ -95,8 +95,7 @@ class EngineSettings(Settings):
     )
     tensor_parallel_size: int = setting(
         1,
-        help="GPUs of each worker, among which the model is divided; on CPUs, processes. More than 1 needs --mode"
-        " colocated.",
+        help="GPUs of each worker, among which the model is divided; on CPUs, processes.",
         topic=Topic.ENGINE,
         aliases=("-tp",),
         least=1,

@@ -19,9 +19,6 @@ from typing import Any, TypeVar
 
 import grpc.aio
 
-from kv_transfer.backends import open_transport
-from kv_transfer.layout import KVLayout
-from tandem.engine.cache.paged_cache import PagedCache
 from tandem.engine.model_runner import ModelRunner
 from tandem.metrics.exposition import Exposition
 from tandem.metrics.metrics_server import METRICS_PATH, MetricsServer, metrics_page
@@ -38,6 +35,7 @@ from tandem.worker.controller_link import ControllerLink
 from tandem.worker.rank_group import RankGroup
 from tandem.worker.reporting.metrics import engine_facts, worker_facts
 from tandem.worker.servicer import WorkerServicer
+from tandem.worker.transfer import RankTransfer, whole_layout
 from tandem.worker.worker import Worker, first_line
 
 log = logging.getLogger(__name__)
@@ -51,7 +49,7 @@ STOP_S = 30.0
 RANK_LOOK_S = 0.2
 """Interval in seconds at which a worker checks that its other ranks run."""
 RANK_GRACE_S = 5.0
-"""Time in seconds in which the leading rank may report why it cannot start, after another rank has ended."""
+"""Time in seconds in which the first rank may report why it cannot start, after another rank has ended."""
 
 
 class WorkerProcess:
@@ -60,6 +58,8 @@ class WorkerProcess:
     def __init__(self, config: WorkerConfig, incarnation: int) -> None:
         self._config = config
         self._me = PeerRef(config.worker_id, incarnation)
+        stages = config.engine.pipeline_parallel_size
+        self._transfer = RankTransfer(config.transfer_backend, self._me, config.trusted_network, stages)
         self._started_unix_nanos = time.time_ns()
         self._ended: Future[None] = Future()
         self._events = asyncio.new_event_loop()
@@ -108,7 +108,8 @@ class WorkerProcess:
         check_role(self._config.role, engine)
         if engine.ranks == 1:
             return ModelRunner.load(engine, progress)
-        self._group = RankGroup(engine, engine.tensor_parallel_size, stages=engine.pipeline_parallel_size)
+        tensor_ranks, stages = engine.tensor_parallel_size, engine.pipeline_parallel_size
+        self._group = RankGroup(engine, tensor_ranks, self._transfer, stages=stages)
         self._watching = asyncio.run_coroutine_threadsafe(self._watch(self._group), self._events)
         return self._group.load(progress)
 
@@ -175,16 +176,10 @@ class WorkerProcess:
     # ---- on the event loop ----
 
     async def _open(self, engine: ModelRunner) -> WorkerInfo:
-        layout = layout_of(engine.cache)
-        settings = self._config
-        open_here = partial(
-            open_transport,
-            settings.transfer_backend,
-            layout,
-            self._me,
-            trusted_network=settings.trusted_network,
-        )
-        self._worker = Worker(self._config, self._me, engine, layout, open_here)
+        others = () if self._group is None else self._group.open_transports
+        open_transport = self._transfer.group_opener(engine.cache, engine.page_part, others)
+        layout = whole_layout(engine.cache, engine.page_part)
+        self._worker = Worker(self._config, self._me, engine, layout, open_transport)
         self._worker.died.add_done_callback(lambda died: self._die(died.result()))
         self._server = rpc.open_server()
         worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(self._worker, self._drain), self._server)
@@ -308,22 +303,3 @@ class WorkerProcess:
 
     def _call(self, work: Coroutine[Any, Any, Result], timeout_s: float | None = None) -> Result:
         return asyncio.run_coroutine_threadsafe(work, self._events).result(timeout_s)
-
-
-def layout_of(cache: PagedCache) -> KVLayout:
-    """Return the layout of the whole cache, with the spare page after the pool's pages (see `Peers.warm_up`)."""
-    return KVLayout(
-        base_address=cache.base_address,
-        pages=cache.pages + 1,
-        layers=cache.layers,
-        kv_heads=cache.kv_heads,
-        page_tokens=cache.page_tokens,
-        head_dim=cache.head_dim,
-        item_bytes=cache.item_bytes,
-        dtype=cache.dtype,
-        memory=cache.memory,
-        device_id=cache.device_id,
-        parts=cache.parts,
-        windows=cache.kv_pages.windows,
-        scale_bytes=cache.scale_bytes,
-    )

@@ -1,8 +1,8 @@
-"""The ranks of a worker: one, the leader, is the worker's own process; the others, the followers, are its children.
+"""The ranks of a worker: the first is the worker's own process, and the others, the followers, are its children.
 
-All ranks live and die together. A follower kills itself when the leader's process ends, because a step that waits for
-another rank on a GPU cannot be ended in any other way. The leader learns from `ended_rank`, or from an error of the
-next step, that a follower has ended.
+All ranks live and die together. A follower kills itself when the first rank's process ends, because a step that waits
+for another rank on a GPU cannot be ended in any other way. The first rank learns from `ended_rank`, or from an error of
+the next step, that a follower has ended.
 """
 
 import contextlib
@@ -16,11 +16,14 @@ import socket
 import tempfile
 import threading
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import torch
 
+from kv_transfer.ranks.page_sums import GroupPageSums
+from kv_transfer.ranks.remote_transport import RemoteTransport, serve_transport
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.sharding import Rank
 from tandem.engine.device import parse_device
@@ -30,6 +33,7 @@ from tandem.engine.parallel.collectives import Collectives, GlooCollectives
 from tandem.engine.parallel.step_stream import StepSender, received_steps
 from tandem.engine.weights.checkpoint import Progress
 from tandem.protocol.errors import InvalidArgument, TandemError, Unavailable
+from tandem.worker.transfer import OpenTransport, RankTransfer, ranked_pages
 from tandem.worker.worker import first_line
 
 log = logging.getLogger(__name__)
@@ -43,41 +47,46 @@ END_TIMEOUT_S = 5.0
 
 
 class RankGroup:
-    """The followers of a worker's leading rank, and the exchange with them. The worker's process owns it."""
+    """The followers of a worker's first rank, and the exchange with them. The worker's process owns it."""
 
-    def __init__(self, config: EngineConfig, ranks: int, *, stages: int = 1) -> None:
-        """Start the followers and join them; they load their parts of the model while the leader loads its own.
+    def __init__(
+        self, config: EngineConfig, ranks: int, transfer: RankTransfer | None = None, *, stages: int = 1
+    ) -> None:
+        """Start the followers and join them; they load their parts of the model while the first rank loads its own.
 
-        The model is divided among `stages` pipeline stages with `ranks` ranks each. On GPUs, rank n computes on the
-        n-th GPU after that of the config. Raises InvalidArgument if there are fewer GPUs than ranks or if a GPU cannot
-        access the memory of another, Unavailable if the ranks do not join.
+        The model is divided among `stages` pipeline stages of `ranks` ranks each. On GPUs, rank n computes on the n-th
+        GPU after that of the config. `transfer` has the settings of the ranks' transports; without it, they have none.
+        Raises InvalidArgument if there are fewer GPUs than ranks or if a GPU cannot access the memory of another,
+        Unavailable if the ranks do not join.
         """
-        self._config, self.ranks = config, ranks * stages
-        _check_devices(config.device, self.ranks, "pipeline_parallel_size" if stages > 1 else "tensor_parallel_size")
-        members = [Rank.of(number, ranks, stages) for number in range(self.ranks)]
-        self._leader = next(rank for rank in members if rank.leads)
-        self._followers = [rank for rank in members if not rank.leads]
+        self._config, self.ranks, self._stages = config, ranks * stages, stages
+        self._transports: list[RemoteTransport] = []
+        _check_devices(config.device, self.ranks, "tensor_parallel_size" if stages == 1 else "pipeline_parallel_size")
         self._folder = tempfile.TemporaryDirectory(prefix="tandem-ranks-")
         meeting = Path(self._folder.name) / "meeting"
         context = multiprocessing.get_context("spawn")
         self._processes: list[SpawnProcess] = []
         leading_ends = []
-        for rank in self._followers:
+        for number in range(1, self.ranks):
             leading_end, following_end = socket.socketpair()
+            leading_pipe, following_pipe = context.Pipe()
             leading_ends.append(leading_end)
+            calls = None if transfer is None else (following_pipe, transfer)
             process = context.Process(
                 target=_follow,
-                args=(self.config_of(rank.world_number), rank, meeting, following_end),
-                name=f"rank {rank.world_number}",
+                args=(self.config_of(number), Rank.of(number, ranks, stages), meeting, following_end, calls),
+                name=f"rank {number}",
                 daemon=True,
             )
             process.start()
             following_end.close()
+            following_pipe.close()
+            self._transports.append(RemoteTransport(leading_pipe))
             self._processes.append(process)
         self._sender = StepSender(leading_ends)
         self._open = True
         try:
-            self._collectives = _join(self.config_of(self._leader.world_number), self._leader, meeting)
+            self._collectives = _join(self.config_of(0), Rank.of(0, ranks, stages), meeting)
         except BaseException as error:
             ended = self.ended_rank()
             self._end_followers()
@@ -85,23 +94,30 @@ class RankGroup:
             raise Unavailable(f"the {self.ranks} ranks of this worker have not joined: {reason}") from error
 
     def load(self, progress: Progress | None = None) -> ModelRunner:
-        """Load the leader's part of the model, and return the runner of the group's steps.
+        """Load the first rank's part of the model, and return the runner of the group's steps.
 
         Raises as `ModelRunner.load` does.
         """
-        config = self.config_of(self._leader.world_number)
-        return ModelRunner.load(config, progress, collectives=self._collectives, on_step=self._sender.send)
+        config = self.config_of(0)
+        runner = ModelRunner.load(config, progress, collectives=self._collectives, on_step=self._sender.send)
+        pages = ranked_pages(runner.cache, runner.page_part, self.ranks, self._stages)
+        runner.page_sums = GroupPageSums(pages, runner.page_sums, [rank.sums for rank in self._transports])
+        return runner
+
+    @property
+    def open_transports(self) -> list[OpenTransport]:
+        """The functions that open the transports of the followers, in the order of their numbers."""
+        return [rank.open for rank in self._transports]
 
     def ended_rank(self) -> int | None:
         """Return the number of a follower that has ended; None if all are alive."""
-        processes = zip(self._followers, self._processes, strict=True)
-        return next((rank.world_number for rank, process in processes if not process.is_alive()), None)
+        return next((number for number, process in enumerate(self._processes, 1) if not process.is_alive()), None)
 
     def close(self) -> None:
         """End the followers. Idempotent."""
         if self._open:
             self._open = False
-            # The followers leave the group now, and leaving waits for the leader. If it fails, they are killed.
+            # The followers leave the group now, and leaving waits for the first rank. If it fails, they are killed.
             self._sender.close()
             leaving = threading.Thread(target=self._collectives.close, name="leave ranks", daemon=True)
             sound = self.ended_rank() is None
@@ -165,14 +181,28 @@ def _join(config: EngineConfig, rank: Rank, meeting: Path) -> Collectives:
     return CudaCollectives(rank, meeting, START_TIMEOUT_S, device)
 
 
-def _follow(config: EngineConfig, rank: Rank, meeting: Path, leader: socket.socket) -> None:
-    """Run as a follower until the leader closes the connection."""
+def _follow(
+    config: EngineConfig,
+    rank: Rank,
+    meeting: Path,
+    leader: socket.socket,
+    calls: tuple[Connection, RankTransfer] | None,
+) -> None:
+    """Run as a follower until the first rank closes the connection.
+
+    `calls` has the pipe over which the first rank calls this rank's transport, and the transport's settings.
+    """
     logging.basicConfig(level=logging.INFO, format=f"rank {rank.world_number} %(levelname)s %(name)s: %(message)s")
     threading.Thread(target=_end_with_parent, args=(meeting.parent,), name="parent", daemon=True).start()
     with leader:
         try:
             collectives = _join(config, rank, meeting)
-            Follower.load(config, collectives).run(received_steps(leader, parse_device(config.device)))
+            follower = Follower.load(config, collectives)
+            if calls is not None:
+                pipe, transfer = calls
+                serving = pipe, transfer.opener(rank.world_number, follower.cache), follower.page_sums
+                threading.Thread(target=serve_transport, args=serving, name="transport", daemon=True).start()
+            follower.run(received_steps(leader, parse_device(config.device)))
         except (TandemError, RuntimeError):
             log.exception("rank %d has ended", rank.world_number)
             raise SystemExit(1) from None
@@ -180,7 +210,7 @@ def _follow(config: EngineConfig, rank: Rank, meeting: Path, leader: socket.sock
 
 
 def _end_with_parent(folder: Path) -> None:
-    """Kill this process when the leader's process has ended; remove the group's temporary folder before."""
+    """Kill this process when the process of the first rank has ended; remove the group's temporary folder before."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -191,8 +191,7 @@ class Worker:
         """
         self.admission.peer_back(info.peer)
         self.peers.restore_peer(info.peer)
-        if self._config.engine.ranks == 1:
-            self._warm_ups.add(info)
+        self._warm_ups.add(info)
 
     def peer_gone(self, peer: PeerRef) -> None:
         """Treat this incarnation of another worker, and its earlier ones, as dead."""
@@ -260,9 +259,6 @@ class Worker:
 
     def _make_peers(self, engine: LoadedEngine, layout: KVLayout) -> Peers:
         facts = (*engine_facts(engine, layout), *self._checks.facts(), *self.transport.facts())
-        if (ranks := self._config.engine.ranks) > 1:
-            # A fact that differs between any two workers: each rank has its part of a page, and only the first sends.
-            facts = (*facts, ("hand_over", f"not supported by the {ranks} ranks of {self.me.worker_id}"))
         handshake = make_handshake(self.transport.describe(), facts, layout)
         return Peers(handshake, self.transport, self._config.secrets.token, self._config.rpc_timeout_s)
 

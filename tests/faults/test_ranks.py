@@ -1,9 +1,13 @@
-"""SIGKILL of any rank of a worker: its ranks end together, and every request gets the tokens of a quiet cluster."""
+"""SIGKILL of any rank of a worker: its ranks end together, and every request gets the tokens of a quiet cluster.
+
+TANDEM_RANK_DEATHS is the number of random deaths in `make soak`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +16,13 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.soak import soak
+
 from .moments import restarted
-from .streams import Client, Question, Stream, undisturbed
+from .streams import AT_ONCE, Client, Load, Question, Stream, undisturbed
 
 IN_DECODE = 3
+DEATHS = int(os.environ.get("TANDEM_RANK_DEATHS", "100"))
 QUESTIONS = [Question((5, 6, 7, 8 + n), 60) for n in range(3)]
 LATER = Question((5, 6, 7, 99), 20)
 """A request that arrives after the death."""
@@ -41,11 +48,11 @@ def test_no_answer_is_lost_with_a_rank_and_all_ranks_restart(
     running_cluster: Callable[..., Any], small_model: Path
 ) -> None:
     cluster = running_cluster(
-        model=small_model, dtype="float32", mode="colocated", tensor_parallel_size=2, kv_cache_bytes=1 << 27
+        model=small_model, dtype="float32", prefill=1, decode=1, decode_tensor_parallel_size=2, kv_cache_bytes=1 << 27
     )
     expected = asyncio.run(undisturbed(cluster.grpc_address, [*QUESTIONS, LATER]))
     for killed in (1, 0):
-        before = cluster.worker("both")
+        before = cluster.worker("decode")
         (follower,) = followers(before.pid)
         streams = asyncio.run(killed_amid(cluster, follower.pid if killed else before.pid))
         for stream, tokens in zip(streams, expected, strict=True):
@@ -54,4 +61,33 @@ def test_no_answer_is_lost_with_a_rank_and_all_ranks_restart(
         assert len(followers(after.pid)) == 1
         psutil.wait_procs([follower], timeout=20)
         assert not follower.is_running()
+    cluster.assert_idle_and_sound()
+
+
+@soak
+@pytest.mark.timeout(300 + 60 * DEATHS)
+def test_no_answer_is_wrong_or_hangs_when_ranks_die_at_random_moments_under_load(
+    running_cluster: Callable[..., Any], small_model: Path
+) -> None:
+    cluster = running_cluster(
+        model=small_model, dtype="float32", prefill=2, decode=2, tensor_parallel_size=2, kv_cache_bytes=1 << 27
+    )
+    expected = asyncio.run(undisturbed(cluster.grpc_address, QUESTIONS))
+    rng = random.Random(11)
+
+    async def kill_at_random() -> Load:
+        async with Client(cluster.grpc_address) as client:
+            load = Load(client, QUESTIONS, expected)
+            for _ in range(DEATHS):
+                await asyncio.sleep(rng.random())
+                worker = rng.choice(cluster.workers())
+                ranks = [worker.pid, *(follower.pid for follower in followers(worker.pid))]
+                os.kill(rng.choice(ranks), signal.SIGKILL)
+                await asyncio.to_thread(restarted, cluster, worker)
+            await load.stop()
+            return load
+
+    load = asyncio.run(kill_at_random())
+    assert load.right >= AT_ONCE
+    assert len(load.refused) <= DEATHS // 10, load.refused
     cluster.assert_idle_and_sound()

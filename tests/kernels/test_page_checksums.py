@@ -1,5 +1,6 @@
 """Checksums of KV pages: one value on every device, and every error that a transfer can make is detected."""
 
+import itertools
 import random
 
 import numpy as np
@@ -12,6 +13,7 @@ from tandem.engine.cache.page_words import as_words
 from tandem.engine.cache.paged_cache import PagedCache, page_bytes
 from tandem.engine.config.attention import AttentionShape
 from tandem.engine.config.model import DenseFeedForward, GroupedQueryAttention, LayerSpec, ModelSpec
+from tandem.engine.config.sharding import PagePart
 from tandem.engine.kernels.kv_cache import KvCache, QuantizedKv, quantize_kv
 from tandem.engine.kernels.rowwise.triton_checksum import SPLITS, partial_sums, reference_sums
 from tests.soak import seeds
@@ -53,12 +55,13 @@ def make_quantized(shape: tuple[int, ...] = SHAPES[0]) -> QuantizedKv:
     return cache.tensor
 
 
-def triton_sums(cache: KvCache, pages: list[int], filled: list[int]) -> list[int]:
+def triton_sums(cache: KvCache, pages: list[int], filled: list[int], part: PagePart | None = None) -> list[int]:
     chosen = torch.tensor(list(zip(pages, filled, strict=True)), device=DEVICE)
     parts = torch.full((len(pages), SPLITS), -1, device=DEVICE)
-    data = as_words(cache)
+    data = as_words(cache, part)
     codes = data.page_tokens * data.token_words
-    partial_sums(data.words.to(DEVICE), codes, data.token_words, chosen, parts)
+    numbering = data.first_number, data.head_words, data.head_gap
+    partial_sums(data.words.to(DEVICE), codes, data.token_words, chosen, parts, numbering=numbering)
     return [total % 2**64 for total in parts.sum(dim=1).tolist()]
 
 
@@ -74,6 +77,26 @@ def test_one_value_everywhere(shape: tuple[int, ...], dtype: torch.dtype) -> Non
     assert len(set(expected)) == len(pages)
     assert list(page_checksums(cache)(pages, filled)) == expected
     assert triton_sums(cache, pages, filled) == expected
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_sums_of_the_ranks_add_up_to_the_checksum_of_the_page(ranks: int, stages: int) -> None:
+    """Every rank has some heads of some layers, in the memory order of its own cache."""
+    whole = make_quantized((3, 2, 2, 3, 16, 64))
+    heads, layers = 3 // ranks, 2 // stages
+    pages, filled = [2, 0], [PAGE_TOKENS, 5]
+    totals = [0, 0]
+    for first_head, first_layer in itertools.product(range(0, 3, heads), range(0, 2, layers)):
+        own = make_quantized((3, layers, 2, heads, 16, 64))
+        chosen = slice(first_layer, first_layer + layers), slice(None), slice(first_head, first_head + heads)
+        own.codes.copy_(whole.codes[:, *chosen])
+        own.scales.copy_(whole.scales[:, *chosen])
+        part = PagePart(3, 2, first_head, first_layer)
+        sums = list(page_checksums(own, part)(pages, filled))
+        assert triton_sums(own, pages, filled, part) == sums
+        totals = [(total + value) % 2**64 for total, value in zip(totals, sums, strict=True)]
+    assert totals == list(page_checksums(whole)(pages, filled))
 
 
 def test_sums_that_overflow_are_still_equal() -> None:

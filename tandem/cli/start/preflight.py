@@ -68,10 +68,11 @@ def check_device(config: ClusterSettings) -> None:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         raise InvalidArgument("--device", f"{config.engine.device} asked for, PyTorch sees no GPU; use --device cpu")
-    ranks = config.engine.tensor_parallel_size
+    ranks = max(config.ranks_of(role) for role in Role)
     if ranks > count:
         raise InvalidArgument(
-            "--tensor-parallel-size", f"{ranks} GPUs asked for, PyTorch sees {count}; use a smaller number"
+            "--tensor-parallel-size" if config.engine.pipeline_parallel_size == 1 else "--prefill-pipeline-size",
+            f"{ranks} GPUs asked for, PyTorch sees {count}; use a smaller number",
         )
     first = int(config.engine.device.partition(":")[2] or 0)
     if first + ranks > count:
@@ -120,7 +121,8 @@ def check_page(config: ClusterSettings) -> None:
     device = torch.device(config.engine.device)
     shape = bounded(load_spec(config.served.model), config.engine.max_model_len)
     page_tokens = parse_page_tokens(engine, device)
-    shape = rank_spec(shape, engine.tensor_parallel_size)
+    # The fewer ranks, the larger the page of each.
+    shape = rank_spec(shape, min(config.tensor_ranks_of(role) for role in Role))
     needed = cache_bytes(shape, 1, page_tokens, parse_kv_dtype(engine, device, shape))
     pages = split_kv(engine, shape, page_tokens, device, config.engine.kv_pool_bytes).target or 0
     if pages < needed:
@@ -177,8 +179,9 @@ def check_weights(config: ClusterSettings) -> None:
     # quantized.
     stored = bounded(load_spec(config.served.model), config.engine.max_model_len)
     shapes = {role: quantized_at_load(stored, config.quantization_of(role)) for role in Role}
-    ranks = config.engine.tensor_parallel_size
-    own_spec(stored, Rank(count=ranks, stages=config.engine.pipeline_parallel_size))  # rejects what cannot be divided
+    for role in Role:
+        # Rejects a model that cannot be divided.
+        own_spec(stored, Rank(count=config.tensor_ranks_of(role), stages=config.stages_of(role)))
     if not config.engine.on_cpu or config.ray_address:
         return
     engine, device = _engine(config), torch.device("cpu")
@@ -191,7 +194,7 @@ def check_weights(config: ClusterSettings) -> None:
     weights_gib, pages = max(sizes.values()) / GIB, config.engine.kv_pool_bytes or 0
     free = psutil.virtual_memory().available
     # The weights of a worker of several ranks are divided; each rank has KV pages of its own.
-    if sum(counts[role] * (size + ranks * pages) for role, size in sizes.items()) > free:
+    if sum(counts[role] * (size + config.ranks_of(role) * pages) for role, size in sizes.items()) > free:
         raise InvalidArgument(
             "--device",
             f"{config.worker_count} workers with {weights_gib:.2f} GiB of weights and {pages / GIB:.3g} GiB of KV "

@@ -92,7 +92,7 @@ def choose_hardware(given: Mapping[str, Any]) -> dict[str, Any]:
 
     The device is `cuda` if this host has a usable GPU, otherwise `cpu`. On GPUs, every worker has its own GPU and runs
     both prefill and decode, in adaptive mode with two or more; on a CPU, one worker prefills and one decodes. With
-    `--tensor-parallel-size N`, every worker has N GPUs, and the mode is colocated.
+    `--tensor-parallel-size N`, every worker has N GPUs; on a CPU, one worker then does both with N processes.
     `--prefill`, `--decode` and `--workers` override these choices. With `--address`, workers run on the nodes of
     another Ray cluster, whose GPUs are unknown here, so the number of workers must be given.
     """
@@ -104,9 +104,10 @@ def choose_hardware(given: Mapping[str, Any]) -> dict[str, Any]:
     if device == AUTO:
         device = "cuda" if gpus else "cpu"
     if mode == AUTO:
-        separate = given["prefill"] is not None or given["decode"] is not None
+        by_role = ("prefill", "decode", "prefill_tensor_parallel_size", "decode_tensor_parallel_size")
+        separate = any(given[name] is not None for name in by_role) or given["prefill_pipeline_size"] > 1
         shared = workers is not None or (device != "cpu" and not joined) or ranks > 1
-        mode = "disaggregated" if separate or not shared else "colocated" if ranks > 1 else "adaptive"
+        mode = "disaggregated" if separate or not shared else "adaptive"
     if workers is None and device == "cuda" and not joined:
         workers = max(1, gpus // ranks)
     return {**given, "device": device, "mode": mode, "workers": workers}

@@ -123,9 +123,10 @@ class WorkerActors:
             kv_cache_bytes=cluster.engine.kv_pool_bytes,
             device=slot.device,
             memory_fraction=slot.memory_fraction,
+            tensor_parallel_size=cluster.tensor_ranks_of(slot.role),
+            pipeline_parallel_size=cluster.stages_of(slot.role),
             max_batch_requests=cluster.engine.batch_requests,
             quantization=cluster.quantization_of(assignment.role),
-            pipeline_parallel_size=cluster.stages_of(slot.role),
             # With runtime adapters the controller makes workers load the adapters after their start
             # (`tandem/cluster/operations/adapters.py`).
             loras=() if cluster.engine.runtime_loras else cluster.engine.loras,

@@ -27,15 +27,13 @@ class Topology:
     step_policy: PolicyName = DEFAULT_STEP_POLICY
     step_budget: int | None = None
     itl_target_s: float | None = None
-    ranks: int = 1
-    """Ranks of each worker; workers of several ranks hand over no KV pages, so their mode is colocated."""
 
     @classmethod
     def of(cls, config: ClusterSettings) -> "Topology":
         """Return the topology of the config."""
         prefill, worker = config.prefill if config.router.mode is Mode.DISAGGREGATED else 0, config.worker
         steps = worker.step_policy, worker.step_budget, worker.itl_target_s
-        return cls(config.router.mode, prefill, *steps, config.engine.tensor_parallel_size)
+        return cls(config.router.mode, prefill, *steps)
 
     def assignment(self, role: Role) -> Assignment:
         """Return the assignment of a worker with this role."""
@@ -65,15 +63,13 @@ class ModeChange:
         ):
             if name not in known:
                 raise InvalidArgument(option, f"{name!r} is none of {', '.join(value for value in known if value)}")
-        if now.ranks > 1 and self.mode != Mode.COLOCATED:
-            raise InvalidArgument("mode", f"workers of {now.ranks} ranks hand over no KV pages; they stay colocated")
         if self.step_budget and self.step_policy not in {PolicyName.CHUNKED, PolicyName.DECODE_PRIORITY}:
             raise InvalidArgument("--step-budget", "is for --step-policy chunked or decode-priority; name it, too")
         target = now.itl_target_s if self.itl_target_s == 0 else max(self.itl_target_s, 0.0) or None
         steps = (now.step_policy, now.step_budget)
         if self.step_policy:
             steps = (PolicyName(self.step_policy), self.step_budget or None)
-        return Topology(Mode(self.mode), self._prefill(workers), *steps, target, now.ranks)
+        return Topology(Mode(self.mode), self._prefill(workers), *steps, target)
 
     def _prefill(self, workers: int) -> int:
         if self.mode != Mode.DISAGGREGATED:

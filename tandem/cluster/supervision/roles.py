@@ -6,7 +6,7 @@ that may run a role, so each role can run on its own hardware; a node offers one
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tandem.protocol.errors import FailedPrecondition
 from tandem.protocol.messages import Role
@@ -31,6 +31,12 @@ class Slot:
     ranks: int = 1
     """Number of consecutive GPUs of the worker; on `cpu`, number of its processes."""
 
+    @property
+    def gpus(self) -> range:
+        """The ordinals of the worker's GPUs of this host; empty if it has none, or if Ray assigns them."""
+        first = self.device.partition(":")[2]
+        return range(int(first), int(first) + self.ranks) if first else range(0)
+
 
 def plan(config: ClusterSettings, gpus: int) -> tuple[Slot, ...]:
     """Return one slot for each worker of the config.
@@ -38,16 +44,14 @@ def plan(config: ClusterSettings, gpus: int) -> tuple[Slot, ...]:
     On `cuda` the workers use the host's `gpus` GPUs round-robin; on a joined Ray, Ray assigns each worker the GPUs of
     its node.
     """
-    ranks = config.engine.tensor_parallel_size
     roles = [(role, i) for role, count in _counts(config).items() for i in range(count)]
-    wanted = config.engine.device
-    devices = [
-        wanted if config.ray_address else _device(wanted, number, gpus // ranks, ranks) for number in range(len(roles))
-    ]
-    return tuple(
-        Slot(f"{role.value}-{i}", role, device, _memory_fraction(config, devices.count(device)), ranks)
+    device = config.engine.device
+    devices = [device] * len(roles) if config.ray_address else _devices(config, [role for role, _ in roles], gpus)
+    slots = [
+        Slot(f"{role.value}-{i}", role, device, ranks=config.ranks_of(role))
         for (role, i), device in zip(roles, devices, strict=True)
-    )
+    ]
+    return tuple(replace(slot, memory_fraction=_memory_fraction(config, slot, slots)) for slot in slots)
 
 
 def another(config: ClusterSettings, role: Role, slots: Sequence[Slot], gpus: int) -> Slot:
@@ -55,21 +59,23 @@ def another(config: ClusterSettings, role: Role, slots: Sequence[Slot], gpus: in
 
     Raises FailedPrecondition if the worker needs a GPU of this host and no GPU has enough memory left.
     """
-    ranks, taken = config.engine.tensor_parallel_size, {slot.worker_id for slot in slots}
+    taken = {slot.worker_id for slot in slots}
     worker_id = next(name for i in range(len(taken) + 1) if (name := f"{role.value}-{i}") not in taken)
+    slot = Slot(worker_id, role, config.engine.device, ranks=config.ranks_of(role))
     if config.engine.on_cpu or config.ray_address:
-        return Slot(worker_id, role, config.engine.device, ranks=ranks)
-    fraction = config.engine.gpu_memory_fraction
-    asked = config.engine.device
-    devices = [_device(asked, number, gpus // ranks, ranks) for number in range(max(1, gpus // ranks))]
-    used = {device: sum(slot.memory_fraction for slot in slots if slot.device == device) for device in devices}
-    device = min(devices, key=lambda candidate: used[candidate])
-    if used[device] + fraction > 1:
+        return slot
+    slot = replace(slot, memory_fraction=config.engine.gpu_memory_fraction)
+    used = Counter[int]()
+    for other in slots:
+        used.update(dict.fromkeys(other.gpus, other.memory_fraction))
+    choices = [replace(slot, device=device) for device in _devices(config, [role] * max(1, gpus // slot.ranks), gpus)]
+    best = min(choices, key=lambda choice: max(used[gpu] for gpu in choice.gpus))
+    if max(used[gpu] for gpu in best.gpus) + best.memory_fraction > 1:
         raise FailedPrecondition(
-            f"no GPU of this host has {fraction:.0%} of its memory left for another worker; start the cluster with a "
-            "smaller --memory-fraction, or on a Ray cluster of more hosts (--address)"
+            f"no GPU of this host has {best.memory_fraction:.0%} of its memory left for another worker; start the"
+            " cluster with a smaller --memory-fraction, or on a Ray cluster of more hosts (--address)"
         )
-    return Slot(worker_id, role, device, fraction, ranks)
+    return best
 
 
 def _counts(config: ClusterSettings) -> dict[Role, int]:
@@ -78,17 +84,24 @@ def _counts(config: ClusterSettings) -> dict[Role, int]:
     return {Role.BOTH: config.workers}
 
 
-def _memory_fraction(config: ClusterSettings, sharers: int) -> float:
+def _memory_fraction(config: ClusterSettings, slot: Slot, slots: Sequence[Slot]) -> float:
     if config.engine.memory_fraction is not None:
         return config.engine.memory_fraction
-    return GPU_MEMORY_FRACTION if config.engine.on_cpu or config.ray_address else GPU_MEMORY_FRACTION / sharers
+    sharers = [sum(gpu in other.gpus for other in slots) for gpu in slot.gpus]
+    return GPU_MEMORY_FRACTION / max(sharers, default=1)
 
 
-def _device(asked: str, number: int, places: int, ranks: int) -> str:
-    """Return the first GPU of a worker, if the GPUs of the host have `places` for workers with `ranks` GPUs each."""
-    if asked != "cuda":
-        return asked
-    return f"cuda:{number % max(places, 1) * ranks}"
+def _devices(config: ClusterSettings, roles: Sequence[Role], gpus: int) -> list[str]:
+    """Return the first GPU of each worker: GPUs are given out in order, and again from the first if none is left."""
+    if config.engine.device != "cuda":
+        return [config.engine.device] * len(roles)
+    devices, first = [], 0
+    for role in roles:
+        ranks = config.ranks_of(role)
+        first = 0 if first + ranks > gpus else first
+        devices.append(f"cuda:{first}")
+        first += ranks
+    return devices
 
 
 def bundle(slot: Slot) -> dict[str, float]:
@@ -102,7 +115,7 @@ def offer(config: ClusterSettings) -> dict[str, float]:
     for role, count in _counts(config).items():
         offered.update(_role_resources(role, count))
     if config.ray_address and not config.engine.on_cpu:
-        offered[GPU] = config.worker_count * config.engine.tensor_parallel_size
+        offered[GPU] = sum(count * config.ranks_of(role) for role, count in _counts(config).items())
     return dict(offered)
 
 

@@ -57,8 +57,14 @@ class DeviceChecksums:
         with torch.cuda.stream(self._stream):
             self._chosen[:count].copy_(self._chosen_here[:count], non_blocking=True)
             words = self._words
-            codes = words.page_tokens * words.token_words
-            partial_sums(words.words, codes, words.token_words, self._chosen[:count], self._parts[:count])
+            partial_sums(
+                words.words,
+                words.page_tokens * words.token_words,
+                words.token_words,
+                self._chosen[:count],
+                self._parts[:count],
+                numbering=(words.first_number, words.head_words, words.head_gap),
+            )
             self._parts_here[:count].copy_(self._parts[:count], non_blocking=True)
             self._done.record()
         wait_for(self._done)

@@ -1,8 +1,10 @@
 """Checksums of KV pages, with which a receiver on any kind of device verifies that a page arrived unchanged.
 
 The checksum of a page is the sum of w_i * (2 i + 1) mod 2^64 over the page's 32-bit words w_i, little-endian and
-signed, where i is the index of the word in the page. In a partly filled page only the filled token positions count: the
-memory after them is unused, and the decode worker writes new tokens there.
+signed, where i is the index of the word in the page. If ranks divide the model, i is the index in a page of the whole
+model, so the sums of ranks that together have each word once add up to the checksum of the page. In a partly filled
+page only the filled token positions count: the memory after them is unused, and the decode worker writes new tokens
+there.
 
 A changed word changes the sum, because the difference of two words and the weight 2 i + 1 are both below 2^32, so that
 their product is never 0 mod 2^64. For the same reason any two swapped words change it. Other errors go undetected with
@@ -16,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.engine.cache.page_words import PageWords, as_words
+from tandem.engine.config.sharding import PagePart
 from tandem.engine.kernels.kv_cache import KvCache
 
 _MASK = (1 << 64) - 1
@@ -32,14 +35,15 @@ class PageChecksums(Protocol):
         """
 
 
-def page_checksums(cache: KvCache) -> PageChecksums:
+def page_checksums(cache: KvCache, part: PagePart | None = None) -> PageChecksums:
     """Return the function that computes checksums of a cache's pages on the cache's device.
 
-    The cache is [pages, layers, 2, kv_heads, page_tokens, head_dim].
+    The cache is [pages, layers, 2, kv_heads, page_tokens, head_dim]. `part` is the part of a page of the whole model
+    that the cache has; None = all of it.
 
     Raises ValueError if the keys of one token and one head do not fill whole 32-bit words.
     """
-    words = as_words(cache)
+    words = as_words(cache, part)
     if words.words.device.type == "cpu":
         return HostChecksums(words)
 
@@ -58,8 +62,7 @@ class HostChecksums:
         """Prepare the checksums of `words`, which `as_words` returned for a cache on the CPU."""
         self._words: npt.NDArray[np.int32] = words.words.numpy()
         self._token_words, self._first_scale = words.token_words, words.page_tokens * words.token_words
-        shape = self._words.shape[1:]
-        self._weights = (2 * np.arange(np.prod(shape), dtype=np.int64) + 1).reshape(shape)
+        self._weights: npt.NDArray[np.int64] = (2 * words.numbers() + 1).numpy()
 
     def __call__(self, pages: Sequence[int], filled: Sequence[int]) -> Sequence[int]:
         """Return the checksum of the first `filled` token positions of each page.

@@ -36,12 +36,12 @@ class Rank:
     @classmethod
     def of(cls, world_number: int, count: int, stages: int) -> "Rank":
         """Return the rank with this number in a group of `stages` stages with `count` ranks each."""
-        return cls(world_number % count, count, world_number // count, stages)
+        return cls(world_number % count, count, stages - 1 - world_number // count, stages)
 
     @property
     def world_number(self) -> int:
-        """The number of the rank in the whole group: stage by stage, and within a stage by `number`."""
-        return self.stage * self.count + self.number
+        """The number of the rank in the whole group, from the last stage to the first, so that 0 leads."""
+        return (self.stages - 1 - self.stage) * self.count + self.number
 
     @property
     def world_size(self) -> int:
@@ -61,7 +61,7 @@ class Rank:
     @property
     def leads(self) -> bool:
         """True for the first rank of the last stage, which gets the logits, and thus schedules and samples."""
-        return self.in_last_stage and self.number == 0
+        return self.world_number == 0
 
     def rows(self, size: int) -> range:
         """Return the range of this rank's rows if `size` rows are divided among the ranks of its stage.
@@ -81,6 +81,27 @@ class Rank:
 
 ALONE = Rank()
 """The rank of a process that holds a whole model."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagePart:
+    """The part of a KV page of the whole model that one rank's page has: consecutive heads of consecutive layers."""
+
+    heads: int
+    """Number of KV heads of the whole model; 1 for latents, which every rank has."""
+    layers: int
+    """Number of layers of a page of the whole model."""
+    first_head: int = 0
+    first_layer: int = 0
+
+
+def page_part(spec: ModelSpec, rank: Rank) -> PagePart:
+    """Return the part of a page that `rank` has; `spec` describes the whole model."""
+    group = kv_groups(spec)[0]
+    own = kv_groups(rank_spec(spec, rank.count))[0].heads
+    # If there are more ranks than KV heads, several ranks have the same head.
+    first_head = rank.number * (group.heads // own) // rank.count * own
+    return PagePart(group.heads, group.depth, first_head, rank.layers(group.depth).start)
 
 
 def rank_spec(spec: ModelSpec, ranks: int) -> ModelSpec:
@@ -121,17 +142,20 @@ def _stage(spec: ModelSpec, rank: Rank) -> ModelSpec:
 def _check_stages(spec: ModelSpec, stages: int) -> None:
     """Raise InvalidArgument unless a page has the KV of the same group of layers on the ranks of all stages.
 
-    Then a request has the same page numbers on all ranks, although each rank has only the layers of its stage.
+    Then a request has the same page numbers on all ranks, although each rank has only the layers of its stage. A page
+    of a stage has the same layers of a whole model's page for all groups (`page_part`).
     """
     count = len(spec.layers)
     if stages > count:
         raise InvalidArgument(
             "pipeline_parallel_size", f"{stages} stages are more than the model's {count} layers; use fewer stages."
         )
-    groups = [group.layers for group in kv_groups(spec)]
+    groups = kv_groups(spec)
     for rank in (Rank(stage=stage, stages=stages) for stage in range(stages)):
-        layers = rank.layers(count)
-        parts = [tuple(number - layers.start for number in group if number in layers) for group in groups]
+        layers, places = rank.layers(count), rank.layers(groups[0].depth)
+        parts = [
+            tuple(number - layers.start for number in group.layers[places.start : places.stop]) for group in groups
+        ]
         if parts != [group.layers for group in kv_groups(_stage(spec, rank))]:
             raise InvalidArgument(
                 "pipeline_parallel_size",

@@ -80,7 +80,7 @@ def start_on_gpu(
     """Allocate a KV cache as large as the settings allow, capture the graphs, and return the cache and its stepper.
 
     The ranks of a group, which pass their `collectives`, do this at the same time; all get as many pages as the rank
-    with the least memory has space for. The leading rank passes `on_step`, which sends the steps after the start.
+    with the least memory has space for. The first rank passes `on_step`, which sends the steps after the start.
 
     Raises InvalidArgument, which names the setting to change, if there is not enough memory or if the GPU is too small
     for the model's kernels.

@@ -181,7 +181,7 @@ class CudaStepper:
 
 
 class LeadingStepper(CudaStepper):
-    """The stepper of a group's leading rank: it calls `on_step` with each step before it launches the step."""
+    """The stepper of a group's first rank: it calls `on_step` with each step before it launches the step."""
 
     def __init__(self, *parts: Any, on_step: Callable[[RankStep], None], **graphs: Any) -> None:
         """Create a stepper; the arguments other than `on_step` are those of `CudaStepper`."""

@@ -13,6 +13,9 @@ from torch import Tensor
 from tandem.engine.config.sharding import Rank
 from tandem.protocol.errors import Unavailable
 
+_BARRIER_ELEMENTS = 8
+"""A size that every kernel for sums supports."""
+
 
 class Collectives(ABC):
     """The collective operations of one rank with the ranks of its stage, and the exchange between stages.
@@ -43,6 +46,13 @@ class Collectives(ABC):
 
         `part` [D, n] has the columns `Rank.rows(columns)` of this rank. The other ranks may get [0, columns].
         """
+
+    def barrier(self, like: Tensor) -> None:
+        """Let what follows on this rank's device begin only after what came before on all ranks has ended.
+
+        `like` is any tensor of the device.
+        """
+        self.all_reduce(like.new_zeros(_BARRIER_ELEMENTS))
 
     @abstractmethod
     def send(self, hidden: Tensor) -> None:
@@ -114,12 +124,12 @@ class GlooCollectives(Collectives):
     def send(self, hidden: Tensor) -> None:
         """Send the tensor, and return when it has arrived."""
         with _while_all_run():
-            dist.send(hidden, self.rank.world_number + self.rank.count)
+            dist.send(hidden, self.rank.world_number - self.rank.count)
 
     def receive(self, hidden: Tensor) -> None:
         """Wait for the tensor."""
         with _while_all_run():
-            dist.recv(hidden, self.rank.world_number - self.rank.count)
+            dist.recv(hidden, self.rank.world_number + self.rank.count)
 
     def minimum(self, number: int) -> int:
         """Return the smallest number."""
@@ -139,7 +149,7 @@ def stage_group(rank: Rank) -> dist.ProcessGroup | None:
         return None
     starts = range(0, rank.world_size, rank.count)
     groups: list[dist.ProcessGroup] = [dist.new_group([*range(start, start + rank.count)]) for start in starts]
-    return groups[rank.stage]
+    return groups[rank.world_number // rank.count]
 
 
 @contextmanager

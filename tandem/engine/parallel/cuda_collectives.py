@@ -136,14 +136,14 @@ class CudaCollectives(Collectives):
     def send(self, hidden: Tensor) -> None:
         """Send the tensor; later work of this GPU starts when it has arrived."""
         if not self._suspended:
-            dist.send(hidden, self.rank.world_number + self.rank.count)
+            dist.send(hidden, self.rank.world_number - self.rank.count)
 
     def receive(self, hidden: Tensor) -> None:
         """Receive the tensor; later work of this GPU waits for it."""
         if self._suspended:
             hidden.zero_()
         else:
-            dist.recv(hidden, self.rank.world_number - self.rank.count)
+            dist.recv(hidden, self.rank.world_number + self.rank.count)
 
     def minimum(self, number: int) -> int:
         """Return the smallest number."""

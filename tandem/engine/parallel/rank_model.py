@@ -93,12 +93,16 @@ class RankModel(DecoderModel):
         *,
         scoring: StepPieces | None = None,
     ) -> Tensor | None:
-        """Store the KV of a step in the layers of this rank's stage.
+        """Run this rank's part of a step. A step ends on the leading rank only after every rank has stored its KV.
 
         The last stage computes logits, as `DecoderModel.forward` does; the others send the hidden states of all tokens.
         """
         if self._rank.in_last_stage:
-            return super().forward(token_ids, layouts, cache, drawn, feed, scoring=scoring)
+            logits = super().forward(token_ids, layouts, cache, drawn, feed, scoring=scoring)
+            if drawn is not None and len(drawn) == 0 and self._rank.count > 1:
+                # Nothing is summed after the KV of the last layer is stored.
+                self._collectives.barrier(self._final_norm.weight)
+            return logits
         for layout in reversed(layouts):
             self.kernels.begin_step(cache, layout)
         hidden = self._embed(token_ids, feed)

@@ -1,4 +1,4 @@
-"""Sends steps from the leading rank of a group to the other ranks, the followers, over Unix sockets.
+"""Sends steps from the first rank of a group to the other ranks, the followers, over Unix sockets.
 
 A follower schedules nothing, samples nothing and has no requests: it only runs the steps that it receives. If either
 side closes a connection, the whole group ends.
@@ -45,7 +45,7 @@ RankStep = PackedStep | GraphStep
 
 
 class StepSender:
-    """Sends the steps of the leading rank to all followers. Called on the engine's thread."""
+    """Sends the steps of the first rank to all followers. Called on the engine's thread."""
 
     def __init__(self, followers: Sequence[socket.socket]) -> None:
         self._followers = followers
@@ -86,7 +86,7 @@ def _header(step: RankStep) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 def received_steps(leader: socket.socket, device: torch.device) -> Iterator[RankStep]:
-    """Yield the steps that the leading rank sends, until it closes the connection `leader`.
+    """Yield the steps that the first rank sends, until it closes the connection `leader`.
 
     The tensors of a `PackedStep` are on `device`, the words of a `GraphStep` in host memory, pinned if it is a GPU.
     """

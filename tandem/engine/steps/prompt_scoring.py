@@ -79,7 +79,7 @@ class StepPieces:
         """Compute all logits, and return the logits of the rows that sample a token; None if no row samples one.
 
         The logits of scored positions are computed piece by piece and dropped, because this rank only has to take part
-        in the communication from which the leading rank gets them. The arguments are those of `StepScoring.logits`.
+        in the communication from which the first rank gets them. The arguments are those of `StepScoring.logits`.
         """
         scored = hidden[self.drawn :]
         for piece in self.pieces():

@@ -123,7 +123,14 @@ def _conversions(hint: Any, schema: Any) -> tuple[_Convert | None, _Convert | No
     if isinstance(hint, type) and issubclass(hint, Enum):
         return None, partial(_read_enum, hint, schema.name)
     if dataclasses.is_dataclass(hint):
-        plan = _plan(hint, GetMessageClass(schema.message_type))
+        message_type = GetMessageClass(schema.message_type)
+        if schema.message_type is schema.containing_type:
+            # The plan of this message is being made, so it is looked up when a value is converted.
+            return (
+                lambda value: _plan(hint, message_type).write(value),
+                lambda value: _plan(hint, message_type).read(value),
+            )
+        plan = _plan(hint, message_type)
         return plan.write, plan.read
     return None, None
 

@@ -29,6 +29,10 @@ class PeerDescription:
     host: str = ""
     process: str = ""
     probe_address: int = 0
+    other_ranks: "tuple[PeerDescription, ...]" = ()
+    """The memory of the worker's other ranks, in order; empty unless a group of ranks divides the model."""
+    stage: int = 0
+    """The pipeline stage whose layers the memory has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,9 @@ class TransferNotice:
     `token_hash` covers all prefilled tokens: the prompt and the `prior_output_tokens` answer tokens after it.
     `first_token_id` is the token that the prefill worker sampled, at position `prior_output_tokens` of the answer, from
     0. `next_draw` is the index of the next random number in the request's seeded sequence.
+
+    This is notice `part` of the `parts` notices of a transfer: with groups of ranks, each pair of a sending and a
+    receiving rank has a notice, and the KV is complete with the last of them.
     """
 
     lease: Lease
@@ -73,6 +80,8 @@ class TransferNotice:
     next_draw: int
     checksums: tuple[PageChecksum, ...] = ()
     skipped: int = 0
+    part: int = 0
+    parts: int = 1
 
 
 def hash_token_ids(token_ids: Sequence[int]) -> bytes:

@@ -38,16 +38,6 @@ async def test_in_all_modes_every_kind_of_work_has_a_worker() -> None:
     await workers.stop()
 
 
-async def test_workers_of_several_ranks_stay_colocated() -> None:
-    workers = Workers({"a": BOTH, "b": BOTH}, Topology(Mode.COLOCATED, ranks=2))
-    for mode in ("disaggregated", "adaptive"):
-        with pytest.raises(InvalidArgument, match="2 ranks hand over no KV pages"):
-            await workers.assignments.set_mode(ModeChange(mode))
-    await workers.assignments.set_mode(ModeChange("colocated", step_policy="chunked"))
-    assert workers.assignments.topology.ranks == 2
-    await workers.stop()
-
-
 async def test_the_answer_comes_when_the_last_half_is_empty() -> None:
     workers = Workers({"a": BOTH, "b": BOTH}, Topology(Mode.ADAPTIVE))
     workers.busy |= {"a", "b"}

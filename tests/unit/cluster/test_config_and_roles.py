@@ -78,10 +78,14 @@ def worker_config(config: ClusterSettings, slot: Slot) -> WorkerConfig:
         ({"step_policy": "greedy"}, "--step-policy"),
         ({"step_budget": 0}, "--step-budget"),
         ({"itl_target_s": 0.0}, "--itl-target-ms"),
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
-        ({"tensor_parallel_size": 2, "mode": "adaptive"}, "--tensor-parallel-size"),
+        ({"mode": "adaptive", "prefill_tensor_parallel_size": 2}, "--prefill-tensor-parallel-size"),
+        (
+            {"decode_tensor_parallel_size": 2, "planner": PlannerSettings(PlannerMode.ON)},
+            "--decode-tensor-parallel-size",
+        ),
         ({"pipeline_parallel_size": 2, "mode": "colocated"}, "--prefill-pipeline-size"),
-        ({"pipeline_parallel_size": 2}, "--prefill-pipeline-size"),
+        ({"pipeline_parallel_size": 2, "planner": PlannerSettings(PlannerMode.ON)}, "--prefill-pipeline-size"),
+        ({"pipeline_parallel_size": 2, "runtime_loras": True}, "--lora"),
         ({"tensor_parallel_size": 2, "mode": "colocated", "runtime_loras": True}, "--lora"),
         ({"tensor_parallel_size": 2, "mode": "colocated", "draft": Path("d"), "speculate": "draft"}, "--draft"),
     ],
@@ -211,6 +215,31 @@ def test_a_worker_of_several_ranks_has_gpus_that_follow_one_another(gpus: int, d
     assert worker_config(config, slots[1]).engine.tensor_parallel_size == 4
     if gpus == 8:
         assert another(config, Role.BOTH, slots[:1], gpus).device == "cuda:4"
+
+
+def test_each_role_may_have_a_number_of_ranks_of_its_own() -> None:
+    config = ClusterSettings.of(
+        model=Path("m"), prefill=2, decode=1, device="cuda", prefill_tensor_parallel_size=1, tensor_parallel_size=2
+    )
+    slots = plan(config, gpus=4)
+    assert [(slot.worker_id, list(slot.gpus)) for slot in slots] == [
+        ("prefill-0", [0]),
+        ("prefill-1", [1]),
+        ("decode-0", [2, 3]),
+    ]
+    assert [worker_config(config, slot).engine.tensor_parallel_size for slot in slots] == [1, 1, 2]
+    assert [slot.memory_fraction for slot in plan(config, gpus=3)] == pytest.approx([0.45, 0.45, 0.45])
+    assert list(another(config, Role.DECODE, slots[:2], gpus=4).gpus) == [2, 3]
+
+
+def test_prefill_workers_alone_have_pipeline_stages() -> None:
+    config = ClusterSettings.of(
+        model=Path("m"), prefill=1, decode=1, device="cuda", prefill_tensor_parallel_size=2, pipeline_parallel_size=3
+    )
+    slots = plan(config, gpus=8)
+    assert [list(slot.gpus) for slot in slots] == [[0, 1, 2, 3, 4, 5], [6]]
+    engines = [worker_config(config, slot).engine for slot in slots]
+    assert [(engine.tensor_parallel_size, engine.pipeline_parallel_size) for engine in engines] == [(2, 3), (1, 1)]
 
 
 def test_on_other_hosts_ray_gives_each_worker_all_its_gpus() -> None:

@@ -10,7 +10,7 @@ from tandem.engine.config.model import DenseFeedForward, LatentAttention, LayerS
 from tandem.engine.config.rope import RopeConfig
 from tandem.engine.kernels.rowwise.triton_checksum import reference_sums
 from tandem.engine.model_sizes import kv_bytes_per_token
-from tandem.worker.process import layout_of
+from tandem.worker.transfer import layout_of
 
 
 def latent_spec(layers: int, heads: int) -> ModelSpec:

@@ -18,6 +18,7 @@ from kv_transfer.nixl_backend.peers import Links
 from kv_transfer.nixl_backend.pending_write import PendingWrite
 from kv_transfer.nixl_backend.writes import Writes
 from kv_transfer.poll_backoff import FIRST_LOOK_S, LAST_LOOK_S
+from kv_transfer.rank_plan import ByteRange
 from tandem.protocol.conversion import encode_notice
 from tandem.protocol.errors import TransferFailed
 from tandem.protocol.messages import Lease, PeerDescription, PeerRef, TransferNotice
@@ -37,11 +38,11 @@ class Agent:
     def fail_if_dead(self, peer: PeerDescription, connection: Connection) -> bool:
         return False
 
-    def connect(self, peer: PeerDescription) -> Connection:
+    def connect(self, peer: PeerDescription, ranges: Sequence[ByteRange] = ()) -> Connection:
         if self.unreachable:
             raise RuntimeError("NIXL_ERR_BACKEND")
         self.calls.append("connect")
-        return Connection(peer.peer.worker_id, object())
+        return Connection(peer.peer.worker_id, object(), object())
 
     def disconnect(self, connection: Connection) -> None:
         self.calls.append("disconnect")

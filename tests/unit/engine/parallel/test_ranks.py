@@ -1,5 +1,7 @@
 """Models that are divided among ranks compute what one rank computes."""
 
+import threading
+import time
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -152,3 +154,21 @@ def test_what_ranks_do_not_support_is_refused(setting: dict[str, Any], tmp_path:
     config = tiny_engine_config(write_tiny_model(tmp_path), **setting)
     with pytest.raises(InvalidArgument, match="several ranks"):
         Follower.load(config, ThreadCollectives(Rank(1, 2), Boards(2)), kernels=ReferenceKernels())
+
+
+def test_a_step_ends_only_after_every_rank_has_stored_its_kv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank then hands over the pages of all ranks. Nothing is sampled, so no logits are gathered."""
+    store, first_rank, stored = ReferenceKernels.rope_and_store, threading.get_ident(), []
+
+    def store_late(self: ReferenceKernels, *arguments: Any) -> torch.Tensor:
+        q = store(self, *arguments)
+        if threading.get_ident() != first_rank:
+            time.sleep(0.05)
+            stored.append(1)
+        return q
+
+    config = tiny_engine_config(write_tiny_model(tmp_path, "llama3"))
+    with group_runner(config, 2) as (runner, _):
+        monkeypatch.setattr(ReferenceKernels, "rope_and_store", store_late)
+        runner.run(StepBatch([row(IDS[:21], 0, [0, 1], drawn=False)]))
+        assert len(stored) == len(runner.spec.layers)

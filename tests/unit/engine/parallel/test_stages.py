@@ -1,19 +1,17 @@
 """Models that are divided among pipeline stages compute what one rank computes, and their KV can be handed over."""
 
-from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 
-from kv_transfer.rank_plan import RankedPages, plan_handoff
-from tandem.engine.config.kv import kv_groups
+from kv_transfer.rank_plan import even_stages, plan_handoff
 from tandem.engine.config.sharding import Rank, own_spec
 from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.models.load_spec import load_spec
 from tandem.protocol.errors import InvalidArgument
+from tandem.worker.transfer import ranked_pages
 from tests.factories import FAMILIES, tiny_engine_config, write_tiny_model
 from tests.ranks import group_runner
 from tests.soak import soak
@@ -27,13 +25,14 @@ STAGED = sorted(FAMILIES.keys() - {"ministral", "qwen2_windows"})
 """The families of which two stages have equal parts of the layers with a sliding window."""
 
 
-def test_the_stages_divide_the_layers_in_order_and_the_first_rank_of_the_last_stage_leads() -> None:
+def test_the_stages_divide_the_layers_in_order_and_the_first_rank_is_in_the_last_stage() -> None:
     ranks = [Rank.of(number, 2, 4) for number in range(8)]
     assert [rank.world_number for rank in ranks] == list(range(8))
-    assert [len(rank.layers(61)) for rank in ranks] == [16, 16, 15, 15, 15, 15, 15, 15]
-    assert [*chain.from_iterable(rank.layers(61) for rank in ranks[::2])] == list(range(61))
-    assert [rank.world_number for rank in ranks if rank.leads] == [6]
-    assert [rank.world_number for rank in ranks if rank.embeds] == [0]
+    assert [rank.stage for rank in ranks] == [3, 3, 2, 2, 1, 1, 0, 0]
+    assert [len(rank.layers(61)) for rank in ranks] == [15, 15, 15, 15, 15, 15, 16, 16]
+    assert tuple(tuple(rank.layers(61)) for rank in ranks[::2]) == even_stages(61, 4)
+    assert [rank.world_number for rank in ranks if rank.leads] == [0]
+    assert [rank.world_number for rank in ranks if rank.embeds] == [6]
 
 
 @pytest.mark.parametrize(
@@ -77,34 +76,18 @@ def test_a_model_that_stages_cannot_divide_is_refused(family: str, stages: int, 
 def test_a_hand_over_to_one_rank_gives_the_pages_that_this_rank_would_compute(
     family: str, kv_cache_dtype: str, ranks: int, stages: int, tmp_path: Path
 ) -> None:
-    """With stages alone, to the bit; sums of ranks differ in the last bits."""
+    """With stages alone, to the bit and with the checksums; sums of ranks differ in the last bits."""
     folder = write_tiny_model(tmp_path, family)
     config = tiny_engine_config(folder, kv_cache_bytes=POOL, kv_cache_dtype=kv_cache_dtype)
     alone = ModelRunner.load(config, kernels=ReferenceKernels())
     logits_of(alone)
     with group_runner(config, ranks, stages) as (runner, followers):
         logits_of(runner)
-        caches = [follower.cache for follower in followers]
-        caches.insert(ranks * (stages - 1), runner.cache)
+        caches = [runner.cache, *(follower.cache for follower in followers)]
     assert len({cache.pages for cache in caches}) == 1, "a page has the same number on all ranks"
 
-    layers = len(load_spec(folder).layers)
-    held = [Rank(stage=stage, stages=stages).layers(layers) for stage in range(stages)]
-    groups = kv_groups(alone.spec)
-    (divided,) = {
-        tuple(tuple(place for place, layer in enumerate(group.layers) if layer in stage) for stage in held)
-        for group in groups
-    }
-    source = RankedPages(
-        tensor_ranks=ranks,
-        kv_heads=alone.cache.kv_heads,
-        stages=divided,
-        page_tokens=alone.page_tokens,
-        parts=alone.cache.parts,
-        token_bytes=alone.cache.head_dim * alone.cache.item_bytes,
-        scale_bytes=alone.cache.scale_bytes,
-    )
-    target = replace(source, tensor_ranks=1, stages=(tuple(chain(*divided)),))
+    target = ranked_pages(alone.cache, alone.page_part, 1, 1)
+    source = ranked_pages(runner.cache, runner.page_part, ranks * stages, stages)
     computed = alone.cache.storage.view(torch.uint8)
     received = torch.zeros_like(computed)
     for copy in plan_handoff(source, target):
@@ -112,6 +95,9 @@ def test_a_hand_over_to_one_rank_gives_the_pages_that_this_rank_would_compute(
         received[:PAGES, copy.target_start : copy.target_end] = stored[:PAGES, copy.source_start : copy.source_end]
     if ranks == 1:
         assert torch.equal(received[:PAGES], computed[:PAGES])
+        checked = range(PAGES), [alone.page_tokens] * PAGES
+        parts = [engine.page_sums(*checked) for engine in (runner, *followers)]
+        assert [sum(sums) % (1 << 64) for sums in zip(*parts, strict=True)] == [*alone.page_sums(*checked)]
     else:
         assert_close = torch.testing.assert_close
         assert_close(received.view(torch.float32), computed.view(torch.float32), atol=TOLERANCE, rtol=TOLERANCE)

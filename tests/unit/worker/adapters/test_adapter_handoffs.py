@@ -12,7 +12,7 @@ from tandem.protocol.errors import NotFound
 from tandem.protocol.messages import SamplingParams
 from tandem.protocol.speculation_method import SpeculationMethod
 from tandem.settings.parsing import NamedPath
-from tandem.worker.process import layout_of
+from tandem.worker.transfer import layout_of
 from tests.adapters import TinyAdapter
 from tests.eagle_heads import write_eagle
 from tests.factories import tiny_engine_config, write_tiny_model

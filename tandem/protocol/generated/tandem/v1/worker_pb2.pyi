@@ -411,7 +411,7 @@ class ConnectPeerResponse(_message.Message):
     def __init__(self, description: _Optional[_Union[PeerDescription, _Mapping]] = ...) -> None: ...
 
 class PeerDescription(_message.Message):
-    __slots__ = ("peer", "agent_metadata", "base_address", "page_bytes", "pages", "device_id", "memory", "host", "process", "probe_address")
+    __slots__ = ("peer", "agent_metadata", "base_address", "page_bytes", "pages", "device_id", "memory", "host", "process", "probe_address", "other_ranks", "stage")
     PEER_FIELD_NUMBER: _ClassVar[int]
     AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
     BASE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -422,6 +422,8 @@ class PeerDescription(_message.Message):
     HOST_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     PROBE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    OTHER_RANKS_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
     peer: _types_pb2.PeerRef
     agent_metadata: bytes
     base_address: int
@@ -432,7 +434,9 @@ class PeerDescription(_message.Message):
     host: str
     process: str
     probe_address: int
-    def __init__(self, peer: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ..., agent_metadata: _Optional[bytes] = ..., base_address: _Optional[int] = ..., page_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., device_id: _Optional[int] = ..., memory: _Optional[str] = ..., host: _Optional[str] = ..., process: _Optional[str] = ..., probe_address: _Optional[int] = ...) -> None: ...
+    other_ranks: _containers.RepeatedCompositeFieldContainer[PeerDescription]
+    stage: int
+    def __init__(self, peer: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ..., agent_metadata: _Optional[bytes] = ..., base_address: _Optional[int] = ..., page_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., device_id: _Optional[int] = ..., memory: _Optional[str] = ..., host: _Optional[str] = ..., process: _Optional[str] = ..., probe_address: _Optional[int] = ..., other_ranks: _Optional[_Iterable[_Union[PeerDescription, _Mapping]]] = ..., stage: _Optional[int] = ...) -> None: ...
 
 class AllocatePagesRequest(_message.Message):
     __slots__ = ("lease", "pages", "prefill")
@@ -495,7 +499,7 @@ class NameDeliveriesResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class TransferNotice(_message.Message):
-    __slots__ = ("lease", "prefill", "token_hash", "pages", "first_token_id", "next_draw", "checksums", "skipped")
+    __slots__ = ("lease", "prefill", "token_hash", "pages", "first_token_id", "next_draw", "checksums", "skipped", "part", "parts")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     TOKEN_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -504,6 +508,8 @@ class TransferNotice(_message.Message):
     NEXT_DRAW_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     lease: Lease
     prefill: _types_pb2.PeerRef
     token_hash: bytes
@@ -512,7 +518,9 @@ class TransferNotice(_message.Message):
     next_draw: int
     checksums: _containers.RepeatedCompositeFieldContainer[PageChecksum]
     skipped: int
-    def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., prefill: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ..., token_hash: _Optional[bytes] = ..., pages: _Optional[int] = ..., first_token_id: _Optional[int] = ..., next_draw: _Optional[int] = ..., checksums: _Optional[_Iterable[_Union[PageChecksum, _Mapping]]] = ..., skipped: _Optional[int] = ...) -> None: ...
+    part: int
+    parts: int
+    def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., prefill: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ..., token_hash: _Optional[bytes] = ..., pages: _Optional[int] = ..., first_token_id: _Optional[int] = ..., next_draw: _Optional[int] = ..., checksums: _Optional[_Iterable[_Union[PageChecksum, _Mapping]]] = ..., skipped: _Optional[int] = ..., part: _Optional[int] = ..., parts: _Optional[int] = ...) -> None: ...
 
 class PageChecksum(_message.Message):
     __slots__ = ("page", "value")

@@ -1,0 +1,1 @@
+"""Transfers between workers whose ranks divide a model, which each worker may do differently."""

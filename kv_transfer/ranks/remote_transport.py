@@ -1,0 +1,370 @@
+"""The transport of a rank in another process, used from the process of the first rank over a pipe.
+
+The rank's process runs `serve_transport`, which opens a transport over the rank's pages and carries out the calls that
+arrive. `RemoteTransport` makes the calls. Both processes are on one host, so times of `time.monotonic` are the same.
+"""
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+from kv_transfer.base import NoticeHandler, PageWrite, Transport, WriteDone
+from kv_transfer.checksums import PageSums
+from kv_transfer.ordered_writes import hold
+from kv_transfer.rank_plan import ByteRange
+from tandem.protocol.errors import TransferFailed, Unavailable
+from tandem.protocol.messages import PeerDescription, PeerRef, TransferNotice
+
+log = logging.getLogger(__name__)
+
+OPEN_TIMEOUT_S = 120.0
+"""Maximum time in seconds until the rank's transport is open."""
+CLOSE_TIMEOUT_S = 15.0
+STATUS_S = 0.5
+"""Interval in seconds at which the rank reports its status."""
+_OPENING = -1
+"""The number of the result of an `_Open` that failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Status:
+    """The facts about a transport that change."""
+
+    poll_s: float
+    name: str
+    kinds: str
+    warnings: tuple[str, ...]
+
+    @classmethod
+    def of(cls, transport: Transport) -> "_Status":
+        return cls(
+            transport.transport_poll_s(),
+            transport.transport_name(),
+            transport.transport_kinds(),
+            transport.warnings(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """The rank's transport is open."""
+
+    backend: str
+    description: PeerDescription
+    facts: tuple[tuple[str, str], ...]
+    open_ports: tuple[str, ...]
+    status: _Status
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A request to open the transport; the first message."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Close:
+    """A request to close the transport; the last message."""
+
+
+@dataclass(frozen=True, slots=True)
+class _AddPeer:
+    """A call of `Transport.add_peer`."""
+
+    description: PeerDescription
+    ranges: tuple[ByteRange, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _RemovePeer:
+    """A call of `Transport.remove_peer`."""
+
+    peer: PeerRef
+
+
+@dataclass(frozen=True, slots=True)
+class _Expect:
+    """A call of `Transport.expect`."""
+
+    leases: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """A write that may begin at once; `begin_by` and `deadline` are times of `time.monotonic`."""
+
+    number: int
+    peer: PeerRef
+    local_pages: tuple[int, ...]
+    remote_pages: tuple[int, ...]
+    notice: TransferNotice | None
+    begin_by: float
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """A request for the checksums of pages."""
+
+    number: int
+    pages: tuple[int, ...]
+    filled: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """The result of a write or of checksums, or the message of its error."""
+
+    number: int
+    value: Any
+    error: str | None = None
+
+
+class RemoteTransport(Transport):
+    """The transport of a rank in another process. Any thread may call it, after `open`.
+
+    The owner of the pipe's other end is a process that lives and dies with this one: if the pipe closes, all results
+    that are outstanding fail, and the worker ends for other reasons.
+    """
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._sending = threading.Lock()
+        self._numbers = itertools.count()
+        self._pending: dict[int, Future[Any]] = {}
+        self._opened: Future[_Opened] = Future()
+        self._reader: threading.Thread | None = None
+
+    def open(self, on_notice: NoticeHandler) -> "RemoteTransport":
+        """Open the rank's transport, and return this object. `on_notice` is called on this object's thread.
+
+        Raises TransferFailed if the transport cannot be opened, or not in time.
+        """
+        self._on_notice = on_notice
+        self._reader = threading.Thread(target=self._read, name="rank transport", daemon=True)
+        self._reader.start()
+        self._send(_Open())
+        try:
+            opened = self._opened.result(OPEN_TIMEOUT_S)
+        except TimeoutError:
+            raise TransferFailed(f"a rank has not opened its transport within {OPEN_TIMEOUT_S:g} s") from None
+        self.backend, self._facts = opened.backend, opened.facts
+        self._description, self._open_ports = opened.description, opened.open_ports
+        return self
+
+    def add_peer(self, description: PeerDescription, ranges: Sequence[ByteRange] = ()) -> None:
+        """Register a peer; what the rank's transport refuses is only logged there."""
+        self._send(_AddPeer(description, tuple(ranges)))
+
+    def remove_peer(self, peer: PeerRef) -> None:
+        """Remove this incarnation of a peer and earlier ones."""
+        self._send(_RemovePeer(peer))
+
+    def write(self, write: PageWrite, deadline_s: float) -> "Future[WriteDone]":
+        """Post a write once the writes in `after` have ended; it is held in this process until then."""
+        future: Future[WriteDone] = Future()
+        future.set_running_or_notify_cancel()
+        hold(write.after, partial(self._begin, write, time.monotonic() + deadline_s, future))
+        return future
+
+    def _begin(self, write: PageWrite, deadline: float, future: "Future[WriteDone]", why_not: str) -> None:
+        if why_not:
+            future.set_exception(TransferFailed(f"write to {write.peer.worker_id}: {why_not}; prefill again"))
+            return
+        local, remote = tuple(write.local_pages), tuple(write.remote_pages)
+        begin_by = write.begin_by()
+        self._request(future, lambda n: _Write(n, write.peer, local, remote, write.notice, begin_by, deadline))
+
+    def sums(self, pages: Sequence[int], filled: Sequence[int]) -> "Future[Sequence[int]]":
+        """Start to compute the rank's checksums of pages (`kv_transfer.checksums.PageSums`)."""
+        future: Future[Sequence[int]] = Future()
+        self._request(future, lambda number: _Sums(number, tuple(pages), tuple(filled)))
+        return future
+
+    def describe(self) -> PeerDescription:
+        """Return the description of the rank's memory."""
+        return self._description
+
+    def expect(self, leases: int) -> None:
+        """Set the number of leases for which a notice or a write may arrive."""
+        self._send(_Expect(leases))
+
+    def transport_poll_s(self) -> float:
+        """Return the polling time that the rank has reported last."""
+        return self._status.poll_s
+
+    def transport_name(self) -> str:
+        """Return the name that the rank has reported last."""
+        return self._status.name
+
+    def transport_kinds(self) -> str:
+        """Return the kinds of UCX transports that the rank has reported last."""
+        return self._status.kinds
+
+    def facts(self) -> tuple[tuple[str, str], ...]:
+        """Return the facts of the rank's transport."""
+        return self._facts
+
+    def open_ports(self) -> tuple[str, ...]:
+        """Return host:port of each TCP socket on which the rank's transport listens."""
+        return self._open_ports
+
+    def warnings(self) -> tuple[str, ...]:
+        """Return the warnings that the rank has reported last."""
+        return self._status.warnings
+
+    def close(self) -> None:
+        """Close the rank's transport, and wait for it for a bounded time."""
+        if self._reader is not None:
+            self._send(_Close())
+            self._reader.join(CLOSE_TIMEOUT_S)
+
+    def _request(self, future: "Future[Any]", message: Callable[[int], object]) -> None:
+        number = next(self._numbers)
+        self._pending[number] = future
+        if not self._send(message(number)) and self._pending.pop(number, None) is not None:
+            future.set_exception(Unavailable("a rank of this worker has ended, and the worker ends with it"))
+
+    def _send(self, message: object) -> bool:
+        with self._sending:
+            try:
+                self._pipe.send(message)
+            except OSError:
+                return False
+        return True
+
+    def _read(self) -> None:
+        """Receive results, notices and reports until the rank closes its end."""
+        while True:
+            try:
+                message = self._pipe.recv()
+            except (EOFError, OSError):
+                break
+            try:
+                self._take(message)
+            except Exception:
+                log.exception("a message of a rank's transport could not be processed")
+        error = TransferFailed("a rank of this worker has ended, and the worker ends with it")
+        for future in (self._opened, *self._pending.values()):
+            if not future.done():
+                future.set_exception(error)
+
+    def _take(self, message: object) -> None:
+        match message:
+            case TransferNotice():
+                self._on_notice(message)
+            case _Status():
+                self._status = message
+            case _Opened():
+                self._status = message.status
+                self._opened.set_result(message)
+            case _Result():
+                future = self._opened if message.number == _OPENING else self._pending.pop(message.number)
+                if message.error is not None:
+                    future.set_exception(TransferFailed(message.error))
+                else:
+                    future.set_result(message.value)
+
+
+def serve_transport(pipe: Connection, open_transport: Callable[[NoticeHandler], Transport], sums: PageSums) -> None:
+    """Open a rank's transport when the first rank asks for it, and carry out its calls until it closes the transport.
+
+    Runs on a thread of the rank's process. `sums` computes the rank's part of the checksums of its pages.
+    """
+    _TransportServer(pipe, open_transport, sums).run()
+
+
+class _TransportServer:
+    """The rank's end of the pipe."""
+
+    def __init__(self, pipe: Connection, open_transport: Callable[[NoticeHandler], Transport], sums: PageSums) -> None:
+        self._pipe, self._open_transport, self._sums = pipe, open_transport, sums
+        self._sending = threading.Lock()
+        self._summing = ThreadPoolExecutor(1, thread_name_prefix="page sums")
+
+    def run(self) -> None:
+        try:
+            self._pipe.recv()
+            transport = self._open_transport(self._send)
+        except (EOFError, OSError):
+            return
+        except Exception as error:
+            self._send(_Result(_OPENING, None, str(error)))
+            return
+        self._send(
+            _Opened(
+                transport.backend,
+                transport.describe(),
+                transport.facts(),
+                transport.open_ports(),
+                _Status.of(transport),
+            )
+        )
+        try:
+            self._serve(transport)
+        finally:
+            transport.close()
+            self._summing.shutdown(wait=False)
+            self._pipe.close()
+
+    def _serve(self, transport: Transport) -> None:
+        status_at = 0.0
+        while True:
+            if time.monotonic() >= status_at:
+                status_at = time.monotonic() + STATUS_S
+                self._send(_Status.of(transport))
+            try:
+                if not self._pipe.poll(STATUS_S):
+                    continue
+                message = self._pipe.recv()
+            except (EOFError, OSError):
+                return
+            if isinstance(message, _Close):
+                return
+            try:
+                self._carry_out(transport, message)
+            except Exception:
+                log.exception("a call of the first rank failed")
+
+    def _carry_out(self, transport: Transport, message: object) -> None:
+        match message:
+            case _Write():
+                local, remote, begin_by = message.local_pages, message.remote_pages, message.begin_by
+                write = PageWrite(message.peer, local, remote, message.notice, begin_by=lambda: begin_by)
+                written = transport.write(write, message.deadline - time.monotonic())
+                written.add_done_callback(partial(self._report, message.number))
+            case _Sums():
+                self._summing.submit(self._sum, message)
+            case _AddPeer():
+                transport.add_peer(message.description, message.ranges)
+            case _RemovePeer():
+                transport.remove_peer(message.peer)
+            case _Expect():
+                transport.expect(message.leases)
+
+    def _report(self, number: int, written: "Future[WriteDone]") -> None:
+        error = written.exception()
+        if error is None:
+            self._send(_Result(number, written.result()))
+        else:
+            self._send(_Result(number, None, str(error)))
+
+    def _sum(self, request: _Sums) -> None:
+        try:
+            self._send(_Result(request.number, tuple(self._sums(request.pages, request.filled))))
+        except Exception as error:
+            log.exception("pages could not be summed")
+            self._send(_Result(request.number, None, f"pages could not be summed: {error!r}"))
+
+    def _send(self, message: object) -> None:
+        with self._sending:
+            try:
+                self._pipe.send(message)
+            except OSError:
+                log.info("the first rank has closed its end")

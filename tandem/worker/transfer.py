@@ -1,0 +1,74 @@
+"""The transfer of a worker's KV pages: the layout of the memory of each rank, and the transport of all ranks."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from kv_transfer.backends import open_transport
+from kv_transfer.base import NoticeHandler, Transport
+from kv_transfer.layout import KVLayout
+from kv_transfer.rank_plan import RankedPages, even_stages
+from kv_transfer.ranks.group_transport import GroupTransport, rank_peer
+from tandem.engine.cache.paged_cache import PagedCache
+from tandem.engine.config.sharding import PagePart
+from tandem.protocol.messages import PeerRef
+
+OpenTransport = Callable[[NoticeHandler], Transport]
+
+
+@dataclass(frozen=True, slots=True)
+class RankTransfer:
+    """The settings with which each rank of a worker opens its transport."""
+
+    backend: str
+    me: PeerRef
+    trusted_network: bool
+    stages: int = 1
+    """The number of pipeline stages of the worker's ranks."""
+
+    def opener(self, rank: int, cache: PagedCache) -> OpenTransport:
+        """Return the function that opens the transport over the cache of a rank of this process."""
+        name = rank_peer(self.me, rank)
+        return partial(open_transport, self.backend, layout_of(cache), name, trusted_network=self.trusted_network)
+
+    def group_opener(self, cache: PagedCache, part: PagePart, others: Sequence[OpenTransport] = ()) -> OpenTransport:
+        """Return the function that opens the transport of all ranks: the first, with `cache`, and the `others`."""
+        openers = [self.opener(0, cache), *others]
+        return partial(GroupTransport, self.me, ranked_pages(cache, part, len(openers), self.stages), openers)
+
+
+def ranked_pages(cache: PagedCache, part: PagePart, ranks: int, stages: int) -> RankedPages:
+    """Return how the pages of a model are divided among the ranks of a worker; `cache` is that of one rank."""
+    return RankedPages(
+        tensor_ranks=ranks // stages,
+        kv_heads=part.heads,
+        stages=even_stages(part.layers, stages),
+        page_tokens=cache.page_tokens,
+        parts=cache.parts,
+        token_bytes=cache.head_dim * cache.item_bytes,
+        scale_bytes=cache.scale_bytes,
+    )
+
+
+def layout_of(cache: PagedCache) -> KVLayout:
+    """Return the layout of the whole cache, with the spare page after the pool's pages (see `Peers.warm_up`)."""
+    return KVLayout(
+        base_address=cache.base_address,
+        pages=cache.pages + 1,
+        layers=cache.layers,
+        kv_heads=cache.kv_heads,
+        page_tokens=cache.page_tokens,
+        head_dim=cache.head_dim,
+        item_bytes=cache.item_bytes,
+        dtype=cache.dtype,
+        memory=cache.memory,
+        device_id=cache.device_id,
+        parts=cache.parts,
+        windows=cache.kv_pages.windows,
+        scale_bytes=cache.scale_bytes,
+    )
+
+
+def whole_layout(cache: PagedCache, part: PagePart) -> KVLayout:
+    """Return the layout that the cache would have if one rank held the whole model; two workers must agree on it."""
+    return replace(layout_of(cache), kv_heads=part.heads, layers=part.layers)
