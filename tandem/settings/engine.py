@@ -104,8 +104,8 @@ class EngineSettings(Settings):
     """A worker's processes are its ranks: one serves, and the others run the same steps."""
     pipeline_parallel_size: int = setting(
         1,
-        help="Pipeline stages of each prefill worker, which divide the model's layers and compute successive chunks at"
-        " the same time. A stage has as many GPUs as --tensor-parallel-size says.",
+        help="Pipeline stages of each prefill worker, among which the model's layers are divided; two stages compute"
+        " successive chunks at the same time. A stage has as many GPUs as --tensor-parallel-size says.",
         topic=Topic.ENGINE,
         option="prefill-pipeline-size",
         aliases=("-pp",),

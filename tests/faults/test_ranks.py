@@ -48,7 +48,13 @@ def test_no_answer_is_lost_with_a_rank_and_all_ranks_restart(
     running_cluster: Callable[..., Any], small_model: Path
 ) -> None:
     cluster = running_cluster(
-        model=small_model, dtype="float32", prefill=1, decode=1, decode_tensor_parallel_size=2, kv_cache_bytes=1 << 27
+        model=small_model,
+        dtype="float32",
+        prefill=1,
+        decode=1,
+        decode_tensor_parallel_size=2,
+        pipeline_parallel_size=2,
+        kv_cache_bytes=1 << 27,
     )
     expected = asyncio.run(undisturbed(cluster.grpc_address, [*QUESTIONS, LATER]))
     for killed in (1, 0):

@@ -60,13 +60,12 @@ class CudaCollectives(Collectives):
             timeout=timedelta(seconds=timeout_s),
             device_id=device,
         )
-        self._stage = stage_group(rank)
+        self._stage, self._links = stage_group(rank), _links(rank)
         self._suspended = False
         if rank.count > 1:
             self.one_shot_bytes = ONE_SHOT_BYTES // (rank.count - 1) if one_shot_bytes is None else one_shot_bytes
             self._memory, addresses = self._shared(buffer_bytes(self.one_shot_bytes, rank.count))
             self._one_shot = OneShot(rank.number, addresses, self.one_shot_bytes)
-        self._connect_stages()
         # The memory of all ranks is 0 before the first rank writes to it.
         torch.cuda.synchronize()
         dist.barrier()
@@ -76,14 +75,6 @@ class CudaCollectives(Collectives):
         memory = symmetric_memory.empty(size, dtype=torch.uint8, device=self._device).zero_()
         handle = symmetric_memory.rendezvous(memory, self._stage or dist.distributed_c10d._get_default_group())
         return memory, torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=self._device)
-
-    def _connect_stages(self) -> None:
-        """Exchange a tensor with the neighboring stages: NCCL cannot connect two GPUs while a graph is captured."""
-        token = torch.zeros(1, device=self._device)
-        if self.rank.stage > 0:
-            self.receive(token)
-        if not self.rank.in_last_stage:
-            self.send(token)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -135,15 +126,18 @@ class CudaCollectives(Collectives):
 
     def send(self, hidden: Tensor) -> None:
         """Send the tensor; later work of this GPU starts when it has arrived."""
-        if not self._suspended:
-            dist.send(hidden, self.rank.world_number - self.rank.count)
+        self._exchange(hidden, self.rank.world_number)
 
     def receive(self, hidden: Tensor) -> None:
         """Receive the tensor; later work of this GPU waits for it."""
         if self._suspended:
             hidden.zero_()
-        else:
-            dist.recv(hidden, self.rank.world_number + self.rank.count)
+        self._exchange(hidden, self.rank.world_number + self.rank.count)
+
+    def _exchange(self, hidden: Tensor, source: int) -> None:
+        """Send the tensor of rank `source` to the next stage: a broadcast to one rank, which a graph may contain."""
+        if not self._suspended:
+            dist.broadcast(hidden, source, self._links.get(source))
 
     def minimum(self, number: int) -> int:
         """Return the smallest number."""
@@ -157,3 +151,17 @@ class CudaCollectives(Collectives):
         if self.rank.count > 1:
             del self._memory, self._one_shot
         dist.destroy_process_group()
+
+
+def _links(rank: Rank) -> dict[int, dist.ProcessGroup]:
+    """Create the group of each two ranks that exchange hidden states, and return those of `rank` by the sender.
+
+    Two ranks need no group other than that of all ranks.
+    """
+    if rank.world_size == 2:
+        return {}
+    groups: dict[int, dist.ProcessGroup] = {
+        sender: dist.new_group([sender, sender - rank.count]) for sender in range(rank.count, rank.world_size)
+    }
+    mine = rank.world_number, rank.world_number + rank.count
+    return {sender: group for sender, group in groups.items() if sender in mine}
