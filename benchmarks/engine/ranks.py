@@ -34,8 +34,12 @@ from tandem.engine.weights.gguf import default_cache
 BATCHES = (1, 8, 32, 128)
 CONTEXT = 1024
 PREFILLS = (2048, 8192)
-LONG_PROMPT, CHUNK = 32_768, 2048
-"""The tokens of a prompt and of a chunk, for pipeline stages."""
+LONG_PROMPT, CHUNKS = 32_768, (1024, 2048, 4096)
+"""The tokens of a prompt and of a chunk, for pipeline stages.
+
+At the end of a prompt, the first stage waits: it has a first chunk of the next prompt, which takes less time than the
+last chunk of this one. The smaller the chunks, the shorter is this wait.
+"""
 _LONG_PROMPTS = 4
 SIZES = tuple(1 << power for power in range(13, 24))
 """Sizes in bytes of the tensors that are summed: from one row of 4,096 elements to prefill steps."""
@@ -65,7 +69,7 @@ def measure(options: argparse.Namespace) -> Measured:
         device="cuda",
         dtype="bfloat16",
         random_weights=True,
-        max_step_tokens=CHUNK if stages > 1 else max(PREFILLS),
+        max_step_tokens=max(CHUNKS) if stages > 1 else max(PREFILLS),
         max_batch_requests=max(BATCHES),
         quantization=options.quantization,
     )
@@ -74,7 +78,7 @@ def measure(options: argparse.Namespace) -> Measured:
     if stages == 1:
         name, result = "ranks", _sums(ranks) | _group(config, ranks, 1, measured) | {"ranks": ranks}
     else:
-        name, result = "stages", _group(config, 1, stages, measured) | {"stages": stages, "chunk": CHUNK}
+        name, result = "stages", _group(config, 1, stages, measured) | {"stages": stages}
     result |= _over_alone(result, alone)
     scheme = scheme_suffix(options.quantization, "auto")
     result |= {"shape": options.shape + scheme, "dtype": "bfloat16", **run_facts("cuda")}
@@ -121,10 +125,12 @@ def _long_prompts(runner: ModelRunner, what: str) -> Figures:
     """Measure prompts that follow each other, of `LONG_PROMPT` tokens or as long as the model's context."""
     from benchmarks.engine.gpu_engine import GpuEngine
 
-    tokens = min(LONG_PROMPT, runner.facts.max_context)
-    seconds = GpuEngine(runner).back_to_back_seconds(tokens, CHUNK, _LONG_PROMPTS)
-    print(f"{what}: {tokens / seconds:,.0f} tokens/s in prompts of {tokens}", flush=True)
-    return {f"back_to_back_ms_{tokens}": round(seconds * 1e3, 2)}
+    engine, tokens, figures = GpuEngine(runner), min(LONG_PROMPT, runner.facts.max_context), Figures()
+    for chunk in CHUNKS:
+        seconds = engine.back_to_back_seconds(tokens, chunk, _LONG_PROMPTS)
+        figures[f"prompts_ms_{tokens}_by_{chunk}"] = round(seconds * 1e3, 2)
+        print(f"{what}: {tokens / seconds:,.0f} tokens/s, prompts of {tokens} in chunks of {chunk}", flush=True)
+    return figures
 
 
 def _over_alone(group: Figures, alone: Figures) -> Figures:
