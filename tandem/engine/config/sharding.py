@@ -7,6 +7,7 @@ are more ranks than KV heads, several ranks hold the same KV head.
 """
 
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from tandem.engine.config.attention import AttentionShape
 from tandem.engine.config.kv import kv_groups
@@ -71,12 +72,12 @@ class Rank:
         most = -(-size // self.count)
         return range(min(self.number * most, size), min((self.number + 1) * most, size))
 
-    def layers(self, count: int) -> range:
-        """Return the numbers of the layers of this rank's stage if a model has `count` layers.
+    def page_layers(self, depth: int) -> range:
+        """Return the numbers of those layers of a page with `depth` layers that a page of this rank has.
 
-        If the stages cannot have the same number of layers, some of them have one more.
+        If `depth` cannot be divided by the number of stages, some stages have one layer more than others.
         """
-        return range(-(-self.stage * count // self.stages), -(-(self.stage + 1) * count // self.stages))
+        return range(-(-self.stage * depth // self.stages), -(-(self.stage + 1) * depth // self.stages))
 
 
 ALONE = Rank()
@@ -101,7 +102,7 @@ def page_part(spec: ModelSpec, rank: Rank) -> PagePart:
     own = kv_groups(rank_spec(spec, rank.count))[0].heads
     # If there are more ranks than KV heads, several ranks have the same head.
     first_head = rank.number * (group.heads // own) // rank.count * own
-    return PagePart(group.heads, group.depth, first_head, rank.layers(group.depth).start)
+    return PagePart(group.heads, group.depth, first_head, rank.page_layers(group.depth).start)
 
 
 def rank_spec(spec: ModelSpec, ranks: int) -> ModelSpec:
@@ -130,38 +131,39 @@ def own_spec(spec: ModelSpec, rank: Rank) -> ModelSpec:
     divided = rank_spec(spec, rank.count)
     if rank.stages == 1:
         return divided
-    _check_stages(divided, rank.stages)
-    return _stage(divided, rank)
+    layers = stage_layers(spec, rank.stages)[rank.stage]
+    return replace(divided, layers=divided.layers[layers.start : layers.stop])
 
 
-def _stage(spec: ModelSpec, rank: Rank) -> ModelSpec:
-    layers = rank.layers(len(spec.layers))
-    return replace(spec, layers=spec.layers[layers.start : layers.stop])
+def stage_layers(spec: ModelSpec, stages: int) -> tuple[range, ...]:
+    """Return the numbers of the layers of each stage.
 
-
-def _check_stages(spec: ModelSpec, stages: int) -> None:
-    """Raise InvalidArgument unless a page has the KV of the same group of layers on the ranks of all stages.
-
-    Then a request has the same page numbers on all ranks, although each rank has only the layers of its stage. A page
-    of a stage has the same layers of a whole model's page for all groups (`page_part`).
+    Each stage has the layers of a part of a page (`Rank.page_layers`), the same part for all groups of layers. So a
+    request has the same page numbers on all ranks. Raises InvalidArgument if a stage would have no layer, or if its
+    layers would not be consecutive or would be grouped in another way.
     """
-    count = len(spec.layers)
-    if stages > count:
-        raise InvalidArgument(
-            "pipeline_parallel_size", f"{stages} stages are more than the model's {count} layers; use fewer stages."
-        )
+    if stages == 1:
+        return (range(len(spec.layers)),)
     groups = kv_groups(spec)
-    for rank in (Rank(stage=stage, stages=stages) for stage in range(stages)):
-        layers, places = rank.layers(count), rank.layers(groups[0].depth)
-        parts = [
-            tuple(number - layers.start for number in group.layers[places.start : places.stop]) for group in groups
-        ]
-        if parts != [group.layers for group in kv_groups(_stage(spec, rank))]:
+    divided = []
+    for stage in range(stages):
+        part = Rank(stage=stage, stages=stages).page_layers(groups[0].depth)
+        own = [group.layers[part.start : part.stop] for group in groups]
+        numbers = sorted(chain.from_iterable(own))
+        if not numbers or [*range(numbers[0], numbers[-1] + 1)] != numbers or _grouped(spec, numbers) != own:
             raise InvalidArgument(
                 "pipeline_parallel_size",
-                f"the KV cache has {len(groups)} groups of layers, and stage {rank.stage} of {stages} has no equal part"
-                " of each; choose another number of stages.",
+                f"the model's {len(spec.layers)} layers, whose KV is in {len(groups)} groups, cannot be divided among"
+                f" {stages} stages; choose fewer stages, or 1.",
             )
+        divided.append(range(numbers[0], numbers[-1] + 1))
+    return tuple(divided)
+
+
+def _grouped(spec: ModelSpec, numbers: list[int]) -> list[tuple[int, ...]]:
+    """Return the groups of these consecutive layers, if they were a model."""
+    groups = kv_groups(replace(spec, layers=spec.layers[numbers[0] : numbers[-1] + 1]))
+    return [tuple(numbers[layer] for layer in group.layers) for group in groups]
 
 
 def _attention(attention: Attention, ranks: int) -> Attention:

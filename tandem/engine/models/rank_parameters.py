@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from tandem.engine.config.model import ModelSpec
-from tandem.engine.config.sharding import Rank, rank_spec
+from tandem.engine.config.sharding import Rank, rank_spec, stage_layers
 from tandem.engine.kernels.packed_weight import Weight
 from tandem.engine.models.allocation import allocate_parameters, empty_on
 from tandem.engine.models.families import slots_of
@@ -24,7 +24,7 @@ def allocate_rank(spec: ModelSpec, rank: Rank, dtype: torch.dtype, device: torch
         return allocate_parameters(spec, dtype, device)
     # The layers are taken from the whole model, because the quantization of a layer may depend on its number.
     whole = allocate_parameters(rank_spec(spec, rank.count), dtype, _META)
-    held, rows = rank.layers(len(spec.layers)), len(rank.rows(spec.vocab_size))
+    held, rows = stage_layers(spec, rank.stages)[rank.stage], len(rank.rows(spec.vocab_size))
     embedding = empty_on(device, whole.embedding) if rank.embeds else whole.embedding
     lm_head: Weight
     if not rank.in_last_stage:
@@ -49,7 +49,7 @@ def rank_slots(spec: ModelSpec, rank: Rank, parameters: Parameters) -> dict[str,
     if rank.world_size == 1:
         return slots_of(spec, parameters)
     own = rank_spec(spec, rank.count)
-    shapes, held = allocate_parameters(own, parameters.dtype, _META), rank.layers(len(spec.layers))
+    shapes, held = allocate_parameters(own, parameters.dtype, _META), stage_layers(spec, rank.stages)[rank.stage]
     layers = (*shapes.layers[: held.start], *parameters.layers, *shapes.layers[held.stop :])
     lm_head = parameters.lm_head if rank.in_last_stage else shapes.lm_head
     placed = replace(parameters, layers=layers, lm_head=lm_head)
