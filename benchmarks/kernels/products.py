@@ -10,17 +10,20 @@ Weights rotate through memory far larger than L2.
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.command_line import Measured
+from benchmarks.command_line import Measured, at_least
 from benchmarks.gpu_timing import copy_bandwidth
 from benchmarks.kernels.compilers import compiled
 from benchmarks.kernels.dense_layer import Product, dense_shapes, model_of
 from benchmarks.kernels.product_forms import FORMS, Job, rotated, us_of
 from benchmarks.results import run_facts
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.config.sharding import Rank, rank_spec
 from tandem.engine.kernels.linear.triton_linear import reserve_scratch
 from tandem.engine.models.shapes import shape_config
 
@@ -37,6 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=list(FORMS))
     parser.add_argument("--products", nargs="+", help="qkv, o, gate_up, down, head (all)")
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument("--tensor-parallel-size", type=at_least(1), default=1, help="ranks that divide the model")
     parser.add_argument("--candidates", action="store_true", help="also other tiles than the engine's")
     parser.add_argument("--workers", type=int, default=12, help="processes that compile")
 
@@ -47,7 +51,7 @@ def measure(options: argparse.Namespace) -> Measured:
     products = dict.fromkeys(
         product
         for name in options.models
-        for product in model_of(name, shape_config(name)).products
+        for product in model_of(name, _rank_shape(name, options.tensor_parallel_size)).products
         if not options.products or product.name in options.products
     )
     jobs = [
@@ -67,6 +71,11 @@ def measure(options: argparse.Namespace) -> Measured:
         row["tile"] = str(row["tile"])
     facts = {"models": options.models, "dtype": "-".join(options.forms), **run_facts("cuda")}
     return "tune-products", {"copy_gb_per_s": copy / 1e9, "products": rows, **facts}
+
+
+def _rank_shape(name: str, ranks: int) -> ModelSpec:
+    whole = shape_config(name)
+    return replace(rank_spec(whole, ranks), vocab_size=len(Rank(0, ranks).rows(whole.vocab_size)))
 
 
 def _rows(product: Product, form: str, jobs: Sequence[Job], copy: float) -> list[Row]:

@@ -1,7 +1,7 @@
 """Collective operations on tensors between the ranks of a group."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -35,6 +35,13 @@ class Collectives(ABC):
         """Add the sum of `part` over the stage's ranks to `total` in place; `part` may be overwritten."""
         self.all_reduce(part)
         total += part
+
+    def add_products(self, product: Callable[[Tensor], Tensor], x: Tensor, total: Tensor) -> None:
+        """Add the sum of `product(x)` over all ranks to `total` [T, N] in place.
+
+        `product` maps any rows of `x` [T, K] to this rank's terms of the same rows.
+        """
+        self.all_reduce_add(product(x), total)
 
     @abstractmethod
     def broadcast(self, values: Tensor) -> None:

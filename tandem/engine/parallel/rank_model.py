@@ -46,7 +46,7 @@ class RankProducts(Products):
 
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
         """Add the sum of the terms of all ranks to `hidden` in place."""
-        self._collectives.all_reduce_add(self._base.linear(x, linear), hidden)
+        self._collectives.add_products(lambda rows: self._base.linear(rows, linear), x, hidden)
 
     def experts(self, hidden: Tensor, layer: ExpertsLayer, slots: Tensor, out: Tensor) -> None:
         """Compute this rank's term of the experts' output, and add the sum over all ranks to `out` in place."""

@@ -140,6 +140,79 @@ TUNED: dict[Shape, dict[int, Tile]] = {
         64: Skinny(rows=128, tokens=64, columns=64, splits=1, stages=4, warps=4, early=512),
         128: Skinny(rows=256, tokens=128, columns=64, splits=1, stages=3, warps=8, early=512),
     },
+    (3072, 4096, False): {
+        1: Gemv(rows=4, columns=4096, warps=4),
+        16: Skinny(rows=64, tokens=16, columns=128, splits=4, stages=4, warps=4, early=512),
+        32: Skinny(rows=64, tokens=32, columns=128, splits=4, stages=4, warps=4, early=512),
+        64: Skinny(rows=64, tokens=64, columns=128, splits=4, stages=3, warps=4, early=512),
+        128: Skinny(rows=64, tokens=128, columns=64, splits=4, stages=4, warps=4, early=512),
+    },
+    (4096, 2048, False): {
+        1: Gemv(rows=2, columns=1024, warps=2),
+        16: Skinny(rows=64, tokens=16, columns=256, splits=2, stages=3, warps=4, early=512),
+        32: Skinny(rows=64, tokens=32, columns=128, splits=4, stages=4, warps=4, early=512),
+        64: Skinny(rows=64, tokens=64, columns=128, splits=2, stages=3, warps=4, early=512),
+        128: Skinny(rows=64, tokens=128, columns=64, splits=2, stages=4, warps=4, early=512),
+    },
+    (14336, 4096, True): {
+        1: Gemv(rows=1, columns=4096, warps=8),
+        16: Skinny(rows=64, tokens=16, columns=128, splits=2, stages=3, warps=4, early=512),
+        32: Skinny(rows=64, tokens=32, columns=128, splits=2, stages=3, warps=4, early=512),
+        64: Skinny(rows=64, tokens=64, columns=64, splits=2, stages=3, warps=4, early=512),
+        128: Skinny(rows=64, tokens=128, columns=64, splits=2, stages=3, warps=8, early=512),
+    },
+    (4096, 7168, False): {
+        1: Gemv(rows=4, columns=1024, warps=4),
+        16: Skinny(rows=64, tokens=16, columns=256, splits=2, stages=3, warps=4, early=512),
+        32: Skinny(rows=64, tokens=32, columns=128, splits=4, stages=4, warps=4, early=512),
+        64: Skinny(rows=64, tokens=64, columns=128, splits=4, stages=3, warps=4, early=512),
+        128: Skinny(rows=64, tokens=128, columns=64, splits=4, stages=4, warps=4, early=512),
+    },
+    (64128, 4096, False): {
+        1: Gemv(rows=1, columns=4096, warps=2),
+        16: Skinny(rows=64, tokens=16, columns=128, splits=1, stages=4, warps=4, early=512),
+        32: Skinny(rows=64, tokens=32, columns=128, splits=1, stages=4, warps=4, early=512),
+        64: Skinny(rows=128, tokens=64, columns=64, splits=1, stages=4, warps=4, early=512),
+        128: Skinny(rows=256, tokens=128, columns=64, splits=1, stages=3, warps=8, early=512),
+    },
+} 
+STREAMED_TOKENS = {(3072, 4096): 16, (4096, 2048): 16, (14336, 4096): 1, (4096, 7168): 32, (64128, 4096): 64}
+
+int8: TUNED = {
+    (5120, 8192, False): {
+        1: Gemv(rows=4, columns=1024, warps=2),
+        16: Skinny(rows=64, tokens=16, columns=128, splits=2, stages=4, warps=4, early=512),
+        32: Skinny(rows=64, tokens=32, columns=128, splits=2, stages=4, warps=4, early=512),
+        64: Skinny(rows=128, tokens=64, columns=64, splits=4, stages=4, warps=4, early=512),
+    },
+    (8192, 4096, False): {
+        1: Gemv(rows=2, columns=4096, warps=8),
+        16: Skinny(rows=64, tokens=16, columns=256, splits=1, stages=3, warps=4, early=512),
+        32: Skinny(rows=64, tokens=32, columns=128, splits=1, stages=4, warps=4, early=512),
+        64: Skinny(rows=64, tokens=64, columns=128, splits=2, stages=3, warps=4, early=512),
+    },
+    (28672, 8192, True): {
+        1: Gemv(rows=2, columns=4096, warps=4),
+        16: Skinny(rows=64, tokens=16, columns=256, splits=1, stages=3, warps=4, early=512),
+        32: Skinny(rows=64, tokens=32, columns=128, splits=1, stages=4, warps=4, early=512),
+        64: Skinny(rows=64, tokens=64, columns=128, splits=1, stages=3, warps=4, early=512),
+    },
+    (8192, 14336, False): {
+        1: Gemv(rows=8, columns=2048, warps=4),
+        16: Skinny(rows=64, tokens=16, columns=256, splits=1, stages=3, warps=4, early=512),
+        32: Skinny(rows=64, tokens=32, columns=128, splits=2, stages=4, warps=4, early=512),
+        64: Skinny(rows=64, tokens=64, columns=128, splits=2, stages=3, warps=4, early=512),
+    },
+    (64128, 8192, False): {
+        1: Gemv(rows=4, columns=4096, warps=4),
+        16: Skinny(rows=64, tokens=16, columns=128, splits=1, stages=4, warps=4, early=512),
+        32: Skinny(rows=64, tokens=32, columns=128, splits=1, stages=4, warps=4, early=512),
+        64: Skinny(rows=128, tokens=64, columns=64, splits=1, stages=4, warps=4, early=512),
+    },
+} 
+STREAMED_TOKENS = {(5120, 8192): 1, (8192, 4096): 16, (28672, 8192): 1, (8192, 14336): 64, (64128, 8192): 64}
+
+int8: TUNED = {
 }
 """The measured tiles by shape and by maximum number of tokens; the tile for 1 is used for exactly one token."""
 
@@ -159,6 +232,16 @@ STREAMED_TOKENS: dict[tuple[int, int], int] = {
     (16384, 2048): 128,
     (2048, 8192): 32,
     (128256, 2048): 64,
+    (3072, 4096): 16,
+    (4096, 2048): 16,
+    (14336, 4096): 1,
+    (4096, 7168): 32,
+    (64128, 4096): 64,
+    (5120, 8192): 1,
+    (8192, 4096): 16,
+    (28672, 8192): 1,
+    (8192, 14336): 64,
+    (64128, 8192): 64,
 }
 """For (rows, columns) of a weight: the maximum number of tokens for which the streaming product is faster than cuBLAS.
 
