@@ -37,7 +37,7 @@ class Collectives(ABC):
         total += part
 
     def add_products(self, product: Callable[[Tensor], Tensor], x: Tensor, total: Tensor) -> None:
-        """Add the sum of `product(x)` over all ranks to `total` [T, N] in place.
+        """Add the sum of `product(x)` over the ranks of the stage to `total` [T, N] in place.
 
         `product` maps any rows of `x` [T, K] to this rank's terms of the same rows.
         """

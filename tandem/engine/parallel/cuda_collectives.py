@@ -99,14 +99,17 @@ class CudaCollectives(Collectives):
         self._reduce(part, total)
 
     def add_products(self, product: Callable[[Tensor], Tensor], x: Tensor, total: Tensor) -> None:
-        """Add the sum over all ranks; for many rows, NCCL sums a part of the rows while the next part is computed."""
+        """Add the sum over the ranks of the stage.
+
+        For many rows, NCCL sums a part of the rows while the next part is computed.
+        """
         if self._suspended or total.nbytes < PARTS * self.one_shot_bytes:
             self.all_reduce_add(product(x), total)
             return
         terms, sums = [], []
         for rows in x.chunk(PARTS):
             terms.append(product(rows))
-            sums.append(dist.all_reduce(terms[-1], async_op=True))
+            sums.append(dist.all_reduce(terms[-1], group=self._stage, async_op=True))
         for term, summed, rows in zip(terms, sums, total.chunk(PARTS), strict=True):
             summed.wait()
             rows.add_(term)
