@@ -202,18 +202,12 @@ class ClusterSettings(Settings):
                 refuse(option, "excludes --planner on: workers change roles, and keep their weights")
 
     def _check_ranks(self) -> None:
-        engine = self.engine
-        if engine.tensor_parallel_size == 1:
-            return
-        if self.router.mode is not Mode.COLOCATED:
+        if self.engine.tensor_parallel_size > 1 and self.router.mode is not Mode.COLOCATED:
             refuse(
                 "--tensor-parallel-size",
                 "is for --mode colocated: workers of several ranks hand over no KV pages; give --mode colocated, or"
                 " more workers instead",
             )
-        for option, used in (("--draft", engine.draft is not None), ("--lora", engine.loras or engine.runtime_loras)):
-            if used:
-                refuse(option, "excludes --tensor-parallel-size; leave one of them out")
 
     def _check_draft(self) -> None:
         method, draft = self.worker.speculate, self.engine.draft

@@ -26,6 +26,7 @@ from tandem.engine.config.sharding import Rank
 from tandem.engine.device import parse_device
 from tandem.engine.kernels.base import is_cpu
 from tandem.engine.model_runner import Follower, ModelRunner
+from tandem.engine.parallel.adapter_stream import AdapterSender, write_adapters
 from tandem.engine.parallel.collectives import Collectives, GlooCollectives
 from tandem.engine.parallel.step_stream import StepSender, received_steps
 from tandem.engine.weights.checkpoint import Progress
@@ -57,20 +58,22 @@ class RankGroup:
         meeting = Path(self._folder.name) / "meeting"
         context = multiprocessing.get_context("spawn")
         self._processes: list[SpawnProcess] = []
-        leading_ends = []
+        leading_ends: list[tuple[socket.socket, socket.socket]] = []
         for number in range(1, ranks):
-            leading_end, following_end = socket.socketpair()
-            leading_ends.append(leading_end)
+            (steps, following_steps), (adapters, following_adapters) = socket.socketpair(), socket.socketpair()
+            leading_ends.append((steps, adapters))
             process = context.Process(
                 target=_follow,
-                args=(self.config_of(number), Rank(number, ranks), meeting, following_end),
+                args=(self.config_of(number), Rank(number, ranks), meeting, following_steps, following_adapters),
                 name=f"rank {number}",
                 daemon=True,
             )
             process.start()
-            following_end.close()
+            following_steps.close()
+            following_adapters.close()
             self._processes.append(process)
-        self._sender = StepSender(leading_ends)
+        self._steps = StepSender([steps for steps, _ in leading_ends])
+        self._adapters = AdapterSender([adapters for _, adapters in leading_ends])
         self._open = True
         try:
             self._collectives = _join(self.config_of(0), Rank(0, ranks), meeting)
@@ -85,7 +88,10 @@ class RankGroup:
 
         Raises as `ModelRunner.load` does.
         """
-        return ModelRunner.load(self.config_of(0), progress, collectives=self._collectives, on_step=self._sender.send)
+        runner = ModelRunner.load(self.config_of(0), progress, collectives=self._collectives, on_step=self._steps.send)
+        # From now on: each rank has loaded the adapters of the config by itself.
+        runner.adapters.on_write = self._adapters.write
+        return runner
 
     def ended_rank(self) -> int | None:
         """Return the number of a follower that has ended; None if all are alive."""
@@ -96,7 +102,7 @@ class RankGroup:
         if self._open:
             self._open = False
             # The followers leave the group now, and leaving waits for the first rank. If it fails, they are killed.
-            self._sender.close()
+            self._steps.close()
             leaving = threading.Thread(target=self._collectives.close, name="leave ranks", daemon=True)
             sound = self.ended_rank() is None
             if sound:
@@ -120,12 +126,13 @@ class RankGroup:
         return replace(config, threads=max(1, threads // self.ranks))
 
     def _end_followers(self) -> None:
-        self._sender.close()
+        self._steps.close()
         for process in self._processes:
             process.join(END_TIMEOUT_S)
             if process.is_alive():
                 process.kill()
                 process.join()
+        self._adapters.close()
         self.remove_folder()
 
 
@@ -159,14 +166,18 @@ def _join(config: EngineConfig, rank: Rank, meeting: Path) -> Collectives:
     return CudaCollectives(rank, meeting, START_TIMEOUT_S, device)
 
 
-def _follow(config: EngineConfig, rank: Rank, meeting: Path, leader: socket.socket) -> None:
-    """Run as a follower until the first rank closes the connection."""
+def _follow(config: EngineConfig, rank: Rank, meeting: Path, steps: socket.socket, adapters: socket.socket) -> None:
+    """Run as a follower until the first rank closes the connection `steps`."""
     logging.basicConfig(level=logging.INFO, format=f"rank {rank.number} %(levelname)s %(name)s: %(message)s")
     threading.Thread(target=_end_with_parent, args=(meeting.parent,), name="parent", daemon=True).start()
-    with leader:
+    with steps:
         try:
             collectives = _join(config, rank, meeting)
-            Follower.load(config, collectives).run(received_steps(leader, parse_device(config.device)))
+            follower = Follower.load(config, collectives)
+            threading.Thread(
+                target=write_adapters, args=(adapters, follower.adapters), name="adapters", daemon=True
+            ).start()
+            follower.run(received_steps(steps, parse_device(config.device)))
         except (TandemError, RuntimeError):
             log.exception("rank %d has ended", rank.number)
             raise SystemExit(1) from None

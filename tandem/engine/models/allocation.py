@@ -97,14 +97,19 @@ def allocate_ends(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> 
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype, *, on_cpu: bool = False) -> int:
-    """Return the size of all weights in bytes.
+    """Return the size of all weights in bytes; see `parameter_bytes`."""
+    return parameter_bytes(allocate_parameters(spec, dtype, _META), on_cpu=on_cpu)
+
+
+def parameter_bytes(parameters: Parameters, *, on_cpu: bool) -> int:
+    """Return the size of these weights in bytes.
 
     Packed weights have the size in which the kernels of a CPU or GPU keep them.
     """
-    weights = named_weights(allocate_parameters(spec, dtype, _META))
+    item_bytes = parameters.dtype.itemsize
     return sum(
-        held_bytes(weight, dtype.itemsize, on_cpu=on_cpu) if isinstance(weight, PackedWeight) else weight.nbytes
-        for _, weight in weights
+        held_bytes(weight, item_bytes, on_cpu=on_cpu) if isinstance(weight, PackedWeight) else weight.nbytes
+        for _, weight in named_weights(parameters)
     )
 
 

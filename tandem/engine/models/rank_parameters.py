@@ -6,30 +6,38 @@ import torch
 
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.config.sharding import Rank, rank_spec
-from tandem.engine.models.allocation import allocate_parameters
+from tandem.engine.models.allocation import allocate_parameters, parameter_bytes
 from tandem.engine.models.families import slots_of
 from tandem.engine.models.parameters import Parameters, ParameterSlot, StoredPart
 
 _META = torch.device("meta")
 
 
-def allocate_rank(spec: ModelSpec, rank: Rank, dtype: torch.dtype, device: torch.device) -> Parameters:
+def allocate_rank(
+    spec: ModelSpec, rank: Rank, dtype: torch.dtype, device: torch.device, *, whole_output: bool = False
+) -> Parameters:
     """Allocate the part of a model's weights that one rank holds; `spec` describes the whole model.
 
-    Each rank has its own rows of the output layer. Only the first rank has the embedding, because it computes the
-    embeddings for all ranks.
+    Each rank has its own rows of the output layer; the first rank has all rows with `whole_output`, and if the
+    embedding is also the output layer. Only the first rank has the embedding, because it computes the embeddings for
+    all ranks.
     """
     own, rows = rank_spec(spec, rank.count), rank.rows(spec.vocab_size)
-    if rank.count == 1:
+    if rank.count == 1 or (rank.leads and (spec.tied_embeddings or whole_output)):
         return allocate_parameters(own, dtype, device)
-    if spec.tied_embeddings and rank.leads:
-        whole = allocate_parameters(own, dtype, device)
-        return replace(whole, lm_head=whole.embedding[: len(rows)])
     parameters = allocate_parameters(replace(own, vocab_size=len(rows)), dtype, device)
     if spec.tied_embeddings:
         return parameters
     table = replace(own, layers=(), tied_embeddings=True)
     return replace(parameters, embedding=allocate_parameters(table, dtype, device if rank.leads else _META).embedding)
+
+
+def rank_bytes(spec: ModelSpec, rank: Rank, dtype: torch.dtype, *, on_cpu: bool, whole_output: bool = False) -> int:
+    """Return the size in bytes of the weights that `allocate_rank` allocates, in the form that the kernels keep."""
+    parameters = allocate_rank(spec, rank, dtype, _META, whole_output=whole_output)
+    if not rank.leads:
+        parameters = replace(parameters, embedding=parameters.lm_head)
+    return parameter_bytes(parameters, on_cpu=on_cpu)
 
 
 def rank_slots(spec: ModelSpec, rank: Rank, parameters: Parameters) -> dict[str, ParameterSlot]:

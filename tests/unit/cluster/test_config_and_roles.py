@@ -80,8 +80,6 @@ def worker_config(config: ClusterSettings, slot: Slot) -> WorkerConfig:
         ({"itl_target_s": 0.0}, "--itl-target-ms"),
         ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
         ({"tensor_parallel_size": 2, "mode": "adaptive"}, "--tensor-parallel-size"),
-        ({"tensor_parallel_size": 2, "mode": "colocated", "runtime_loras": True}, "--lora"),
-        ({"tensor_parallel_size": 2, "mode": "colocated", "draft": Path("d"), "speculate": "draft"}, "--draft"),
     ],
 )
 def test_a_wrong_option_is_named(settings: dict[str, Any], option: str) -> None:

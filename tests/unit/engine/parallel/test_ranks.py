@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from tandem.engine.config import EngineConfig
-from tandem.engine.config.sharding import Rank, rank_spec
+from tandem.engine.config.sharding import rank_spec
 from tandem.engine.kernels.reference import ReferenceKernels
-from tandem.engine.model_runner import Follower, ModelRunner
+from tandem.engine.model_runner import ModelRunner
 from tandem.engine.models.load_spec import load_spec
 from tandem.engine.steps.batch import StepBatch
 from tandem.engine.steps.prompt_scoring import PromptScores
 from tandem.protocol.errors import InvalidArgument
 from tests.factories import FAMILIES, row, tiny_engine_config, write_tiny_model
-from tests.ranks import Board, ThreadCollectives, group_runner
+from tests.ranks import group_runner
 from tests.soak import soak
 from tests.unit.engine.weights.quantized_folders import write_quantized
 
@@ -144,10 +144,3 @@ def test_prompts_are_scored_on_the_first_rank(tmp_path: Path) -> None:
         actual = scores(runner)
     assert actual.top_ids == wanted.top_ids
     assert actual.chosen == pytest.approx(wanted.chosen, abs=1e-4)
-
-
-@pytest.mark.parametrize("setting", [{"draft": Path("x")}, {"runtime_loras": True}, {"keep_hidden": True}])
-def test_what_ranks_do_not_support_is_refused(setting: dict[str, Any], tmp_path: Path) -> None:
-    config = tiny_engine_config(write_tiny_model(tmp_path), **setting)
-    with pytest.raises(InvalidArgument, match="several ranks"):
-        Follower.load(config, ThreadCollectives(Rank(1, 2), Board(2)), kernels=ReferenceKernels())
