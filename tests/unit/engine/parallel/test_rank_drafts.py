@@ -24,7 +24,7 @@ PROMPTS = [[3 + (7 * n + k * k) % (VOCAB - 3) for k in range(5 + 3 * n)] for n i
 DRAFTS = 3
 
 
-def write_draft(kind: str, model: Path, folder: Path) -> Path | None:
+def write_draft(kind: str, model: Path, folder: Path) -> Path:
     if kind == "model":
         return model
     if kind == "eagle":
@@ -33,13 +33,12 @@ def write_draft(kind: str, model: Path, folder: Path) -> Path | None:
         return write_eagle(folder, HIDDEN, VOCAB, tokens=[3, 17, 29, 40, 41, 88, 95])
     if kind == "heads":
         return write_heads(folder, HIDDEN, VOCAB, original_lm_head=True)
-    return write_heads(folder, HIDDEN, VOCAB) if kind == "heads with projections" else None
+    return write_heads(folder, HIDDEN, VOCAB)
 
 
 async def answers(runner: ModelRunner, config: EngineConfig) -> tuple[list[list[int]], int, int]:
     """Returns the answers, and the numbers of draft tokens that were verified and accepted."""
-    method = SpeculationMethod.NGRAM if config.draft is None else SpeculationMethod.DRAFT
-    async with LocalWorker.open(runner, config, method) as worker:
+    async with LocalWorker.open(runner, config, SpeculationMethod.DRAFT) as worker:
         worker.speculation.fixed_drafts = DRAFTS
         sent = [worker.send(prompt, SamplingParams(24, ignore_eos=True)) for prompt in PROMPTS]
         await asyncio.gather(*(request.finished.wait() for request in sent))
@@ -68,7 +67,7 @@ def first_draft(runner: ModelRunner) -> list[int]:
     return list(draft)
 
 
-@pytest.mark.parametrize("kind", ["n-grams", "model", "eagle", "heads"])
+@pytest.mark.parametrize("kind", ["model", "eagle", "heads"])
 def test_answers_with_drafts_are_those_of_one_rank(kind: str, tmp_path: Path) -> None:
     config = config_with(kind, {}, tmp_path)
     wanted = asyncio.run(answers(ModelRunner.load(config, kernels=ReferenceKernels()), config))

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from tandem.engine.config import EngineConfig
-from tandem.engine.config.sharding import rank_spec
+from tandem.engine.config.sharding import Rank, rank_spec
 from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.models.load_spec import load_spec
+from tandem.engine.models.parameters import tensors_of
+from tandem.engine.models.rank_parameters import allocate_rank, rank_bytes
 from tandem.engine.steps.batch import StepBatch
 from tandem.engine.steps.prompt_scoring import PromptScores
 from tandem.protocol.errors import InvalidArgument
@@ -127,6 +129,22 @@ def test_each_rank_holds_its_heads_of_the_cache(tmp_path: Path) -> None:
     parts = [cache.tensor[:pages] for cache in caches]
     assert [part.shape[3] for part in parts] == [1, 1]
     torch.testing.assert_close(torch.cat(parts, dim=3), alone.cache.tensor[:pages], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("whole_output", [True, False])
+def test_the_weights_of_a_rank_have_the_size_that_is_counted(tied: bool, whole_output: bool, tmp_path: Path) -> None:
+    spec = load_spec(write_tiny_model(tmp_path, tie_word_embeddings=tied))
+    sizes = []
+    for number in range(2):
+        rank, dtype = Rank(number, 2), torch.float32
+        parameters = allocate_rank(spec, rank, dtype, torch.device("cpu"), whole_output=whole_output)
+        tensors = [tensor for _, tensor in tensors_of(parameters) if tensor.device.type != "meta"]
+        sizes.append(rank_bytes(spec, rank, dtype, on_cpu=True, whole_output=whole_output))
+        assert sizes[-1] == sum(tensor.nbytes for tensor in tensors)
+    table = 4 * spec.vocab_size * spec.hidden_size
+    more = table // 2 if tied or whole_output else 0
+    assert sizes[0] - sizes[1] == more + (0 if tied else table), "the first rank alone has the embedding"
 
 
 def test_prompts_are_scored_on_the_first_rank(tmp_path: Path) -> None:
