@@ -135,7 +135,7 @@ class _Setting:
     @property
     def own_spec(self) -> ModelSpec:
         """The spec of this rank's part of the model."""
-        return rank_spec(self.spec, self.rank.count)
+        return rank_spec(self.spec, self.rank.count, self.rank.number)
 
     @classmethod
     def of(cls, config: EngineConfig, kernels: Kernels | None, collectives: Collectives | None) -> "_Setting":

@@ -104,7 +104,7 @@ def adapted_modules(spec: ModelSpec, parameters: Parameters, rank: Rank = ALONE)
     """
     products: list[Product] = []
     by_storage: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
-    for weight, part_ends in _stacked(rank_spec(spec, rank.count), parameters):
+    for weight, part_ends in _stacked(rank_spec(spec, rank.count, rank.number), parameters):
         codes = _codes(weight)
         by_storage[_storage(codes)].append((len(products), codes))
         n, k = weight.shape

@@ -318,11 +318,11 @@ def _dense(spec: DenseFeedForward, hidden: int, empty: Empty) -> DenseParameters
 
 
 def _experts(spec: MixtureOfExperts, hidden: int, empty: Empty) -> Experts:
-    experts, width, router = spec.experts, spec.width, spec.router
+    experts, width, router = len(spec.local_experts), spec.width, spec.router
     return Experts(
-        router=empty(experts, hidden),
-        router_bias=empty(experts) if router.bias else None,
-        choice_bias=empty(experts).float() if router.choice_bias else None,
+        router=empty(spec.experts, hidden),
+        router_bias=empty(spec.experts) if router.bias else None,
+        choice_bias=empty(spec.experts).float() if router.choice_bias else None,
         gate_up=empty(experts, 2 * width, hidden),
         gate_up_bias=empty(experts, 2 * width) if spec.bias else None,
         down=empty(experts, hidden, width),

@@ -22,7 +22,7 @@ def allocate_rank(
     embedding is also the output layer. Only the first rank has the embedding, because it computes the embeddings for
     all ranks.
     """
-    own, rows = rank_spec(spec, rank.count), rank.rows(spec.vocab_size)
+    own, rows = rank_spec(spec, rank.count, rank.number), rank.rows(spec.vocab_size)
     if rank.count == 1 or (rank.leads and (spec.tied_embeddings or whole_output)):
         return allocate_parameters(own, dtype, device)
     parameters = allocate_parameters(replace(own, vocab_size=len(rows)), dtype, device)
@@ -44,24 +44,23 @@ def rank_slots(spec: ModelSpec, rank: Rank, parameters: Parameters) -> dict[str,
     """Return the slot of each tensor of a checkpoint by name, with the part of the tensor that `rank` reads.
 
     `spec` is that of the whole model, and `parameters` were allocated by `allocate_rank`. A tensor is divided among the
-    ranks along the dimension in which it is longer in the checkpoint than in `parameters`.
+    ranks along the dimension in which it is longer in the checkpoint than in `parameters`. The slots of other ranks'
+    experts are on the `meta` device.
     """
     if rank.count == 1:
         return slots_of(spec, parameters)
     whole = slots_of(spec, allocate_parameters(spec, torch.float32, _META))
     ends = {id(parameters.embedding), id(parameters.lm_head)}
-    return {
+    return whole | {
         name: replace(slot, part=_part(slot, whole[name], rank, by_token=id(slot.tensor) in ends))
-        for name, slot in slots_of(rank_spec(spec, rank.count), parameters).items()
+        for name, slot in slots_of(rank_spec(spec, rank.count, rank.number), parameters).items()
     }
 
 
 def _part(slot: ParameterSlot, whole: ParameterSlot, rank: Rank, *, by_token: bool) -> StoredPart | None:
     own, shape = slot.own_shape, whole.own_shape
-    if slot.summed:
-        return None if rank.leads else StoredPart(shape)
     if own == shape:
-        return None
+        return StoredPart(shape) if slot.summed and not rank.leads else None
     (dim,) = (number for number, length in enumerate(own) if length != shape[number])
     if by_token:
         return StoredPart(shape, dim, (rank.rows(shape[dim]),))

@@ -1,5 +1,6 @@
 """Models that are divided among ranks compute what one rank computes."""
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,10 @@ import pytest
 import torch
 
 from tandem.engine.config import EngineConfig
+from tandem.engine.config.model import MixtureOfExperts
 from tandem.engine.config.sharding import Rank, rank_spec
+from tandem.engine.kernels.layers import Experts
+from tandem.engine.kernels.packed_weight import PackedWeight
 from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.models.load_spec import load_spec
@@ -16,6 +20,7 @@ from tandem.engine.models.parameters import tensors_of
 from tandem.engine.models.rank_parameters import allocate_rank, rank_bytes
 from tandem.engine.steps.batch import StepBatch
 from tandem.engine.steps.prompt_scoring import PromptScores
+from tandem.engine.weights.checkpoint import check_model
 from tandem.protocol.errors import InvalidArgument
 from tests.factories import FAMILIES, row, tiny_engine_config, write_tiny_model
 from tests.ranks import group_runner
@@ -110,6 +115,40 @@ def test_quantized_weights_are_divided_by_groups(case: str, family: str, tmp_pat
     # FP8 products round their inputs, so that the last bit of a sum can become that of a code.
     tolerance = 5e-3 if "fp8" in case else TOLERANCE
     assert_same_logits(tiny_engine_config(folder, kv_cache_bytes=8 << 20), 2, tolerance)
+
+
+INDIVISIBLE_EXPERTS: list[tuple[str, int, dict[str, Any]]] = [
+    ("qwen3_moe", 2, {"moe_intermediate_size": 33}),
+    ("gpt_oss", 3, {**THREE, "intermediate_size": 64, "num_local_experts": 6}),
+    ("deepseek_v3", 4, {"moe_intermediate_size": 33, "n_shared_experts": 4}),
+    ("mixtral", 2, {"intermediate_size": 33}),
+]
+
+
+@pytest.mark.parametrize(("family", "ranks", "changes"), INDIVISIBLE_EXPERTS)
+def test_experts_whose_width_is_indivisible_are_whole_on_a_rank(
+    family: str, ranks: int, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = write_tiny_model(tmp_path, family, **changes)
+    layers = [rank_spec(load_spec(folder), ranks, number).layers[-1].feed_forward for number in range(ranks)]
+    assert all(isinstance(layer, MixtureOfExperts) and layer.local is not None for layer in layers)
+    assert_same_logits(tiny_engine_config(folder, kv_cache_bytes=8 << 20), ranks)
+
+
+def test_experts_whose_parts_would_split_the_groups_of_a_quantization_are_whole_on_a_rank(tmp_path: Path) -> None:
+    """A rank's part of 96 columns in groups of 32 would need groups of 16."""
+    folder, _ = write_quantized(tmp_path, "awq", "qwen3_moe", moe_intermediate_size=96, num_experts=4)
+    spec = check_model(folder)
+    parameters = [allocate_rank(spec, Rank(number, 2), torch.float32, torch.device("meta")) for number in range(2)]
+    for rank in parameters:
+        experts = rank.layers[0].feed_forward
+        assert isinstance(experts, Experts)
+        assert isinstance(experts.down, PackedWeight)
+        assert (tuple(experts.down.shape), experts.down.group) == ((2, 64, 96), 32)
+    assert_same_logits(tiny_engine_config(folder, kv_cache_bytes=8 << 20), 2)
+    wide = rank_spec(replace(spec, quantization=None), 2).layers[0].feed_forward
+    assert isinstance(wide, MixtureOfExperts)
+    assert (wide.local, wide.width) == (None, 48)
 
 
 def test_ranks_with_an_eight_bit_cache_give_the_tokens_of_one_rank(tmp_path: Path) -> None:
