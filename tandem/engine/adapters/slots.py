@@ -52,7 +52,10 @@ class AdapterSlots:
         self._slots = [_Slot() for _ in range(count)]
         self._files = files
         self.on_write: Callable[[int, AdapterFolder], None] = lambda _slot, _folder: None
-        """Called after an adapter was written into a slot, and before it is listed. Its errors are those of `fill`."""
+        """Called after an adapter was written into a slot, and before it is listed; `fill` raises its errors.
+
+        A worker of several ranks writes the adapter into the slots of the other ranks.
+        """
 
     @property
     def facts(self) -> tuple[AdapterFacts, ...]:

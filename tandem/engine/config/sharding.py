@@ -5,10 +5,8 @@ so that each rank computes whole attention heads and a part of each feed-forward
 then summed. If there are more ranks than KV heads, several ranks hold the same KV head.
 
 A mixture of experts is divided in one of two ways: each rank has a part of each expert, or it has some experts as a
-whole (expert parallelism). Parts give all ranks the same work, so experts are whole only where parts would not be as
-small as they should be: their width is not divisible, or their columns do not divide into the groups of the
-quantization, which would then need more scales or no kernel would multiply the codes
-(docs/decisions/tensor_parallelism.md).
+whole (expert parallelism). Parts give all ranks the same work, so experts are whole only if their width is not
+divisible, or if parts would lose their quantization (docs/decisions/tensor_parallelism.md).
 """
 
 from dataclasses import dataclass, replace
@@ -95,21 +93,17 @@ def _feed_forward(network: FeedForward, rank: Rank, quantization: Quantization |
         return replace(network, width=_divided("elements of a feed-forward network", network.width, ranks))
     assert isinstance(network, MixtureOfExperts)
     shared = _divided("elements of the shared expert", network.shared_width, ranks)
-    if network.experts % ranks == 0 and not _has_even_parts(network.width, ranks, quantization):
+    if network.experts % ranks == 0 and not _divides_into_parts(network.width, ranks, quantization):
         return replace(network, local=rank.rows(network.experts), shared_width=shared)
     return replace(network, width=_divided("elements of an expert", network.width, ranks), shared_width=shared)
 
 
-def _has_even_parts(width: int, ranks: int, quantization: Quantization | None) -> bool:
-    """Return True if `width` columns divide into parts whose quantization has the same groups as the whole."""
+def _divides_into_parts(width: int, ranks: int, quantization: Quantization | None) -> bool:
+    """Return True if `width` columns divide into equal parts, which are kept quantized if the whole is."""
     if width % ranks:
         return False
-    schemes = (scheme for _, scheme in quantization.rules if scheme) if quantization else ()
-    packings = ((scheme.packing(width), scheme.packing(width // ranks)) for scheme in schemes)
-    return all(
-        whole is None or (part is not None and part.group == min(whole.group, width // ranks))
-        for whole, part in packings
-    )
+    schemes = [scheme for _, scheme in quantization.rules if scheme] if quantization else []
+    return all(scheme.packing(width // ranks) for scheme in schemes if scheme.packing(width))
 
 
 def _divided(what: str, size: int, ranks: int) -> int:

@@ -186,22 +186,20 @@ def choice_kernel(
         chosen_scores = chosen_scores / tl.where(total_of > 0, total_of, 1.0)
     pair = tokens[:, None] * TOP_K + ranks
     valid = present & (slot >= 0)
-    own_numbers, is_own = numbers, is_rank
-    own_expert, is_own_lane = expert, is_expert
+    own_numbers, own_expert = numbers, expert
+    kept, hot = valid[:, None] & is_rank, (rank_of >= 0) & valid[:, None]
     if LOCAL < E:
         own_numbers, own_expert = numbers - FIRST, expert - FIRST
-        is_own = is_rank & (own_numbers >= 0) & (own_numbers < LOCAL)
-        is_own_lane = is_expert & (own_expert >= 0) & (own_expert < LOCAL)
+        kept &= (own_numbers >= 0) & (own_numbers < LOCAL)
+        hot &= ((own_expert >= 0) & (own_expert < LOCAL))[None, :]
     tl.store(weights + pair, chosen_scores * scaling, mask=present[:, None] & is_rank)
-    tl.store(chosen + pair, tl.where(valid[:, None] & is_own, own_numbers, -1), mask=present[:, None] & is_rank)
+    tl.store(chosen + pair, tl.where(kept, own_numbers, -1), mask=present[:, None] & is_rank)
     if COUNTED:
         counting = valid[:, None] & is_rank
         tl.atomic_add(used + numbers, tl.full((TOKENS, BLOCK_K), 1, tl.int64), mask=counting, sem="relaxed")
     if TASK == COUNT:
-        counting = valid[:, None] & is_own
-        tl.atomic_add(counts + own_numbers, tl.full((TOKENS, BLOCK_K), 1, tl.int32), mask=counting, sem="relaxed")
+        tl.atomic_add(counts + own_numbers, tl.full((TOKENS, BLOCK_K), 1, tl.int32), mask=kept, sem="relaxed")
     if TASK == SORT:
-        hot = (rank_of >= 0) & valid[:, None] & is_own_lane[None, :]
         ones = hot.to(tl.int32)
         # The program holds all tokens of the step, so a prefix sum over the tokens gives each pair's position in its
         # expert's list, and the list is in the order of the tokens.

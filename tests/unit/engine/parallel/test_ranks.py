@@ -135,20 +135,21 @@ def test_experts_whose_width_is_indivisible_are_whole_on_a_rank(
     assert_same_logits(tiny_engine_config(folder, kv_cache_bytes=8 << 20), ranks)
 
 
-def test_experts_whose_parts_would_split_the_groups_of_a_quantization_are_whole_on_a_rank(tmp_path: Path) -> None:
-    """A rank's part of 96 columns in groups of 32 would need groups of 16."""
+def test_experts_whose_parts_would_be_dequantized_are_whole_on_a_rank(tmp_path: Path) -> None:
+    """A rank's part of 24 columns, of 96 in groups of 32, would need groups of 8."""
     folder, _ = write_quantized(tmp_path, "awq", "qwen3_moe", moe_intermediate_size=96, num_experts=4)
     spec = check_model(folder)
-    parameters = [allocate_rank(spec, Rank(number, 2), torch.float32, torch.device("meta")) for number in range(2)]
+    parameters = [allocate_rank(spec, Rank(number, 4), torch.float32, torch.device("meta")) for number in range(4)]
     for rank in parameters:
         experts = rank.layers[0].feed_forward
         assert isinstance(experts, Experts)
         assert isinstance(experts.down, PackedWeight)
-        assert (tuple(experts.down.shape), experts.down.group) == ((2, 64, 96), 32)
-    assert_same_logits(tiny_engine_config(folder, kv_cache_bytes=8 << 20), 2)
-    wide = rank_spec(replace(spec, quantization=None), 2).layers[0].feed_forward
-    assert isinstance(wide, MixtureOfExperts)
-    assert (wide.local, wide.width) == (None, 48)
+        assert (tuple(experts.down.shape), experts.down.group) == ((1, 64, 96), 32)
+    assert_same_logits(tiny_engine_config(folder, kv_cache_bytes=8 << 20), 4)
+    for divisible, ranks in ((spec, 2), (replace(spec, quantization=None), 4)):
+        parts = rank_spec(divisible, ranks).layers[0].feed_forward
+        assert isinstance(parts, MixtureOfExperts)
+        assert (parts.local, parts.width) == (None, 96 // ranks)
 
 
 def test_ranks_with_an_eight_bit_cache_give_the_tokens_of_one_rank(tmp_path: Path) -> None:
