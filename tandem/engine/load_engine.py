@@ -42,6 +42,7 @@ from tandem.engine.parallel.step_stream import RankStep
 from tandem.engine.sampler import sample
 from tandem.engine.speculation.draft_folder import draft_bytes, reads_output_layer
 from tandem.engine.speculation.load_draft import (
+    KvMemory,
     MakeProposer,
     ModelWithDraft,
     draft_model_of,
@@ -167,6 +168,11 @@ class _Setting:
         else:
             torch.cuda.set_device(self.device)
 
+    def kv_memory(self, config: EngineConfig) -> KvMemory:
+        """Return the memory of the KV pages, which the target shares with a draft that has KV."""
+        default = CPU_KV_CACHE_BYTES if is_cpu(self.device) else None
+        return split_kv(config, self.own_spec, self.page_tokens, self.device, default)
+
     def weight_bytes(self, config: EngineConfig) -> int:
         """Return the memory in bytes of the weights, the adapter slots, and the draft weights."""
         whole_output = reads_output_layer(config, self.spec)
@@ -192,7 +198,7 @@ def load_parts(
     before it runs.
     """
     setting = _Setting.of(config, kernels, collectives)
-    spec, device, page_tokens = setting.own_spec, setting.device, setting.page_tokens
+    spec, page_tokens = setting.own_spec, setting.page_tokens
     setting.prepare_device(config)
     tokenizer, tokens = config.served.tokenizer_folder, (spec.vocab_size, tuple(spec.eos_token_ids))
     grammars = LazyGrammars(lambda: shared_grammars(tokenizer, *tokens))
@@ -201,7 +207,7 @@ def load_parts(
     loading = threading.Thread(target=grammars.load, name="tokenizer", daemon=True)
     loading.start()
     loaded, adapters = _load_model(config, setting, progress)
-    kv = split_kv(config, spec, page_tokens, device, CPU_KV_CACHE_BYTES if is_cpu(device) else None)
+    kv = setting.kv_memory(config)
     masks = GrammarMasks(grammars, spec.eos_token_ids)
 
     start = partial(_start, masks=masks, progress=progress)
@@ -238,8 +244,8 @@ def load_rank(
 
     Drafts are proposed on the first rank alone. Raises as `load_parts` does.
     """
-    config = replace(config, draft=None, keep_hidden=False)
     setting = _Setting.of(config, kernels, collectives)
+    config = replace(config, kv_cache_bytes=setting.kv_memory(config).target, draft=None, keep_hidden=False)
     setting.prepare_device(config)
     loaded, adapters = _load_model(config, setting, None)
     cache, stepper = _start(config, loaded.model, setting=setting, masks=None)

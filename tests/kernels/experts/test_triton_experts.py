@@ -72,10 +72,10 @@ def test_sizes_beside_the_tiles(hidden: int, width: int, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("dtype", ALL, ids=str)
-@pytest.mark.parametrize(("spec", "ranks"), [("qwen", 4), ("groups by max", 2), ("not renormalized", 3)])
+@pytest.mark.parametrize(("spec", "ranks"), [("qwen", 2), ("groups by max", 3)])
 def test_a_rank_computes_the_experts_that_it_has(spec: str, ranks: int, dtype: torch.dtype) -> None:
     """Steps of one token, steps that one program sorts, and larger ones; the terms of all ranks add up to the whole."""
-    wholes = [make_case(SPECS[spec], tokens, padding=tokens > 1, seed=tokens) for tokens in (1, 8, 70)]
+    wholes = [make_case(SPECS[spec], tokens, padding=tokens > 1, seed=tokens) for tokens in (1, 8, 33)]
     cases = [of_ranks(whole, ranks) for whole in wholes]
     for number in range(ranks):
         check([of_rank[number] for of_rank in cases], dtype)

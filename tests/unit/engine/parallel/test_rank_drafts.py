@@ -90,5 +90,6 @@ def test_answers_with_drafts_are_those_of_one_rank(kind: str, tmp_path: Path) ->
 def test_the_first_rank_drafts_what_one_rank_drafts(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     config = config_with(kind, changes, tmp_path)
     wanted = first_draft(ModelRunner.load(config, kernels=ReferenceKernels()))
-    with group_runner(config, 2) as (runner, _):
+    with group_runner(config, 2) as (runner, followers):
         assert first_draft(runner) == wanted
+        assert [follower.cache.pages for follower in followers] == [runner.cache.pages]
