@@ -15,6 +15,7 @@ from tandem.engine.config import EngineConfig
 from tandem.engine.config.sharding import Rank
 from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.model_runner import Follower, ModelRunner
+from tandem.engine.parallel.adapter_stream import AdapterSender, write_adapters
 from tandem.engine.parallel.collectives import Collectives
 from tandem.engine.parallel.step_stream import StepSender, received_steps
 
@@ -62,29 +63,33 @@ def group_runner(config: EngineConfig, ranks: int) -> Iterator[tuple[ModelRunner
     """Loads a model on several ranks, and yields the runner of the first and the others."""
     board = Board(ranks)
     leading, following = zip(*(socket.socketpair() for _ in range(ranks - 1)), strict=True)
-    sender = StepSender(leading)
+    naming, named = zip(*(socket.socketpair() for _ in range(ranks - 1)), strict=True)
+    sender, adapters = StepSender(leading), AdapterSender(naming)
 
     def follow(number: int) -> None:
         collectives = ThreadCollectives(Rank(number, ranks), board)
         try:
-            with following[number - 1] as leader:
+            with following[number - 1] as leader, named[number - 1]:
                 followers[number] = Follower.load(config, collectives, kernels=ReferenceKernels())
+                threads.submit(write_adapters, named[number - 1], followers[number].adapters)
                 followers[number].run(received_steps(leader, torch.device("cpu")))
         except BaseException:
             board.barrier.abort()
             raise
 
     followers: dict[int, Follower] = {}
-    with ThreadPoolExecutor(ranks) as threads:
+    with ThreadPoolExecutor(2 * ranks) as threads:
         running = [threads.submit(follow, number) for number in range(1, ranks)]
         collectives = ThreadCollectives(Rank(0, ranks), board)
         try:
             runner = ModelRunner.load(config, kernels=ReferenceKernels(), collectives=collectives, on_step=sender.send)
+            runner.adapters.on_write = adapters.write
             yield runner, [followers[number] for number in range(1, ranks)]
         except BaseException:
             board.barrier.abort()
             raise
         finally:
             sender.close()
+            adapters.close()
             for future in running:
                 future.result()

@@ -188,7 +188,6 @@ class ClusterSettings(Settings):
         self._check_roles()
         self._check_draft()
         self._check_hosts()
-        self._check_ranks()
         if self.planner.actions is PlannerMode.ON and self.planner.limits.workers is None and not self._disaggregated:
             refuse("--planner", f"has nothing to change in mode {self.router.mode}; give --planner-workers, too")
 
@@ -215,15 +214,6 @@ class ClusterSettings(Settings):
                     refuse(f"--{role}-{option}", f"is for --mode {Mode.DISAGGREGATED}; give --{option}")
                 if self.planner.actions is PlannerMode.ON:
                     refuse(f"--{role}-{option}", "excludes --planner on: workers change roles, and keep their weights")
-
-    def _check_ranks(self) -> None:
-        engine = self.engine
-        sizes = engine.tensor_parallel_size, self.prefill_tensor_parallel_size, self.decode_tensor_parallel_size
-        if all(size in {None, 1} for size in sizes):
-            return
-        for option, used in (("--draft", engine.draft is not None), ("--lora", engine.loras or engine.runtime_loras)):
-            if used:
-                refuse(option, "excludes --tensor-parallel-size; leave one of them out")
 
     def _check_draft(self) -> None:
         method, draft = self.worker.speculate, self.engine.draft

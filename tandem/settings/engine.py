@@ -165,6 +165,11 @@ class EngineSettings(Settings):
         return self.device == "cpu"
 
     @property
+    def ranks_of_device(self) -> int:
+        """The number of a worker's ranks that share one device: all ranks on a CPU, one on a GPU."""
+        return self.tensor_parallel_size if self.on_cpu else 1
+
+    @property
     def kv_pool_bytes(self) -> int | None:
         """The effective `kv_cache_bytes`; None = each worker measures the free memory of its GPU."""
         return CPU_KV_CACHE_BYTES if self.kv_cache_bytes is None and self.on_cpu else self.kv_cache_bytes

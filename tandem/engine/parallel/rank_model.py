@@ -1,6 +1,7 @@
 """The decoder model of one rank of a group, and its matrix products."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -70,10 +71,18 @@ class RankModel(DecoderModel):
         max_context: int,
         *,
         collectives: Collectives,
+        adapted: AdaptedProducts | None = None,
     ) -> None:
-        """Prepare this rank's weights for `kernels`; `spec` is the result of `rank_spec`."""
+        """Prepare this rank's weights for `kernels`; `spec` is the result of `rank_spec`.
+
+        The first rank may have the whole output layer, of which it computes its own rows. `adapted` is that of
+        `DecoderModel`, with this rank's part of the adapters.
+        """
         self._collectives = collectives
-        super().__init__(spec, parameters, kernels, max_context)
+        rank = collectives.rank
+        if rank.leads:
+            parameters = replace(parameters, lm_head=parameters.lm_head[: len(rank.rows(spec.vocab_size))])
+        super().__init__(spec, parameters, kernels, max_context, adapted=adapted)
 
     def forward(
         self,

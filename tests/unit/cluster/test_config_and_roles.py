@@ -83,8 +83,6 @@ def worker_config(config: ClusterSettings, slot: Slot) -> WorkerConfig:
             {"decode_tensor_parallel_size": 2, "planner": PlannerSettings(PlannerMode.ON)},
             "--decode-tensor-parallel-size",
         ),
-        ({"tensor_parallel_size": 2, "mode": "colocated", "runtime_loras": True}, "--lora"),
-        ({"tensor_parallel_size": 2, "mode": "colocated", "draft": Path("d"), "speculate": "draft"}, "--draft"),
     ],
 )
 def test_a_wrong_option_is_named(settings: dict[str, Any], option: str) -> None:
