@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from tandem.engine.model_runner import ModelRunner
 from tandem.engine.weights.safetensors_file import write_float32
+from tandem.protocol.messages import AdapterFacts
 from tests.factories import FAMILIES, random_weights, write_tiny_model
 
 Matrix = np.ndarray[Any, Any]
@@ -80,3 +82,11 @@ def write_adapter(folder: Path, tensors: Mapping[str, Matrix], **config: Any) ->
         folder / "adapter_model.safetensors", shapes, (np.ascontiguousarray(tensor) for tensor in tensors.values())
     )
     return folder
+
+
+def load_at_runtime(runner: ModelRunner, path: Path) -> int:
+    """Load an adapter into a free slot, as a worker does, and return its number."""
+    folder = runner.adapters.read(path)
+    facts = AdapterFacts(path.name, folder.identity, str(path))
+    runner.adapters.fill(runner.adapters.claim(folder.identity, ()), facts, folder)
+    return runner.adapters.number(folder.identity)

@@ -251,14 +251,17 @@ def _random_tensor(rng: np.random.Generator, name: str, shape: tuple[int, ...], 
     return (values * scale).astype(np.float32)
 
 
-def greedy_answer(runner: ModelRunner, prompt: Sequence[int], tokens: int) -> list[int]:
-    """Return the tokens of an answer that one engine computes, with the prompt in chunks of 32 tokens."""
+def greedy_answer(runner: ModelRunner, prompt: Sequence[int], tokens: int, adapter: int = 0) -> list[int]:
+    """Return the tokens of an answer that one engine computes, with the prompt in chunks of 32 tokens.
+
+    `adapter` is the number of an adapter; 0 = none.
+    """
     pages, token_ids, start = list(range(-(-(len(prompt) + tokens) // 16))), list(prompt), 0
     while len(token_ids) < len(prompt) + tokens:
         chunk = token_ids[start : start + 32]
         last = start + len(chunk) == len(token_ids)
-        step = StepRow(chunk, start, pages, draw(index=len(token_ids) - len(prompt)) if last else None)
-        (token,) = runner.run(StepBatch([step])).token_ids
+        drawn = draw(index=len(token_ids) - len(prompt)) if last else None
+        (token,) = runner.run(StepBatch([StepRow(chunk, start, pages, drawn, adapter=adapter)])).token_ids
         start += len(chunk)
         token_ids += [] if token is None else [token]
     return token_ids[len(prompt) :]

@@ -16,6 +16,7 @@ from tandem.engine.config import EngineConfig
 from tandem.engine.config.sharding import Rank
 from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.model_runner import Follower, ModelRunner
+from tandem.engine.parallel.adapter_stream import AdapterSender, write_adapters
 from tandem.engine.parallel.collectives import Collectives
 from tandem.engine.parallel.step_stream import StepSender, received_steps
 
@@ -87,32 +88,36 @@ class ThreadCollectives(Collectives):
 
 @contextmanager
 def group_runner(config: EngineConfig, ranks: int, stages: int = 1) -> Iterator[tuple[ModelRunner, list[Follower]]]:
-    """Loads a model on several ranks, and yields the runner of the leading one and the others, in their order."""
-    boards = Boards(ranks, stages)
-    leader, *others = (Rank.of(number, ranks, stages) for number in range(ranks * stages))
-    leading, following = zip(*(socket.socketpair() for _ in others), strict=True)
-    sender = StepSender(leading)
+    """Loads a model on several ranks, and yields the runner of the first and the others."""
+    boards, count = Boards(ranks, stages), ranks * stages
+    leading, following = zip(*(socket.socketpair() for _ in range(count - 1)), strict=True)
+    naming, named = zip(*(socket.socketpair() for _ in range(count - 1)), strict=True)
+    sender, adapters = StepSender(leading), AdapterSender(naming)
 
-    def follow(rank: Rank, steps: socket.socket) -> None:
+    def follow(number: int) -> None:
+        collectives = ThreadCollectives(Rank.of(number, ranks, stages), boards)
         try:
-            with steps:
-                followers[rank] = Follower.load(config, ThreadCollectives(rank, boards), kernels=ReferenceKernels())
-                followers[rank].run(received_steps(steps, torch.device("cpu")))
+            with following[number - 1] as leader, named[number - 1]:
+                followers[number] = Follower.load(config, collectives, kernels=ReferenceKernels())
+                threads.submit(write_adapters, named[number - 1], followers[number].adapters)
+                followers[number].run(received_steps(leader, torch.device("cpu")))
         except BaseException:
             boards.abort()
             raise
 
-    followers: dict[Rank, Follower] = {}
-    with ThreadPoolExecutor(ranks * stages) as threads:
-        running = [threads.submit(follow, rank, steps) for rank, steps in zip(others, following, strict=True)]
-        collectives = ThreadCollectives(leader, boards)
+    followers: dict[int, Follower] = {}
+    with ThreadPoolExecutor(2 * count) as threads:
+        running = [threads.submit(follow, number) for number in range(1, count)]
+        collectives = ThreadCollectives(Rank.of(0, ranks, stages), boards)
         try:
             runner = ModelRunner.load(config, kernels=ReferenceKernels(), collectives=collectives, on_step=sender.send)
-            yield runner, [followers[rank] for rank in others]
+            runner.adapters.on_write = adapters.write
+            yield runner, [followers[number] for number in range(1, count)]
         except BaseException:
             boards.abort()
             raise
         finally:
             sender.close()
+            adapters.close()
             for future in running:
                 future.result()

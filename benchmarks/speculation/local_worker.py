@@ -91,13 +91,15 @@ class LocalWorker:
         """The worker's `Speculation`; None = it has none."""
         return self.worker._schedulers.decode.speculation
 
-    def send(self, prompt: Sequence[int], sampling: SamplingParams) -> Answer:
-        """Send a request, and return its answer, which fills as tokens arrive."""
+    def send(self, prompt: Sequence[int], sampling: SamplingParams, adapter: str = "") -> Answer:
+        """Send a request, and return its answer, which fills as tokens arrive; `adapter` is an adapter's hash."""
         self._sent += 1
         answer, ref = Answer(), RequestRef(f"q{self._sent}", 1)
         self._answers[ref.request_id] = answer
-        lease = self.worker.reserve(Reservation(ROUTER, ref, tuple(prompt), sampling, ME)).lease
-        self.worker.prefill(PrefillTask(ROUTER, ref, tuple(prompt), sampling, Destination(ME, "", lease)))
+        lease = self.worker.reserve(Reservation(ROUTER, ref, tuple(prompt), sampling, ME, adapter=adapter)).lease
+        self.worker.prefill(
+            PrefillTask(ROUTER, ref, tuple(prompt), sampling, Destination(ME, "", lease), adapter=adapter)
+        )
         return answer
 
     def refs(self) -> list[RequestRef]:

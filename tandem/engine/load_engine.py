@@ -34,16 +34,15 @@ from tandem.engine.kernels.base import Kernels, is_cpu
 from tandem.engine.kernels.lora.adapted_products import AdaptedProducts
 from tandem.engine.memory import GIB, check_host_memory, ran_out_of_memory
 from tandem.engine.model_summary import model_summary
-from tandem.engine.models.allocation import weight_bytes
 from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.models.load_spec import bounded, load_spec, quantized_at_load
-from tandem.engine.models.rank_parameters import allocate_rank
+from tandem.engine.models.rank_parameters import allocate_rank, rank_bytes
 from tandem.engine.parallel.collectives import Collectives
-from tandem.engine.parallel.rank_model import RankModel
 from tandem.engine.parallel.step_stream import RankStep
 from tandem.engine.sampler import sample
-from tandem.engine.speculation.draft_folder import draft_bytes
+from tandem.engine.speculation.draft_folder import draft_bytes, reads_output_layer
 from tandem.engine.speculation.load_draft import (
+    KvMemory,
     MakeProposer,
     ModelWithDraft,
     draft_model_of,
@@ -150,27 +149,12 @@ class _Setting:
         spec = bounded(quantized_at_load(stored, config.quantization), config.max_model_len)
         dtype, kv_dtype = parse_dtype(config, device, spec), parse_kv_dtype(config, device, spec)
         check_weights(device, spec)
-        setting = cls(spec, device, page_tokens, dtype, kv_dtype, kernels, collectives)
-        if setting.rank.world_size > 1:
-            setting.check_group(config)
-        return setting
+        return cls(spec, device, page_tokens, dtype, kv_dtype, kernels, collectives)
 
     @property
     def on_host(self) -> bool:
         """True if the engine uses the synchronous `HostStepper`: on a CPU, or on any device with `given_kernels`."""
         return is_cpu(self.device) or self.given_kernels is not None
-
-    def check_group(self, config: EngineConfig) -> None:
-        """Raise InvalidArgument for settings that a group of ranks does not support."""
-        for name, value in (
-            ("draft", config.draft),
-            ("loras", config.has_loras),
-            ("keep_hidden", config.keep_hidden),
-        ):
-            if value:
-                raise InvalidArgument(
-                    name, "is not supported by a worker of several ranks; use one rank, or leave it out."
-                )
 
     def kernels(self, config: EngineConfig, spec: ModelSpec) -> Kernels:
         """Return `given_kernels` or, if that is None, the fastest kernels for a model on this device."""
@@ -186,11 +170,18 @@ class _Setting:
         else:
             torch.cuda.set_device(self.device)
 
+    def kv_memory(self, config: EngineConfig) -> KvMemory:
+        """Return the memory of the KV pages, which the target shares with a draft that has KV."""
+        default = CPU_KV_CACHE_BYTES if is_cpu(self.device) else None
+        return split_kv(config, self.own_spec, self.page_tokens, self.device, default)
+
     def weight_bytes(self, config: EngineConfig) -> int:
         """Return the memory in bytes of the weights, the adapter slots, and the draft weights."""
-        weights = weight_bytes(self.own_spec, self.dtype, on_cpu=is_cpu(self.device))
+        whole_output = reads_output_layer(config, self.spec)
+        on_cpu = is_cpu(self.device)
+        weights = rank_bytes(self.spec, self.rank, self.dtype, on_cpu=on_cpu, whole_output=whole_output)
         drafts = draft_bytes(config, self.spec, self.dtype, self.device)
-        return weights + slot_bytes(config, self.spec, self.dtype) + drafts
+        return weights + slot_bytes(config, self.own_spec, self.dtype) + drafts
 
 
 def load_parts(
@@ -209,7 +200,7 @@ def load_parts(
     before it runs.
     """
     setting = _Setting.of(config, kernels, collectives)
-    spec, device, page_tokens = setting.own_spec, setting.device, setting.page_tokens
+    spec, page_tokens = setting.own_spec, setting.page_tokens
     setting.prepare_device(config)
     tokenizer, tokens = config.served.tokenizer_folder, (spec.vocab_size, tuple(spec.eos_token_ids))
     grammars = LazyGrammars(lambda: shared_grammars(tokenizer, *tokens))
@@ -218,16 +209,18 @@ def load_parts(
     loading = threading.Thread(target=grammars.load, name="tokenizer", daemon=True)
     loading.start()
     loaded, adapters = _load_model(config, setting, progress)
-    kv = split_kv(config, spec, page_tokens, device, CPU_KV_CACHE_BYTES if is_cpu(device) else None)
+    kv = setting.kv_memory(config)
     masks = GrammarMasks(grammars, spec.eos_token_ids)
 
-    start = partial(_start, setting=setting, masks=masks, progress=progress, on_step=on_step)
+    start = partial(_start, masks=masks, progress=progress)
+    # The draft is not divided among the ranks: it runs on the first rank alone, and its steps are not sent.
+    start_head = partial(start, setting=replace(setting, collectives=None))
     proposer = (
         loaded.proposer
-        or eagle_proposer(loaded, start, config, page_tokens, kv)
+        or eagle_proposer(loaded, start_head, config, page_tokens, kv)
         or draft_model_of(load_another, config, spec, page_tokens, kv)
     )
-    cache, stepper = start(replace(config, kv_cache_bytes=kv.target), loaded.model)
+    cache, stepper = start(replace(config, kv_cache_bytes=kv.target), loaded.model, setting=setting, on_step=on_step)
     loading.join()
     return LoadedParts(
         spec,
@@ -249,18 +242,19 @@ def load_parts(
 
 def load_rank(
     config: EngineConfig, collectives: Collectives, kernels: Kernels | None
-) -> tuple[DecoderModel, PagedCache, PagePart, Sequence[StepGraph]]:
-    """Load a follower, a rank other than the first: its part of the model, its KV cache and its CUDA graphs.
+) -> tuple[DecoderModel, PagedCache, PagePart, AdapterSlots, Sequence[StepGraph]]:
+    """Load a follower, a rank other than the first: its part of the model and of the adapters, and its CUDA graphs.
 
-    Returns with the cache the part of a page that it has.
-
-    Raises as `load_parts` does.
+    Returns with the cache the part of a page that it has. Drafts are proposed on the first rank alone. Raises as
+    `load_parts` does.
     """
     setting = _Setting.of(config, kernels, collectives)
+    config = replace(config, kv_cache_bytes=setting.kv_memory(config).target, draft=None, keep_hidden=False)
     setting.prepare_device(config)
-    loaded, _ = _load_model(config, setting, None)
+    loaded, adapters = _load_model(config, setting, None)
     cache, stepper = _start(config, loaded.model, setting=setting, masks=None)
-    return loaded.model, cache, page_part(setting.spec, setting.rank), stepper.step_graphs
+    part = page_part(setting.spec, setting.rank)
+    return loaded.model, cache, part, adapters.slots, stepper.step_graphs
 
 
 def _load_model(
@@ -270,19 +264,31 @@ def _load_model(
     kernels = setting.kernels(config, spec)
     try:
         with torch.inference_mode():
-            parameters = allocate_rank(setting.spec, setting.rank, setting.dtype, setting.device)
+            parameters = allocate_rank(
+                setting.spec,
+                setting.rank,
+                setting.dtype,
+                setting.device,
+                whole_output=reads_output_layer(config, setting.spec),
+            )
             if config.random_weights:
                 fill_randomly(parameters)
             else:
                 load_weights(config.served.model, setting.spec, parameters, progress, setting.rank)
-            if setting.collectives is not None:
-                model = RankModel(spec, parameters, kernels, spec.max_context, collectives=setting.collectives)
-                return ModelWithDraft(model), LoadedAdapters()
-            adapters = load_adapters(config, spec, parameters)
+            adapters = load_adapters(config, setting.spec, parameters, setting.rank)
             adapted = None
             if adapters.tables:
                 adapted = AdaptedProducts(kernels, choose_updates(setting.device), adapters.tables)
-            return model_with_draft(config, spec, parameters, kernels, setting.kernels, adapted=adapted), adapters
+            loaded = model_with_draft(
+                config,
+                spec,
+                parameters,
+                kernels,
+                setting.kernels,
+                adapted=adapted,
+                collectives=setting.collectives,
+            )
+            return loaded, adapters
     except RuntimeError as error:
         if not ran_out_of_memory(error):
             raise

@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tandem.engine.adapters.slots import AdapterSlots
 from tandem.engine.cache.page_checksums import PageChecksums, page_checksums
 from tandem.engine.cache.page_pool import PagePool
 from tandem.engine.cache.paged_cache import PagedCache
@@ -136,19 +137,27 @@ class ModelRunner:
 class Follower:
     """The engine of a rank other than the first: it runs its part of the model in each step that the first rank sends.
 
-    It owns the rank's part of the model and of the KV cache, and has no requests.
+    It owns the rank's part of the model, of the adapters and of the KV cache, and has no requests.
     """
 
-    def __init__(self, cache: PagedCache, part: PagePart, forward: Forward, graphs: Sequence[StepGraph]) -> None:
+    def __init__(
+        self,
+        cache: PagedCache,
+        part: PagePart,
+        adapters: AdapterSlots,
+        forward: Forward,
+        graphs: Sequence[StepGraph],
+    ) -> None:
         """Create a follower from loaded parts; callers use `load` instead."""
-        self.cache, self.page_sums = cache, page_checksums(cache.tensor, part)
+        self.cache, self.adapters = cache, adapters
+        self.page_sums = page_checksums(cache.tensor, part)
         self._forward, self._graphs = forward, graphs
 
     @classmethod
     def load(cls, config: EngineConfig, collectives: Collectives, *, kernels: Kernels | None = None) -> "Follower":
         """Load this rank's part of the model, and allocate its KV cache. Raises as `ModelRunner.load` does."""
-        model, cache, part, graphs = load_rank(config, collectives, kernels=kernels)
-        return cls(cache, part, forward_over(model, cache), graphs)
+        model, cache, part, adapters, graphs = load_rank(config, collectives, kernels=kernels)
+        return cls(cache, part, adapters, forward_over(model, cache), graphs)
 
     def run(self, steps: Iterable[RankStep]) -> None:
         """Run `steps` in order, and return after the last one; on a GPU, they are only launched."""

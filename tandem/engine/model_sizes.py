@@ -92,7 +92,7 @@ def layer_weights(layer: LayerSpec, hidden: int) -> int:
 def expert_weights(layer: LayerSpec, hidden: int) -> int:
     """Return the number of elements of a layer's experts, without the shared expert; 0 for a dense layer."""
     moe = layer.feed_forward
-    return 3 * hidden * moe.width * moe.experts if isinstance(moe, MixtureOfExperts) else 0
+    return 3 * hidden * moe.width * len(moe.local_experts) if isinstance(moe, MixtureOfExperts) else 0
 
 
 def roofline(spec: ModelSpec, cache: PagedCache, item_bytes: int) -> Roofline:

@@ -1,7 +1,7 @@
 """The peak compute and memory rates of a worker's device, from which the cost model derives step times."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tandem.settings.invalid import refuse
 
@@ -18,6 +18,10 @@ class Ceilings:
     """Fixed seconds of each step: kernel launches and all other work except arithmetic and memory reads."""
     verify_s: float = 0.0
     """Additional fixed seconds of a step that verifies draft tokens: the device waits while the host plans the step."""
+
+    def shared(self, processes: int) -> "Ceilings":
+        """Return the rates of one of `processes` processes that share the device equally."""
+        return replace(self, flops=self.flops / processes, bytes_per_s=self.bytes_per_s / processes)
 
 
 def parse_ceilings(option: str, text: str) -> Ceilings:

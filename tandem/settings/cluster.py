@@ -189,7 +189,6 @@ class ClusterSettings(Settings):
         self._check_draft()
         self._check_hosts()
         self._check_stages()
-        self._check_ranks()
         if self.planner.actions is PlannerMode.ON and self.planner.limits.workers is None and not self._disaggregated:
             refuse("--planner", f"has nothing to change in mode {self.router.mode}; give --planner-workers, too")
 
@@ -225,15 +224,9 @@ class ClusterSettings(Settings):
             refuse(option, f"is for prefill workers; give --mode {Mode.DISAGGREGATED}")
         if self.planner.actions is PlannerMode.ON:
             refuse(option, "excludes --planner on: workers change roles, and only prefill workers have stages")
-
-    def _check_ranks(self) -> None:
-        engine = self.engine
-        sizes = engine.ranks, self.prefill_tensor_parallel_size, self.decode_tensor_parallel_size
-        if all(size in {None, 1} for size in sizes):
-            return
-        for option, used in (("--draft", engine.draft is not None), ("--lora", engine.loras or engine.runtime_loras)):
+        for other, used in (("--draft", self.engine.draft), ("--lora", self.engine.has_loras)):
             if used:
-                refuse(option, "excludes --tensor-parallel-size; leave one of them out")
+                refuse(other, f"excludes {option}; leave one of them out")
 
     def _check_draft(self) -> None:
         method, draft = self.worker.speculate, self.engine.draft

@@ -101,7 +101,7 @@ class EngineSettings(Settings):
         least=1,
         most=RANKS_MAX,
     )
-    """A worker's processes are its ranks: one serves, and the others run the same steps."""
+    """A worker's processes are its ranks: the first serves, and the others run the same steps."""
     pipeline_parallel_size: int = setting(
         1,
         help="Pipeline stages of each prefill worker, among which the model's layers are divided; two stages compute"
@@ -179,6 +179,11 @@ class EngineSettings(Settings):
     def ranks(self) -> int:
         """The number of ranks of a worker: those of all of its pipeline stages."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def ranks_of_device(self) -> int:
+        """The number of a worker's ranks that share one device: all ranks on a CPU, one on a GPU."""
+        return self.ranks if self.on_cpu else 1
 
     @property
     def kv_pool_bytes(self) -> int | None:

@@ -90,8 +90,7 @@ class WorkerProcess:
             self._engine = self._load(progress)
             report("measuring the device", 0.0)
             if self._config.ceilings is None:
-                config = self._config.engine if self._group is None else self._group.config_of(0)
-                self._engine.measure_ceilings(config.threads)
+                self._engine.measure_ceilings(self._config.engine.threads)
             report("opening the transfer", 0.0)
             info = self._call(self._open(self._engine))
         except BaseException as error:

@@ -15,7 +15,8 @@ import signal
 import socket
 import tempfile
 import threading
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -29,6 +30,7 @@ from tandem.engine.config.sharding import Rank
 from tandem.engine.device import parse_device
 from tandem.engine.kernels.base import is_cpu
 from tandem.engine.model_runner import Follower, ModelRunner
+from tandem.engine.parallel.adapter_stream import AdapterSender, write_adapters
 from tandem.engine.parallel.collectives import Collectives, GlooCollectives
 from tandem.engine.parallel.step_stream import StepSender, received_steps
 from tandem.engine.weights.checkpoint import Progress
@@ -66,24 +68,25 @@ class RankGroup:
         meeting = Path(self._folder.name) / "meeting"
         context = multiprocessing.get_context("spawn")
         self._processes: list[SpawnProcess] = []
-        leading_ends = []
+        leading_ends: list[tuple[socket.socket, socket.socket]] = []
         for number in range(1, self.ranks):
-            leading_end, following_end = socket.socketpair()
-            leading_pipe, following_pipe = context.Pipe()
-            leading_ends.append(leading_end)
-            calls = None if transfer is None else (following_pipe, transfer)
+            (steps, following_steps), (adapters, following_adapters) = socket.socketpair(), socket.socketpair()
+            calls, following_calls = context.Pipe()
+            leading_ends.append((steps, adapters))
+            connections = _Connections(following_steps, following_adapters, following_calls)
             process = context.Process(
                 target=_follow,
-                args=(self.config_of(number), Rank.of(number, ranks, stages), meeting, following_end, calls),
+                args=(self.config_of(number), Rank.of(number, ranks, stages), meeting, connections, transfer),
                 name=f"rank {number}",
                 daemon=True,
             )
             process.start()
-            following_end.close()
-            following_pipe.close()
-            self._transports.append(RemoteTransport(leading_pipe))
+            for end in (following_steps, following_adapters, following_calls):
+                end.close()
+            self._transports.append(RemoteTransport(calls))
             self._processes.append(process)
-        self._sender = StepSender(leading_ends)
+        self._steps = StepSender([steps for steps, _ in leading_ends])
+        self._adapters = AdapterSender([adapters for _, adapters in leading_ends])
         self._open = True
         try:
             self._collectives = _join(self.config_of(0), Rank.of(0, ranks, stages), meeting)
@@ -99,7 +102,9 @@ class RankGroup:
         Raises as `ModelRunner.load` does.
         """
         config = self.config_of(0)
-        runner = ModelRunner.load(config, progress, collectives=self._collectives, on_step=self._sender.send)
+        runner = ModelRunner.load(config, progress, collectives=self._collectives, on_step=self._steps.send)
+        # From now on: each rank has loaded the adapters of the config by itself.
+        runner.adapters.on_write = self._adapters.write
         pages = ranked_pages(runner.cache, runner.page_part, self.ranks, self._stages)
         runner.page_sums = GroupPageSums(pages, runner.page_sums, [rank.sums for rank in self._transports])
         return runner
@@ -118,7 +123,7 @@ class RankGroup:
         if self._open:
             self._open = False
             # The followers leave the group now, and leaving waits for the first rank. If it fails, they are killed.
-            self._sender.close()
+            self._steps.close()
             leaving = threading.Thread(target=self._collectives.close, name="leave ranks", daemon=True)
             sound = self.ended_rank() is None
             if sound:
@@ -142,12 +147,13 @@ class RankGroup:
         return replace(config, threads=max(1, threads // self.ranks))
 
     def _end_followers(self) -> None:
-        self._sender.close()
+        self._steps.close()
         for process in self._processes:
             process.join(END_TIMEOUT_S)
             if process.is_alive():
                 process.kill()
                 process.join()
+        self._adapters.close()
         self.remove_folder()
 
 
@@ -181,32 +187,40 @@ def _join(config: EngineConfig, rank: Rank, meeting: Path) -> Collectives:
     return CudaCollectives(rank, meeting, START_TIMEOUT_S, device)
 
 
-def _follow(
-    config: EngineConfig,
-    rank: Rank,
-    meeting: Path,
-    leader: socket.socket,
-    calls: tuple[Connection, RankTransfer] | None,
-) -> None:
-    """Run as a follower until the first rank closes the connection.
+@dataclass(frozen=True, slots=True)
+class _Connections:
+    """A follower's ends of its connections to the first rank."""
 
-    `calls` has the pipe over which the first rank calls this rank's transport, and the transport's settings.
-    """
+    steps: socket.socket
+    adapters: socket.socket
+    """The adapters that the follower has to load at runtime."""
+    calls: Connection
+    """The calls of the follower's transport."""
+
+
+def _follow(
+    config: EngineConfig, rank: Rank, meeting: Path, connections: _Connections, transfer: RankTransfer | None
+) -> None:
+    """Run as a follower until the first rank closes the connection for steps; without `transfer`, hand over no KV."""
     logging.basicConfig(level=logging.INFO, format=f"rank {rank.world_number} %(levelname)s %(name)s: %(message)s")
-    threading.Thread(target=_end_with_parent, args=(meeting.parent,), name="parent", daemon=True).start()
-    with leader:
+    _start_thread(_end_with_parent, meeting.parent)
+    with connections.steps:
         try:
             collectives = _join(config, rank, meeting)
             follower = Follower.load(config, collectives)
-            if calls is not None:
-                pipe, transfer = calls
-                serving = pipe, transfer.opener(rank.world_number, follower.cache), follower.page_sums
-                threading.Thread(target=serve_transport, args=serving, name="transport", daemon=True).start()
-            follower.run(received_steps(leader, parse_device(config.device)))
+            if transfer is not None:
+                opener = transfer.opener(rank.world_number, follower.cache)
+                _start_thread(serve_transport, connections.calls, opener, follower.page_sums)
+            _start_thread(write_adapters, connections.adapters, follower.adapters)
+            follower.run(received_steps(connections.steps, parse_device(config.device)))
         except (TandemError, RuntimeError):
             log.exception("rank %d has ended", rank.world_number)
             raise SystemExit(1) from None
         collectives.close()
+
+
+def _start_thread(run: Callable[..., None], *arguments: object) -> None:
+    threading.Thread(target=run, args=arguments, name=run.__name__.strip("_"), daemon=True).start()
 
 
 def _end_with_parent(folder: Path) -> None:

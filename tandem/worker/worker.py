@@ -77,7 +77,7 @@ class Worker:
         self._events = asyncio.get_running_loop()
         self.died: asyncio.Future[BaseException] = self._events.create_future()
         """Completes with the error of a failed step; the process must then end."""
-        used = Utilization(engine.roofline, given=config.ceilings)
+        used = Utilization(engine.roofline, config.ceilings, config.engine.ranks_of_device)
         self.metrics = WorkerMetrics(engine.facts.name, me.worker_id, used)
         """The metrics of this worker; `worker_facts` must be exported together with them."""
         self._cache = PrefixCache(engine.pool, engine.kv_pages, enabled=config.prefix_cache)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 from collections import deque
-from collections.abc import Callable
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
@@ -15,67 +14,95 @@ from tandem.engine.config import EngineConfig
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.steps.batch import PendingStep, StepBatch, StepRow
 from tandem.protocol.errors import InvalidArgument
+from tandem.settings.parsing import NamedPath
 from tandem.worker.rank_group import RankGroup
-from tests.factories import write_tiny_model
+from tests.adapters import ATTENTION, TinyAdapter
+from tests.factories import greedy_answer, write_tiny_model
 from tests.gpu.test_engine_cuda import CACHE, GREEDY, PROMPTS, greedy
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 
 SIZES = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512, "intermediate_size": 512}
 TOKENS = [[token % 150 for token in prompt] for prompt in PROMPTS]
-CHUNK = 50
-
-Compute = Callable[[ModelRunner], list[list[int]]]
-
-
-def answers(runner: ModelRunner) -> list[list[int]]:
-    return greedy(runner, TOKENS)
+CHUNK, PAGES = 50, 9
+"""Tokens of a chunk, and pages of a prompt."""
+WHOLE_EXPERTS = {"moe_intermediate_size": 129}
 
 
-def first_tokens(runner: ModelRunner) -> list[list[int]]:
+def answers_of(runner: ModelRunner) -> list[list[int]]:
+    """Returns answers without an adapter and, if there is one, with it."""
+    return greedy(runner, TOKENS) + [greedy_answer(runner, TOKENS[2], 16, 1) for _ in runner.adapters.facts]
+
+
+def first_tokens_of(runner: ModelRunner) -> list[list[int]]:
     """Returns the sampled tokens of each step of a prefill worker: one chunk, of which two are in flight."""
     sampled: list[list[int]] = []
     pending: deque[PendingStep] = deque()
     for number, prompt in enumerate(TOKENS):
+        pages = range(number * PAGES, (number + 1) * PAGES)
         for start in range(0, len(prompt), CHUNK):
-            chunk, last = prompt[start : start + CHUNK], start + CHUNK >= len(prompt)
-            row = StepRow(chunk, start, [2 * number, 2 * number + 1], GREEDY if last else None)
-            pending.append(runner.launch(StepBatch([row])))
+            draw = GREEDY if start + CHUNK >= len(prompt) else None
+            pending.append(runner.launch(StepBatch([StepRow(prompt[start : start + CHUNK], start, pages, draw)])))
             if len(pending) == 2:
                 sampled.append([token for token in pending.popleft()().token_ids if token is not None])
     sampled.append([token for token in pending.popleft()().token_ids if token is not None])
     return sampled
 
 
-def lead(
-    config: EngineConfig, ranks: int, stages: int, compute: Compute, results: SimpleQueue[list[list[int]]]
-) -> None:
-    group = RankGroup(config, ranks, stages=stages)
+def lead(config: EngineConfig, stages: int, answers: SimpleQueue[list[list[int]]]) -> None:
+    group = RankGroup(config, 2 // stages, stages=stages)
     try:
-        results.put(compute(group.load()))
+        answers.put(answers_of(group.load()) if stages == 1 else first_tokens_of(group.load()))
     finally:
         group.close()
 
 
-@pytest.mark.parametrize(
-    ("ranks", "stages", "compute"), [(2, 1, answers), (1, 2, first_tokens)], ids=["two ranks", "two stages"]
-)
 @pytest.mark.parametrize("graphs", [True, False])
-def test_two_gpus_give_the_tokens_of_one(
-    graphs: bool, ranks: int, stages: int, compute: Compute, tmp_path: Path
-) -> None:
-    """In a process of its own, because a process can be in only one group. The stages have two layers and one."""
+@pytest.mark.parametrize(("family", "changes"), [("llama3", {}), ("qwen3_moe", WHOLE_EXPERTS)])
+def test_two_gpus_give_the_tokens_of_one(family: str, changes: dict[str, int], graphs: bool, tmp_path: Path) -> None:
+    """With an adapter, and a draft model on the first; in another process, as a process can be in only one group."""
+    sizes = {**SIZES, **changes, "max_position_embeddings": 512}
+    folder = write_tiny_model(tmp_path / "model", family, **sizes)
+    adapter = TinyAdapter(family, modules=ATTENTION, changes=sizes).write(tmp_path / "adapter")
+    config = EngineConfig.of(
+        folder,
+        device="cuda",
+        dtype="float32",
+        kv_cache_bytes=CACHE,
+        page_tokens=16,
+        max_batch_requests=8,
+        cuda_graphs=graphs,
+        loras=(NamedPath("adapter", adapter),),
+        draft=folder,
+        draft_graphs=True,
+    )
+    assert of_two_gpus(config, stages=1) == answers_of(ModelRunner.load(config))
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_two_pipeline_stages_give_the_first_tokens_of_one_gpu(graphs: bool, tmp_path: Path) -> None:
+    """The stages have two layers and one."""
     folder = write_tiny_model(tmp_path, "llama3", **SIZES, max_position_embeddings=512)
     config = EngineConfig.of(
-        folder, device="cuda", dtype="float32", kv_cache_bytes=CACHE, max_batch_requests=8, cuda_graphs=graphs
+        folder,
+        device="cuda",
+        dtype="float32",
+        kv_cache_bytes=CACHE,
+        page_tokens=16,
+        max_batch_requests=8,
+        cuda_graphs=graphs,
     )
+    assert of_two_gpus(config, stages=2) == first_tokens_of(ModelRunner.load(config))
+
+
+def of_two_gpus(config: EngineConfig, stages: int) -> list[list[int]]:
     context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    leader = context.Process(target=lead, args=(config, ranks, stages, compute, results))
+    answers = context.SimpleQueue()
+    leader = context.Process(target=lead, args=(config, stages, answers))
     leader.start()
     leader.join()
     assert leader.exitcode == 0
-    assert results.get() == compute(ModelRunner.load(config))
+    return answers.get()
 
 
 def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:

@@ -6,25 +6,39 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed
 
 from tandem.engine.model_runner import ModelRunner
 from tandem.protocol.errors import TandemError
+from tandem.settings.parsing import NamedPath
 from tandem.worker.rank_group import RankGroup
+from tests.adapters import TinyAdapter, load_at_runtime
 from tests.factories import greedy_answer, tiny_engine_config, write_tiny_model
 
 PROMPT = [(5 * position + 2) % 150 for position in range(40)]
 
 
 def test_a_group_answers_and_leaves_no_process(tmp_path: Path) -> None:
-    config = tiny_engine_config(write_tiny_model(tmp_path, "smollm2"))
+    """With an adapter of the start, one that is loaded later, and a draft model on the first rank."""
+    model = write_tiny_model(tmp_path / "model", "smollm2")
+    paths = [TinyAdapter("smollm2", seed).write(tmp_path / f"adapter {seed}") for seed in (1, 2)]
+    settings: dict[str, Any] = {"loras": (NamedPath("first", paths[0]),), "runtime_loras": True, "max_loras": 2}
+    config = tiny_engine_config(model, kv_cache_bytes=4 << 20, draft=model, **settings)
     group = RankGroup(config, 3)
     children = [process.pid for process in group._processes]
     try:
         runner = group.load()
-        assert greedy_answer(runner, PROMPT, 12) == greedy_answer(ModelRunner.load(config), PROMPT, 12)
+        alone = ModelRunner.load(config)
+        assert [load_at_runtime(loaded, paths[1]) for loaded in (runner, alone)] == [2, 2]
+        answers, wanted = (
+            [greedy_answer(loaded, PROMPT, 12, adapter) for adapter in range(3)] for loaded in (runner, alone)
+        )
+        assert answers == wanted
+        assert len({tuple(answer) for answer in wanted}) == 3
+        assert runner.draft_proposer is not None
         assert group.ended_rank() is None
     finally:
         group.close()

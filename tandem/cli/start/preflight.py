@@ -171,17 +171,18 @@ def check_weights(config: ClusterSettings) -> None:
     from tandem.engine.adapters.load import slot_bytes
     from tandem.engine.config.sharding import Rank, own_spec
     from tandem.engine.device import parse_dtype
-    from tandem.engine.models.allocation import weight_bytes
     from tandem.engine.models.load_spec import bounded, load_spec, quantized_at_load
-    from tandem.engine.speculation.draft_folder import draft_bytes
+    from tandem.engine.models.rank_parameters import rank_bytes
+    from tandem.engine.speculation.draft_folder import draft_bytes, reads_output_layer
 
     # Computed even if the weights are on a GPU or another host: this call rejects a checkpoint that is already
     # quantized.
     stored = bounded(load_spec(config.served.model), config.engine.max_model_len)
     shapes = {role: quantized_at_load(stored, config.quantization_of(role)) for role in Role}
-    for role in Role:
-        # Rejects a model that cannot be divided.
-        own_spec(stored, Rank(count=config.tensor_ranks_of(role), stages=config.stages_of(role)))
+    # Rejects a model that cannot be divided.
+    divided = {
+        role: own_spec(stored, Rank.of(0, config.tensor_ranks_of(role), config.stages_of(role))) for role in Role
+    }
     if not config.engine.on_cpu or config.ray_address:
         return
     engine, device = _engine(config), torch.device("cpu")
@@ -189,11 +190,18 @@ def check_weights(config: ClusterSettings) -> None:
     counts = {Role.BOTH: config.workers}
     if config.router.mode == Mode.DISAGGREGATED:
         counts = {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
-    others = slot_bytes(engine, stored, dtype) + draft_bytes(engine, stored, dtype, device)
-    sizes = {role: weight_bytes(shapes[role], dtype, on_cpu=True) + others for role in counts}
+    drafts, whole_output = draft_bytes(engine, stored, dtype, device), reads_output_layer(engine, stored)
+    sizes = {}
+    for role in counts:
+        ranks = [
+            Rank.of(number, config.tensor_ranks_of(role), config.stages_of(role))
+            for number in range(config.ranks_of(role))
+        ]
+        weights = [rank_bytes(shapes[role], rank, dtype, on_cpu=True, whole_output=whole_output) for rank in ranks]
+        sizes[role] = sum(weights) + len(ranks) * slot_bytes(engine, divided[role], dtype) + drafts
     weights_gib, pages = max(sizes.values()) / GIB, config.engine.kv_pool_bytes or 0
     free = psutil.virtual_memory().available
-    # The weights of a worker of several ranks are divided; each rank has KV pages of its own.
+    # Each rank has KV pages of its own.
     if sum(counts[role] * (size + config.ranks_of(role) * pages) for role, size in sizes.items()) > free:
         raise InvalidArgument(
             "--device",

@@ -15,6 +15,7 @@ from tandem.engine.adapters.reader import check_unchanged, read_adapter
 from tandem.engine.adapters.slots import AdapterSlots
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.model import ModelSpec
+from tandem.engine.config.sharding import ALONE, Rank
 from tandem.engine.kernels.lora_tables import LoraTables
 from tandem.engine.models.allocation import allocate_parameters
 from tandem.engine.models.parameters import Parameters
@@ -93,12 +94,11 @@ def _matrices(tables: LoraTables, updates: Sequence[PlacedUpdate]) -> tuple[Tens
         update, slot = placed.update, placed.slot
         a, b = (torch.empty(entry.shape, dtype=torch.float32) for entry in (update.a, update.b))
         read_tensors({"a": update.a, "b": update.b}, {"a": a, "b": b})
-        if slot.transform is not None:
-            b = slot.transform(b)
         b.mul_(update.scale)
         for matrix, entry in ((a, update.a), (b, update.b)):
             check_range(matrix, tables.b.dtype, f"{entry.file}: the update of {placed.module}")
         _check_size(placed, a, b, tables.b.dtype)
+        a, b = slot.own_matrices(a, b)
         end = slot.first + len(b)
         into_b[slot.first : end, : update.rank] = b.to(into_b)
         for part, rows in enumerate(tables.part_rows):
@@ -142,24 +142,25 @@ class _Files:
         check_unchanged(folder)
 
 
-def load_adapters(config: EngineConfig, spec: ModelSpec, parameters: Parameters) -> LoadedAdapters:
+def load_adapters(config: EngineConfig, spec: ModelSpec, parameters: Parameters, rank: Rank = ALONE) -> LoadedAdapters:
     """Load the adapters that `config` names, and allocate free slots if adapters may be loaded at runtime.
 
-    Raises InvalidArgument if `config` has more adapters than slots or an adapter has a higher rank than `config`
-    allows; ModelError if an adapter does not fit the model.
+    `spec` is that of the whole model, and `parameters` are the weights of `rank`. Raises InvalidArgument if `config`
+    has more adapters than slots or an adapter has a higher rank than `config` allows; ModelError if an adapter does not
+    fit the model.
     """
     if not config.has_loras:
         return LoadedAdapters()
-    folders, modules = _read_all(config), adapted_modules(spec, parameters)
+    folders, modules = _read_all(config), adapted_modules(spec, parameters, rank)
     placed = [modules.place(folder) for folder in folders]
     changed: Sequence[int] = range(len(modules.products))
-    count, rank = config.max_loras, config.max_lora_rank
+    count, lora_rank = config.max_loras, config.max_lora_rank
     if not config.runtime_loras:
         changed = sorted({update.slot.product for updates in placed for update in updates})
-        count, rank = len(folders), max(folder.rank for folder in folders)
+        count, lora_rank = len(folders), max(folder.rank for folder in folders)
     device = parameters.final_norm.device
     tables = AdapterTables(
-        {number: modules.products[number] for number in changed}, count, _padded(rank), parameters.dtype, device
+        {number: modules.products[number] for number in changed}, count, _padded(lora_rank), parameters.dtype, device
     )
     slots = AdapterSlots(count, _Files(modules, tables, config.max_lora_rank))
     for source, folder in zip(config.loras, folders, strict=True):

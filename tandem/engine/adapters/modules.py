@@ -9,9 +9,10 @@ from torch import Tensor
 from tandem.engine.adapters.folder import AdapterFolder, LowRank
 from tandem.engine.config.attention import AttentionShape
 from tandem.engine.config.model import GroupedQueryAttention, ModelSpec
+from tandem.engine.config.sharding import ALONE, Rank, rank_spec
 from tandem.engine.kernels.packed_weight import PackedWeight, Weight
-from tandem.engine.models.families import slots_of
-from tandem.engine.models.parameters import DenseParameters, Parameters, ParameterSlot
+from tandem.engine.models.parameters import DenseParameters, Parameters, ParameterSlot, StoredPart
+from tandem.engine.models.rank_parameters import rank_slots
 from tandem.protocol.errors import ModelError
 
 _SUFFIX = ".weight"
@@ -40,6 +41,17 @@ class ModuleSlot:
     """The shape of the module's weight in the checkpoint."""
     transform: Callable[[Tensor], Tensor] | None
     """A function that reorders the rows of the checkpoint's weight as the kernels need them; None = keep the order."""
+    part: StoredPart | None = None
+    """The part of the module's weight that this rank holds; None = the whole weight."""
+
+    def own_matrices(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Return this rank's parts of A [r, K] and B [N, r], with the rows of B in the order of the kernels.
+
+        A is divided along its inputs if the weight is, and B along its outputs.
+        """
+        if self.part is not None:
+            a, b = (self.part.of(a), b) if self.part.dim == 1 else (a, self.part.of(b))
+        return a, b if self.transform is None else self.transform(b)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,21 +96,22 @@ class AdaptedModules:
         return PlacedUpdate(module, slot, update)
 
 
-def adapted_modules(spec: ModelSpec, parameters: Parameters) -> AdaptedModules:
+def adapted_modules(spec: ModelSpec, parameters: Parameters, rank: Rank = ALONE) -> AdaptedModules:
     """Return the modules of a model that adapters may change.
 
-    It must be called before the kernels prepare the weights; parameters on the `meta` device suffice.
+    `spec` is that of the whole model, and `parameters` are the weights of `rank`. It must be called before the kernels
+    prepare the weights; parameters on the `meta` device suffice.
     """
     products: list[Product] = []
     by_storage: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
-    for weight, part_ends in _stacked(spec, parameters):
+    for weight, part_ends in _stacked(rank_spec(spec, rank.count, rank.number), parameters):
         codes = _codes(weight)
         by_storage[_storage(codes)].append((len(products), codes))
         n, k = weight.shape
         products.append(Product(id(weight), (n, k), part_ends))
     modules = {
         name.removesuffix(_SUFFIX): _module_slot(slot, by_storage.get(_storage(_codes(slot.tensor)), ()))
-        for name, slot in slots_of(spec, parameters).items()
+        for name, slot in rank_slots(spec, rank, parameters).items()
         if name.endswith(_SUFFIX)
     }
     return AdaptedModules(tuple(products), modules)
@@ -109,7 +122,7 @@ def _module_slot(slot: ParameterSlot, stacked: list[tuple[int, Tensor]] | tuple[
     for product, codes in stacked:
         first = (rows.storage_offset() - codes.storage_offset()) // codes.stride(0)
         if 0 <= first < len(codes) and slot.shape is None:
-            return ModuleSlot(product, first, slot.stored_shape, slot.transform)
+            return ModuleSlot(product, first, slot.stored_shape, slot.transform, slot.part)
     return None
 
 

@@ -6,7 +6,7 @@ unloaded one.
 """
 
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -51,6 +51,11 @@ class AdapterSlots:
         self._lock = threading.Lock()
         self._slots = [_Slot() for _ in range(count)]
         self._files = files
+        self.on_write: Callable[[int, AdapterFolder], None] = lambda _slot, _folder: None
+        """Called after an adapter was written into a slot, and before it is listed; `fill` raises its errors.
+
+        A worker of several ranks writes the adapter into the slots of the other ranks.
+        """
 
     @property
     def facts(self) -> tuple[AdapterFacts, ...]:
@@ -105,11 +110,16 @@ class AdapterSlots:
         written = False
         try:
             if self._slots[number].taken:
-                self._loader.write(number, folder)
+                self.write(number, folder)
+                self.on_write(number, folder)
             written = True
         finally:
             with self._lock:
                 self._slots[number] = _Slot(adapter, listed=True) if written else _Slot()
+
+    def write(self, number: int, folder: AdapterFolder) -> None:
+        """Write an adapter into a slot without listing it (`AdapterFiles.write`)."""
+        self._loader.write(number, folder)
 
     def unload(self, name: str) -> bool:
         """Remove an adapter from the list; return True if it was listed."""

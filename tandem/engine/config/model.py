@@ -101,6 +101,13 @@ class MixtureOfExperts:
     """The number of inner elements of the shared expert; 0 = there is none."""
     shared_gate: bool = False
     """True if the shared expert's output is multiplied by the sigmoid of a learned projection (Qwen2-MoE)."""
+    local: range | None = None
+    """The numbers of the experts whose weights this rank has, if experts are divided among ranks as a whole."""
+
+    @property
+    def local_experts(self) -> range:
+        """The numbers of the experts whose weights this process has."""
+        return range(self.experts) if self.local is None else self.local
 
 
 Attention = GroupedQueryAttention | LatentAttention

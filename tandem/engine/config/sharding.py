@@ -4,6 +4,10 @@ The layers are divided among pipeline stages, in order. Within a stage, the rows
 the columns of the output and down weights are divided among the stage's ranks, so that each rank computes whole
 attention heads and a part of each feed-forward network. The outputs of all ranks of the stage are then summed. If there
 are more ranks than KV heads, several ranks hold the same KV head.
+
+A mixture of experts is divided in one of two ways: each rank has a part of each expert, or it has some experts as a
+whole (expert parallelism). Parts give all ranks the same work, so experts are whole only if their width is not
+divisible, or if parts would lose their quantization (docs/decisions/tensor_parallelism.md).
 """
 
 from dataclasses import dataclass, replace
@@ -19,6 +23,7 @@ from tandem.engine.config.model import (
     MixtureOfExperts,
     ModelSpec,
 )
+from tandem.engine.config.quantization import Quantization
 from tandem.protocol.errors import InvalidArgument
 
 
@@ -105,18 +110,20 @@ def page_part(spec: ModelSpec, rank: Rank) -> PagePart:
     return PagePart(group.heads, group.depth, first_head, rank.page_layers(group.depth).start)
 
 
-def rank_spec(spec: ModelSpec, ranks: int) -> ModelSpec:
-    """Return the spec of one rank's part of a model: fewer heads, and narrower feed-forward networks.
+def rank_spec(spec: ModelSpec, ranks: int, number: int = 0) -> ModelSpec:
+    """Return the spec of one rank's part of a model: fewer heads, and narrower feed-forward networks or fewer experts.
 
-    The vocabulary is not divided. Raises InvalidArgument if the model cannot be divided among `ranks` ranks.
+    The specs of the ranks differ only in the numbers of their experts. The vocabulary is not divided. Raises
+    InvalidArgument if the model cannot be divided among `ranks` ranks.
     """
     if ranks == 1:
         return spec
+    rank = Rank(number, ranks)
     layers = (
         replace(
             layer,
             attention=_attention(layer.attention, ranks),
-            feed_forward=_feed_forward(layer.feed_forward, ranks),
+            feed_forward=_feed_forward(layer.feed_forward, rank, spec.quantization),
         )
         for layer in spec.layers
     )
@@ -128,7 +135,7 @@ def own_spec(spec: ModelSpec, rank: Rank) -> ModelSpec:
 
     Raises InvalidArgument if the model cannot be divided among the ranks or stages.
     """
-    divided = rank_spec(spec, rank.count)
+    divided = rank_spec(spec, rank.count, rank.number)
     if rank.stages == 1:
         return divided
     layers = stage_layers(spec, rank.stages)[rank.stage]
@@ -184,15 +191,23 @@ def _kv_heads(shape: AttentionShape, ranks: int) -> int:
     return 1
 
 
-def _feed_forward(network: FeedForward, ranks: int) -> FeedForward:
+def _feed_forward(network: FeedForward, rank: Rank, quantization: Quantization | None) -> FeedForward:
+    ranks = rank.count
     if isinstance(network, DenseFeedForward):
         return replace(network, width=_divided("elements of a feed-forward network", network.width, ranks))
     assert isinstance(network, MixtureOfExperts)
-    return replace(
-        network,
-        width=_divided("elements of an expert", network.width, ranks),
-        shared_width=_divided("elements of the shared expert", network.shared_width, ranks),
-    )
+    shared = _divided("elements of the shared expert", network.shared_width, ranks)
+    if network.experts % ranks == 0 and not _divides_into_parts(network.width, ranks, quantization):
+        return replace(network, local=rank.rows(network.experts), shared_width=shared)
+    return replace(network, width=_divided("elements of an expert", network.width, ranks), shared_width=shared)
+
+
+def _divides_into_parts(width: int, ranks: int, quantization: Quantization | None) -> bool:
+    """Return True if `width` columns divide into equal parts, which are kept quantized if the whole is."""
+    if width % ranks:
+        return False
+    schemes = [scheme for _, scheme in quantization.rules if scheme] if quantization else []
+    return all(scheme.packing(width // ranks) for scheme in schemes if scheme.packing(width))
 
 
 def _divided(what: str, size: int, ranks: int) -> int:

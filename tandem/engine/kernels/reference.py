@@ -60,10 +60,11 @@ class ReferenceKernels(Kernels):
         mixed = torch.zeros_like(hidden)
         valid = (slots >= 0).unsqueeze(1)
         count_experts(chosen[valid.squeeze(1)], experts)
-        for expert in sorted(set(chosen[valid.squeeze(1)].flatten().tolist())):
+        for expert in sorted(set(chosen[valid.squeeze(1)].flatten().tolist()).intersection(spec.local_experts)):
             tokens, ranks = torch.where((chosen == expert) & valid)
-            inner = self.linear(x[tokens], Linear(experts.gate_up[expert], _row(experts.gate_up_bias, expert)))
-            down = Linear(experts.down[expert], _row(experts.down_bias, expert))
+            index = expert - spec.local_experts.start
+            inner = self.linear(x[tokens], Linear(experts.gate_up[index], _row(experts.gate_up_bias, index)))
+            down = Linear(experts.down[index], _row(experts.down_bias, index))
             output = self.linear(activate(inner, spec.activation), down)
             mixed.index_add_(0, tokens, output * weights[tokens, ranks, None].to(output.dtype))
         if experts.shared_gate_up is not None and experts.shared_down is not None:

@@ -97,14 +97,19 @@ def empty_on(device: torch.device, tree: _T) -> _T:
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype, *, on_cpu: bool = False) -> int:
-    """Return the size of all weights in bytes.
+    """Return the size of all weights in bytes; see `parameter_bytes`."""
+    return parameter_bytes(allocate_parameters(spec, dtype, _META), on_cpu=on_cpu)
+
+
+def parameter_bytes(parameters: Parameters, *, on_cpu: bool) -> int:
+    """Return the size of these weights in bytes.
 
     Packed weights have the size in which the kernels of a CPU or GPU keep them.
     """
-    weights = named_weights(allocate_parameters(spec, dtype, _META))
+    item_bytes = parameters.dtype.itemsize
     return sum(
-        held_bytes(weight, dtype.itemsize, on_cpu=on_cpu) if isinstance(weight, PackedWeight) else weight.nbytes
-        for _, weight in weights
+        held_bytes(weight, item_bytes, on_cpu=on_cpu) if isinstance(weight, PackedWeight) else weight.nbytes
+        for _, weight in named_weights(parameters)
     )
 
 
@@ -313,11 +318,11 @@ def _dense(spec: DenseFeedForward, hidden: int, empty: Empty) -> DenseParameters
 
 
 def _experts(spec: MixtureOfExperts, hidden: int, empty: Empty) -> Experts:
-    experts, width, router = spec.experts, spec.width, spec.router
+    experts, width, router = len(spec.local_experts), spec.width, spec.router
     return Experts(
-        router=empty(experts, hidden),
-        router_bias=empty(experts) if router.bias else None,
-        choice_bias=empty(experts).float() if router.choice_bias else None,
+        router=empty(spec.experts, hidden),
+        router_bias=empty(spec.experts) if router.bias else None,
+        choice_bias=empty(spec.experts).float() if router.choice_bias else None,
         gate_up=empty(experts, 2 * width, hidden),
         gate_up_bias=empty(experts, 2 * width) if spec.bias else None,
         down=empty(experts, hidden, width),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, is_dataclass
 import torch
 from torch import Tensor
 
-from tandem.engine.config.model import GroupedQueryAttention, LayerSpec, ModelSpec
+from tandem.engine.config.model import GroupedQueryAttention, LayerSpec, MixtureOfExperts, ModelSpec
 from tandem.engine.kernels.layers import Experts
 from tandem.engine.kernels.packed_weight import PackedWeight, Weight
 
@@ -128,7 +128,8 @@ class ParameterSlot:
     summed: bool = False
     """True for the bias of a layer whose outputs are summed over all ranks.
 
-    The stage's first rank has the bias, and its other ranks have zeros.
+    The stage's first rank has the bias, and its other ranks have zeros. Biases of experts that are whole on a rank are
+    divided with the experts.
     """
     part: "StoredPart | None" = None
     """The part of the checkpoint's tensor that this rank reads; None = the whole tensor."""
@@ -218,7 +219,8 @@ def layer_slots(spec: LayerSpec, weights: LayerParameters) -> dict[str, Paramete
         slots |= _attention_slots(attention, weights.attention)
     if isinstance(feed_forward, DenseParameters):
         return slots | dense_slots("mlp.", feed_forward)
-    return slots | expert_slots(feed_forward)
+    assert isinstance(spec.feed_forward, MixtureOfExperts)
+    return slots | expert_slots(spec.feed_forward, feed_forward)
 
 
 def dense_slots(prefix: str, weights: DenseParameters) -> dict[str, ParameterSlot]:
@@ -245,7 +247,7 @@ def stacked_gate_up(weights: DenseParameters) -> ParameterSlot:
     return ParameterSlot(weights.gate_up, stacked=(rows, rows))
 
 
-def expert_slots(weights: Experts) -> dict[str, ParameterSlot]:
+def expert_slots(spec: MixtureOfExperts, weights: Experts) -> dict[str, ParameterSlot]:
     """Return the slots of a mixture of experts whose experts are stored separately."""
     named: dict[str, Weight | None] = {
         "mlp.gate.weight": weights.router,
@@ -257,11 +259,11 @@ def expert_slots(weights: Experts) -> dict[str, ParameterSlot]:
         gate, up = weights.shared_gate_up.weight.chunk(2)
         named |= {"mlp.shared_experts.gate_proj.weight": gate, "mlp.shared_experts.up_proj.weight": up}
         named |= {"mlp.shared_experts.down_proj.weight": weights.shared_down.weight}
-    for number in range(len(weights.gate_up)):
-        gate, up = weights.gate_up[number].chunk(2)
+    for index, number in enumerate(spec.local_experts):
+        gate, up = weights.gate_up[index].chunk(2)
         prefix = f"mlp.experts.{number}."
         named |= {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up}
-        named |= {f"{prefix}down_proj.weight": weights.down[number]}
+        named |= {f"{prefix}down_proj.weight": weights.down[index]}
     return {name: ParameterSlot(tensor) for name, tensor in named.items() if tensor is not None}
 
 

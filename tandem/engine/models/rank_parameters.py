@@ -7,36 +7,47 @@ import torch
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.config.sharding import Rank, rank_spec, stage_layers
 from tandem.engine.kernels.packed_weight import Weight
-from tandem.engine.models.allocation import allocate_parameters, empty_on
+from tandem.engine.models.allocation import allocate_parameters, empty_on, parameter_bytes
 from tandem.engine.models.families import slots_of
 from tandem.engine.models.parameters import Parameters, ParameterSlot, StoredPart
 
 _META = torch.device("meta")
 
 
-def allocate_rank(spec: ModelSpec, rank: Rank, dtype: torch.dtype, device: torch.device) -> Parameters:
+def allocate_rank(
+    spec: ModelSpec, rank: Rank, dtype: torch.dtype, device: torch.device, *, whole_output: bool = False
+) -> Parameters:
     """Allocate the part of a model's weights that one rank holds; `spec` describes the whole model.
 
     These are the layers of the rank's stage, and the final norm. Each rank of the last stage has its own rows of the
-    output layer, which has no rows in the other stages. Only the rank that computes the embeddings has the embedding.
+    output layer, which has no rows in the other stages; the leading rank has all rows with `whole_output`, and if the
+    embedding is also the output layer. Only the rank that computes the embeddings has the embedding.
     """
     if rank.world_size == 1:
         return allocate_parameters(spec, dtype, device)
     # The layers are taken from the whole model, because the quantization of a layer may depend on its number.
-    whole = allocate_parameters(rank_spec(spec, rank.count), dtype, _META)
-    held, rows = stage_layers(spec, rank.stages)[rank.stage], len(rank.rows(spec.vocab_size))
+    whole = allocate_parameters(rank_spec(spec, rank.count, rank.number), dtype, _META)
+    held, rows = stage_layers(spec, rank.stages)[rank.stage], rank.rows(spec.vocab_size)
     embedding = empty_on(device, whole.embedding) if rank.embeds else whole.embedding
     lm_head: Weight
     if not rank.in_last_stage:
         lm_head = torch.empty(0, spec.hidden_size, dtype=dtype, device=device)
     elif spec.tied_embeddings and rank.embeds:
-        lm_head = embedding[:rows]
+        lm_head = embedding
     else:
-        lm_head = empty_on(device, whole.lm_head[:rows])
+        lm_head = empty_on(device, whole.lm_head if rank.leads and whole_output else whole.lm_head[: len(rows)])
         if spec.tied_embeddings:
             embedding = lm_head
     layers = empty_on(device, whole.layers[held.start : held.stop])
     return Parameters(dtype, embedding, lm_head, empty_on(device, whole.final_norm), layers)
+
+
+def rank_bytes(spec: ModelSpec, rank: Rank, dtype: torch.dtype, *, on_cpu: bool, whole_output: bool = False) -> int:
+    """Return the size in bytes of the weights that `allocate_rank` allocates, in the form that the kernels keep."""
+    parameters = allocate_rank(spec, rank, dtype, _META, whole_output=whole_output)
+    if not rank.embeds:
+        parameters = replace(parameters, embedding=parameters.lm_head)
+    return parameter_bytes(parameters, on_cpu=on_cpu)
 
 
 def rank_slots(spec: ModelSpec, rank: Rank, parameters: Parameters) -> dict[str, ParameterSlot]:
@@ -44,18 +55,18 @@ def rank_slots(spec: ModelSpec, rank: Rank, parameters: Parameters) -> dict[str,
 
     `spec` is that of the whole model, and `parameters` were allocated by `allocate_rank`. A tensor is divided among the
     ranks of a stage along the dimension in which it is longer in the checkpoint than in `parameters`. The slots of
-    tensors that only other stages have are on the `meta` device.
+    other ranks' experts and of what only other stages have are on the `meta` device.
     """
     if rank.world_size == 1:
         return slots_of(spec, parameters)
-    own = rank_spec(spec, rank.count)
+    own = rank_spec(spec, rank.count, rank.number)
     shapes, held = allocate_parameters(own, parameters.dtype, _META), stage_layers(spec, rank.stages)[rank.stage]
     layers = (*shapes.layers[: held.start], *parameters.layers, *shapes.layers[held.stop :])
     lm_head = parameters.lm_head if rank.in_last_stage else shapes.lm_head
     placed = replace(parameters, layers=layers, lm_head=lm_head)
     whole = slots_of(spec, allocate_parameters(spec, torch.float32, _META))
     ends = {id(placed.embedding), id(placed.lm_head)}
-    return {
+    return whole | {
         name: replace(slot, part=_part(slot, whole[name], rank, by_token=id(slot.tensor) in ends))
         for name, slot in slots_of(own, placed).items()
     }
@@ -63,10 +74,8 @@ def rank_slots(spec: ModelSpec, rank: Rank, parameters: Parameters) -> dict[str,
 
 def _part(slot: ParameterSlot, whole: ParameterSlot, rank: Rank, *, by_token: bool) -> StoredPart | None:
     own, shape = slot.own_shape, whole.own_shape
-    if slot.summed:
-        return None if rank.number == 0 else StoredPart(shape)
     if own == shape:
-        return None
+        return StoredPart(shape) if slot.summed and rank.number > 0 else None
     (dim,) = (number for number, length in enumerate(own) if length != shape[number])
     if by_token:
         return StoredPart(shape, dim, (rank.rows(shape[dim]),))

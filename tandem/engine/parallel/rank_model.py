@@ -1,6 +1,7 @@
 """The decoder model of one rank of a group, and its matrix products."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -72,10 +73,18 @@ class RankModel(DecoderModel):
         max_context: int,
         *,
         collectives: Collectives,
+        adapted: AdaptedProducts | None = None,
     ) -> None:
-        """Prepare this rank's weights for `kernels`; `spec` is the result of `own_spec`."""
+        """Prepare this rank's weights for `kernels`; `spec` is the result of `own_spec`.
+
+        The leading rank may have the whole output layer, of which it computes its own rows. `adapted` is that of
+        `DecoderModel`, with this rank's part of the adapters.
+        """
         self._collectives, self._rank = collectives, collectives.rank
-        super().__init__(spec, parameters, kernels, max_context)
+        if self._rank.leads:
+            rows = self._rank.rows(spec.vocab_size)
+            parameters = replace(parameters, lm_head=parameters.lm_head[: len(rows)])
+        super().__init__(spec, parameters, kernels, max_context, adapted=adapted)
         if self._rank.stage > 0:
             self._embedding_scale = None  # the first stage has scaled what this one receives
 

@@ -77,6 +77,15 @@ def drafting_model(folder: Path, spec: ModelSpec) -> ModelSpec | None:
     return read_eagle(folder, spec).spec if kind is DraftKind.EAGLE else load_spec(folder)
 
 
+def reads_output_layer(config: EngineConfig, spec: ModelSpec) -> bool:
+    """Return True if `config.draft` is heads that predict tokens with the output layer of the model `spec`."""
+    if config.draft is None:
+        return False
+    kind = draft_kind(config.draft)
+    heads = kind is DraftKind.HEADS and not read_heads(config.draft, spec).own_projection
+    return heads or kind is DraftKind.EAGLE
+
+
 def draft_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> int:
     """Return the memory in bytes that `config.draft` needs in addition to the target model, not counting KV.
 

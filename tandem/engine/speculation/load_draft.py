@@ -16,13 +16,15 @@ from tandem.engine.kernels.lora.adapted_products import AdaptedProducts
 from tandem.engine.memory import kv_cache_bytes
 from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.models.parameters import Parameters
+from tandem.engine.parallel.collectives import Collectives
+from tandem.engine.parallel.rank_model import RankModel
 from tandem.engine.speculation.draft_folder import DraftKind, draft_bytes, draft_kind
 from tandem.engine.speculation.draft_model import DraftModel
 from tandem.engine.speculation.eagle.folder import read_eagle
 from tandem.engine.speculation.eagle.model import EagleModel, load_eagle
 from tandem.engine.speculation.eagle.proposer import EagleProposer, TargetStates
 from tandem.engine.speculation.eagle.runner import EagleRunner, Launcher
-from tandem.engine.speculation.heads.hidden_states import HiddenStateModel, hidden_rows
+from tandem.engine.speculation.heads.hidden_states import HiddenStateModel, HiddenStateRankModel, hidden_rows
 from tandem.engine.speculation.heads.medusa import load_medusa_heads
 from tandem.engine.speculation.heads.proposer import HeadsProposer
 from tandem.engine.speculation.load_draft_model import (
@@ -102,16 +104,23 @@ def model_with_draft(
     kernels_of: MakeKernels,
     *,
     adapted: AdaptedProducts | None = None,
+    collectives: Collectives | None = None,
 ) -> ModelWithDraft:
     """Return the model, together with the Medusa heads or the EAGLE head of `config.draft`, if any.
 
     Raises ModelError if they do not fit the model. `adapted` is that of `DecoderModel`. `kernels_of` creates the
-    kernels of an EAGLE head.
+    kernels of an EAGLE head. With `collectives`, the model is one rank's part; the heads are not divided, and only the
+    first rank has them.
     """
+    plain: Callable[..., DecoderModel] = DecoderModel
+    keeping: Callable[..., HiddenStateModel] = HiddenStateModel
+    if collectives is not None:
+        plain = partial(RankModel, collectives=collectives)
+        keeping = partial(HiddenStateRankModel, collectives=collectives)
     kind = None if config.draft is None else draft_kind(config.draft)
     if kind in {None, DraftKind.MODEL} and not config.keep_hidden:
-        return ModelWithDraft(DecoderModel(spec, parameters, kernels, spec.max_context, adapted=adapted))
-    model = HiddenStateModel(spec, parameters, kernels, spec.max_context, hidden_rows(config), adapted=adapted)
+        return ModelWithDraft(plain(spec, parameters, kernels, spec.max_context, adapted=adapted))
+    model = keeping(spec, parameters, kernels, spec.max_context, hidden_rows(config), adapted=adapted)
     loaded = ModelWithDraft(model, drawn_hidden=model.drawn_hidden)
     if config.draft is None or kind is DraftKind.MODEL:
         return loaded

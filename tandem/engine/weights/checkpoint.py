@@ -126,7 +126,7 @@ def load_weights(
     names = TensorNames.of(spec, config)
     entries = _match(folder, slots, spec, names, names.text_model(read_entries(folder)))
     slots = {name: slot for name, slot in slots.items() if slot.tensor.device.type != "meta"}
-    quantized = quantized_weights(rank_spec(spec, rank.count))
+    quantized = quantized_weights(rank_spec(spec, rank.count, rank.number))
     schemes = {name: scheme for name, scheme in quantized.schemes.items() if name in slots}
     if quantized.dequantized:
         log.info(

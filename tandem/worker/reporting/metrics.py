@@ -42,10 +42,14 @@ class Utilization:
     the engine thread.
     """
 
-    def __init__(self, roofline: Roofline, given: Ceilings | None = None) -> None:
+    def __init__(self, roofline: Roofline, given: Ceilings | None = None, ranks: int = 1) -> None:
+        """Create counters for the steps of one rank, of the `ranks` ranks of this worker that share the device.
+
+        `given` replaces the measured ceilings of the device.
+        """
         self._sizes = roofline.sizes
         self._given = given is not None
-        self.ceilings = given or roofline.ceilings
+        self.ceilings = (given or roofline.ceilings).shared(ranks)
         self.busy_s = self.bytes = self.flops = 0.0
         """Duration in seconds, bytes read and floating-point operations, summed over all steps."""
         self._marks: deque[tuple[float, float, float]] = deque([(0.0, 0.0, 0.0)], maxlen=_WINDOW_MARKS)

@@ -6,7 +6,7 @@ import torch
 from tandem.engine.config.model import ExpertRouter, MixtureOfExperts
 from tandem.engine.kernels.cpu.kernels import CpuKernels
 from tandem.engine.kernels.layers import ExpertsLayer, Norm
-from tests.kernels.experts.expert_cases import ExpertCase, experts_as, make_case, moe, reference_run
+from tests.kernels.experts.expert_cases import ExpertCase, experts_as, make_case, moe, of_ranks, reference_run
 from tests.kernels.product_cases import EPS
 from tests.kernels.steps import assert_as_good
 
@@ -37,6 +37,13 @@ def test_as_exact_as_torch(spec: MixtureOfExperts, kernels: CpuKernels, dtype: t
     actual = torch.cat([run(case, kernels, dtype)[case.valid].flatten() for case in cases])
     baseline = torch.cat([reference_run(case, dtype).flatten() for case in cases])
     assert_as_good(actual, baseline, torch.cat([reference_run(case, torch.float64).flatten() for case in cases]))
+
+
+def test_a_rank_computes_the_experts_that_it_has(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    whole = make_case(moe(ExpertRouter(), experts=6, top_k=3), 30, padding=True)
+    for case in of_ranks(whole, 2):
+        actual, baseline = run(case, kernels, dtype)[case.valid], reference_run(case, dtype)
+        assert_as_good(actual, baseline, reference_run(case, torch.float64))
 
 
 @_any_spec

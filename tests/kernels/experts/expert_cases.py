@@ -82,6 +82,18 @@ def make_case(spec: MixtureOfExperts, tokens: int, hidden: int = 40, *, padding:
     return ExpertCase(spec, stable, norm, made, slots)
 
 
+def of_ranks(case: ExpertCase, ranks: int) -> list[ExpertCase]:
+    """Returns the case of each of several ranks that have some of the experts as a whole."""
+    count, cases = case.spec.experts // ranks, []
+    for number in range(ranks):
+        own = slice(number * count, (number + 1) * count)
+        names = ("gate_up", "gate_up_bias", "down", "down_bias")
+        parts = {name: weight[own] for name in names if (weight := getattr(case.experts, name)) is not None}
+        spec = replace(case.spec, local=range(own.start, own.stop))
+        cases.append(replace(case, spec=spec, experts=replace(case.experts, **parts)))
+    return cases
+
+
 def choose(spec: MixtureOfExperts, experts: Experts, hidden: Tensor, norm: Tensor, noise: float | Tensor = 0) -> Tensor:
     logits = router_logits(rms_norm(hidden, norm, EPS), experts.router, experts.router_bias)
     return choose_experts(logits + noise, experts.choice_bias, spec)[1].sort(dim=1).values

@@ -6,7 +6,7 @@ import torch
 from tandem.engine.config.model import ExpertRouter, MixtureOfExperts
 from tandem.engine.kernels.experts import triton_experts
 from tandem.engine.kernels.experts.expert_tiles import ExpertTile, ProductTile
-from tests.kernels.experts.expert_cases import ExpertCase, make_case, moe, reference_run, run
+from tests.kernels.experts.expert_cases import ExpertCase, make_case, moe, of_ranks, reference_run, run
 from tests.kernels.product_cases import DEVICE
 from tests.kernels.steps import assert_as_good
 
@@ -69,6 +69,23 @@ def test_a_step_of_one_padding_token(dtype: torch.dtype) -> None:
 def test_sizes_beside_the_tiles(hidden: int, width: int, dtype: torch.dtype) -> None:
     spec = moe(ExpertRouter("softmax_of_top_k", bias=True), experts=4, width=width, bias=True)
     check([make_case(spec, tokens, hidden, seed=tokens) for tokens in (1, 3, 18)], dtype)
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+@pytest.mark.parametrize(("spec", "ranks"), [("qwen", 2), ("groups by max", 3)])
+def test_a_rank_computes_the_experts_that_it_has(spec: str, ranks: int, dtype: torch.dtype) -> None:
+    """Steps of one token, steps that one program sorts, and larger ones; the terms of all ranks add up to the whole."""
+    wholes = [make_case(SPECS[spec], tokens, padding=tokens > 1, seed=tokens) for tokens in (1, 8, 33)]
+    cases = [of_ranks(whole, ranks) for whole in wholes]
+    for number in range(ranks):
+        check([of_rank[number] for of_rank in cases], dtype)
+    for whole, of_rank in zip(wholes, cases, strict=True):
+        counter = torch.zeros(whole.spec.experts, dtype=torch.int64, device=DEVICE)
+        run(of_rank[-1], dtype, counter=counter)
+        assert counter.tolist() == whole.chosen().flatten().bincount(minlength=whole.spec.experts).tolist()
+        before = whole.hidden[whole.valid]
+        terms = torch.stack([reference_run(case, torch.float64) - before for case in of_rank])
+        torch.testing.assert_close(terms.sum(0), reference_run(whole, torch.float64) - before)
 
 
 TILES = [

@@ -86,8 +86,7 @@ def worker_config(config: ClusterSettings, slot: Slot) -> WorkerConfig:
         ({"pipeline_parallel_size": 2, "mode": "colocated"}, "--prefill-pipeline-size"),
         ({"pipeline_parallel_size": 2, "planner": PlannerSettings(PlannerMode.ON)}, "--prefill-pipeline-size"),
         ({"pipeline_parallel_size": 2, "runtime_loras": True}, "--lora"),
-        ({"tensor_parallel_size": 2, "mode": "colocated", "runtime_loras": True}, "--lora"),
-        ({"tensor_parallel_size": 2, "mode": "colocated", "draft": Path("d"), "speculate": "draft"}, "--draft"),
+        ({"pipeline_parallel_size": 2, "draft": Path("d"), "speculate": "draft"}, "--draft"),
     ],
 )
 def test_a_wrong_option_is_named(settings: dict[str, Any], option: str) -> None:

@@ -47,10 +47,11 @@ def add_experts(products: Products, x: Tensor, out: Tensor, layer: ExpertsLayer,
     count_experts(chosen[valid], experts)
     chosen = chosen.masked_fill(~valid.unsqueeze(1), -1)
     mixed = torch.zeros(out.shape, dtype=torch.float32)
-    for expert in sorted(set(chosen[valid].flatten().tolist())):
+    for expert in sorted(set(chosen[valid].flatten().tolist()).intersection(spec.local_experts)):
         tokens, ranks = torch.where(chosen == expert)
-        gate_up = Linear(experts.gate_up[expert], _row(experts.gate_up_bias, expert))
-        down = Linear(experts.down[expert], _row(experts.down_bias, expert))
+        index = expert - spec.local_experts.start
+        gate_up = Linear(experts.gate_up[index], _row(experts.gate_up_bias, index))
+        down = Linear(experts.down[index], _row(experts.down_bias, index))
         output = products.linear(products.gate_up(x[tokens], gate_up, spec.activation), down)
         # An expert has a token at most once, so no element is added twice.
         mixed[tokens] += output.float() * weights[tokens, ranks, None]

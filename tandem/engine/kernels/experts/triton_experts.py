@@ -76,7 +76,7 @@ class Choice:
         self.pairs = tokens * shape.top_k
         self.weights = torch.empty(self.pairs, dtype=torch.float32, device=device)
         self.experts = torch.empty(self.pairs, dtype=torch.int32, device=device)
-        """The expert of each pair, -1 for padding tokens."""
+        """The expert of each pair, among those of this rank; -1 for padding tokens and experts of other ranks."""
 
 
 class TiledChoice(Choice):
@@ -183,7 +183,8 @@ class ExpertKernels:
         choice_kernel[(triton.cdiv(tokens, rows),)](
             logits, any_bias, any_choice_bias, slots, choice.weights, choice.experts, counts, any_used, tiles, order,
             tokens, most, router.scaling,
-            E=spec.experts, TOP_K=spec.top_k, SPLITS=splits, SCORE=SCORES[router.score],
+            E=spec.experts, FIRST=spec.local_experts.start, LOCAL=len(spec.local_experts),
+            TOP_K=spec.top_k, SPLITS=splits, SCORE=SCORES[router.score],
             RENORMALIZE=router.renormalize, GROUPS=router.groups, TOP_GROUPS=router.top_groups,
             TOP_2_SUM=router.group_score == "top_2_sum", BIAS=experts.router_bias is not None,
             CHOICE_BIAS=experts.choice_bias is not None, COUNTED=experts.tokens is not None, TASK=task,
@@ -192,10 +193,11 @@ class ExpertKernels:
             num_warps=min(max(rows * groups * size // 256, 1), 8), launch_pdl=self._pdl,
         )  # fmt: skip
         if task == COUNT.value:
-            sort_kernel[(spec.experts,)](
+            sort_kernel[(len(spec.local_experts),)](
                 choice.experts, counts, tiles, order, choice.pairs, most,
-                E=spec.experts, TILE=tile_tokens, CHUNK=min(triton.next_power_of_2(choice.pairs), _SORT_CHUNK),
-                BLOCK_E=len(counts), PDL=self._pdl, num_warps=8, launch_pdl=self._pdl,
+                E=len(spec.local_experts), TILE=tile_tokens,
+                CHUNK=min(triton.next_power_of_2(choice.pairs), _SORT_CHUNK), BLOCK_E=len(counts),
+                PDL=self._pdl, num_warps=8, launch_pdl=self._pdl,
             )  # fmt: skip
 
     def _add_tiles(self, x: Tensor, layer: ExpertsLayer, choice: TiledChoice, hidden: Tensor, tile: ExpertTile) -> None:
@@ -217,13 +219,14 @@ class ExpertKernels:
             tile_kernel[(choice.max_tiles, triton.cdiv(outputs, product.rows))](
                 source, weight, source if bias is None else bias, choice.weights, choice.tiles, choice.order, out,
                 pairs, choice.max_tiles,
-                N=outputs, K=source.shape[1], E=spec.experts, TOP_K=spec.top_k, GATED=gated,
+                N=outputs, K=source.shape[1], E=len(weight), TOP_K=spec.top_k, GATED=gated,
                 ACTIVATION=activation, BIAS=bias is not None,
                 ROWS=product.rows, TOKENS=tile.tokens, COLUMNS=product.columns, PDL=self._pdl,
                 num_warps=product.warps, num_stages=product.stages, launch_pdl=self._pdl,
             )  # fmt: skip
         sum_kernel[(tokens, triton.cdiv(width, _SUM_COLUMNS))](
-            parts, choice.experts, hidden, H=width, TOP_K=spec.top_k, BLOCK=_SUM_COLUMNS, PDL=self._pdl,
+            parts, choice.experts, hidden, H=width, TOP_K=spec.top_k, ALL_LOCAL=spec.local is None,
+            BLOCK=_SUM_COLUMNS, PDL=self._pdl,
             num_warps=2, launch_pdl=self._pdl,
         )  # fmt: skip
 
@@ -235,13 +238,13 @@ class ExpertKernels:
         bias, down_bias = experts.gate_up_bias, experts.down_bias
         single_gate_up_kernel[(triton.cdiv(spec.width, gate_up.rows), spec.top_k)](
             x, experts.matrices[0], x if bias is None else bias, choice.experts, inner,
-            N=spec.width, K=width, E=spec.experts, ACTIVATION=ACTIVATIONS[spec.activation], BIAS=bias is not None,
-            ROWS=gate_up.rows, COLUMNS=min(triton.next_power_of_2(width), gate_up.columns), PDL=self._pdl,
-            num_warps=gate_up.warps, launch_pdl=self._pdl,
+            N=spec.width, K=width, E=len(experts.matrices[0]), ACTIVATION=ACTIVATIONS[spec.activation],
+            BIAS=bias is not None, ROWS=gate_up.rows, COLUMNS=min(triton.next_power_of_2(width), gate_up.columns),
+            PDL=self._pdl, num_warps=gate_up.warps, launch_pdl=self._pdl,
         )  # fmt: skip
         columns = min(triton.next_power_of_2(spec.width), max(down.columns // ranks, 1))
         single_down_kernel[(triton.cdiv(width, down.rows),)](
             inner, experts.matrices[1], x if down_bias is None else down_bias, choice.weights, choice.experts, hidden,
-            N=width, K=spec.width, E=spec.experts, TOP_K=spec.top_k, BIAS=down_bias is not None,
+            N=width, K=spec.width, E=len(experts.matrices[1]), TOP_K=spec.top_k, BIAS=down_bias is not None,
             ROWS=down.rows, COLUMNS=columns, BLOCK_K=ranks, PDL=self._pdl, num_warps=down.warps, launch_pdl=self._pdl,
         )  # fmt: skip

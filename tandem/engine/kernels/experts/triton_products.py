@@ -121,22 +121,30 @@ def tile_kernel(
 
 @triton.jit
 def sum_kernel(
-    parts, chosen, hidden, H: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    parts, chosen, hidden,
+    H: tl.constexpr, TOP_K: tl.constexpr, ALL_LOCAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Add each token's rows of parts [T · TOP_K, H] to hidden [T, H]; grid (T, ceil(H / BLOCK)).
 
-    Padding tokens keep their hidden state.
+    Padding tokens keep their hidden state. Unless ALL_LOCAL, rows whose chosen expert is -1 are those of other ranks'
+    experts, and are left out.
     """
     launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < H
     wait_for_inputs(PDL)
-    computed = inside & (tl.load(chosen + token * TOP_K) >= 0)
+    computed = inside
+    if ALL_LOCAL:
+        computed = inside & (tl.load(chosen + token * TOP_K) >= 0)
     total = tl.zeros((BLOCK,), tl.float32)
     for rank in tl.static_range(TOP_K):
+        if not ALL_LOCAL:
+            computed = inside & (tl.load(chosen + token * TOP_K + rank) >= 0)
         total += tl.load(parts + (token * TOP_K + rank) * H + columns, mask=computed, other=0.0).to(tl.float32)
     hidden_at = hidden + token * H + columns
+    if not ALL_LOCAL:
+        computed = inside
     total += tl.load(hidden_at, mask=computed, other=0.0).to(tl.float32)
     tl.store(hidden_at, total.to(hidden.dtype.element_ty), mask=computed)
 

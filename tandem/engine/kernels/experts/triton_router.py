@@ -122,7 +122,8 @@ def _within_groups(
 @triton.jit(do_not_specialize=["T", "MAX_TILES"])
 def choice_kernel(
     logits, router_bias, choice_bias, slots, weights, chosen, counts, used, tiles, pairs, T, MAX_TILES, scaling,
-    E: tl.constexpr, TOP_K: tl.constexpr, SPLITS: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr,
+    E: tl.constexpr, FIRST: tl.constexpr, LOCAL: tl.constexpr,
+    TOP_K: tl.constexpr, SPLITS: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP_2_SUM: tl.constexpr,
     BIAS: tl.constexpr, CHOICE_BIAS: tl.constexpr, COUNTED: tl.constexpr, TASK: tl.constexpr, TILE: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
@@ -133,6 +134,9 @@ def choice_kernel(
     tokens that chose each expert is added to counts [E] int32 if TASK is COUNT, and to used [E] int64 if COUNTED. With
     SORT tiles and pairs are stored as in the module's docstring. Lanes are experts by group, with padding after each
     group.
+
+    If this rank has the weights of only LOCAL of the E experts, from number FIRST on, chosen, counts and tiles count
+    the experts from FIRST, and chosen is -1 for the experts of other ranks.
     """
     SIZE: tl.constexpr = E // GROUPS
     LANES: tl.constexpr = BLOCK_G * BLOCK_S
@@ -182,15 +186,20 @@ def choice_kernel(
         chosen_scores = chosen_scores / tl.where(total_of > 0, total_of, 1.0)
     pair = tokens[:, None] * TOP_K + ranks
     valid = present & (slot >= 0)
+    own_numbers, own_expert = numbers, expert
+    kept, hot = valid[:, None] & is_rank, (rank_of >= 0) & valid[:, None]
+    if LOCAL < E:
+        own_numbers, own_expert = numbers - FIRST, expert - FIRST
+        kept &= (own_numbers >= 0) & (own_numbers < LOCAL)
+        hot &= ((own_expert >= 0) & (own_expert < LOCAL))[None, :]
     tl.store(weights + pair, chosen_scores * scaling, mask=present[:, None] & is_rank)
-    tl.store(chosen + pair, tl.where(valid[:, None], numbers, -1), mask=present[:, None] & is_rank)
-    counting = valid[:, None] & is_rank
+    tl.store(chosen + pair, tl.where(kept, own_numbers, -1), mask=present[:, None] & is_rank)
     if COUNTED:
+        counting = valid[:, None] & is_rank
         tl.atomic_add(used + numbers, tl.full((TOKENS, BLOCK_K), 1, tl.int64), mask=counting, sem="relaxed")
     if TASK == COUNT:
-        tl.atomic_add(counts + numbers, tl.full((TOKENS, BLOCK_K), 1, tl.int32), mask=counting, sem="relaxed")
+        tl.atomic_add(counts + own_numbers, tl.full((TOKENS, BLOCK_K), 1, tl.int32), mask=kept, sem="relaxed")
     if TASK == SORT:
-        hot = (rank_of >= 0) & valid[:, None]
         ones = hot.to(tl.int32)
         # The program holds all tokens of the step, so a prefix sum over the tokens gives each pair's position in its
         # expert's list, and the list is in the order of the tokens.
@@ -201,7 +210,7 @@ def choice_kernel(
         tl.store(tiles + MAX_TILES, tl.sum(tiles_of, axis=0))
         for number in tl.static_range((TOKENS + TILE - 1) // TILE):
             left = count - number * TILE
-            tl.store(tiles + first + number, expert * PAIRS_BASE + tl.minimum(left, TILE), mask=left > 0)
+            tl.store(tiles + first + number, own_expert * PAIRS_BASE + tl.minimum(left, TILE), mask=left > 0)
         place = first[None, :] * TILE + before
         tl.store(pairs + place, tokens[:, None] * TOP_K + rank_of, mask=hot)
 

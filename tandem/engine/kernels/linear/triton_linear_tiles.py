@@ -175,10 +175,6 @@ TUNED: dict[Shape, dict[int, Tile]] = {
         64: Skinny(rows=128, tokens=64, columns=64, splits=1, stages=4, warps=4, early=512),
         128: Skinny(rows=256, tokens=128, columns=64, splits=1, stages=3, warps=8, early=512),
     },
-} 
-STREAMED_TOKENS = {(3072, 4096): 16, (4096, 2048): 16, (14336, 4096): 1, (4096, 7168): 32, (64128, 4096): 64}
-
-int8: TUNED = {
     (5120, 8192, False): {
         1: Gemv(rows=4, columns=1024, warps=2),
         16: Skinny(rows=64, tokens=16, columns=128, splits=2, stages=4, warps=4, early=512),
@@ -209,10 +205,6 @@ int8: TUNED = {
         32: Skinny(rows=64, tokens=32, columns=128, splits=1, stages=4, warps=4, early=512),
         64: Skinny(rows=128, tokens=64, columns=64, splits=1, stages=4, warps=4, early=512),
     },
-} 
-STREAMED_TOKENS = {(5120, 8192): 1, (8192, 4096): 16, (28672, 8192): 1, (8192, 14336): 64, (64128, 8192): 64}
-
-int8: TUNED = {
 }
 """The measured tiles by shape and by maximum number of tokens; the tile for 1 is used for exactly one token."""
 

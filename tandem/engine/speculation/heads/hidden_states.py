@@ -1,14 +1,16 @@
 """A model that keeps the hidden states of rows that sample a token, from which heads predict the following tokens."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.kernels.base import Kernels
-from tandem.engine.kernels.lora.adapted_products import AdaptedProducts
 from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.models.parameters import Parameters
+from tandem.engine.parallel.rank_model import RankModel
 
 
 def hidden_rows(config: EngineConfig) -> int:
@@ -29,11 +31,13 @@ class HiddenStateModel(DecoderModel):
         kernels: Kernels,
         max_context: int,
         rows: int,
-        *,
-        adapted: AdaptedProducts | None = None,
+        **others: Any,
     ) -> None:
-        """Prepare the model, and allocate the hidden states of up to `rows` sampling rows of a step."""
-        super().__init__(spec, parameters, kernels, max_context, adapted=adapted)
+        """Prepare the model, and allocate the hidden states of up to `rows` sampling rows of a step.
+
+        `others` are the keyword arguments of `DecoderModel` or `RankModel`.
+        """
+        super().__init__(spec, parameters, kernels, max_context, **others)
         device = parameters.embedding.device
         self.drawn_hidden = torch.zeros(rows, spec.hidden_size, dtype=parameters.dtype, device=device)
         """[rows, H]: the residual stream before the final norm, for each sampling row of the newest step that has any.
@@ -48,3 +52,7 @@ class HiddenStateModel(DecoderModel):
     def _keep(self, hidden: Tensor) -> None:
         kept = hidden[: len(self.drawn_hidden)]
         self.drawn_hidden[: len(kept)] = kept
+
+
+class HiddenStateRankModel(HiddenStateModel, RankModel):
+    """The first rank's part of a model, with the hidden states of sampling rows, which are equal on all ranks."""

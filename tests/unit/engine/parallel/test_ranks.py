@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,21 @@ import pytest
 import torch
 
 from tandem.engine.config import EngineConfig
+from tandem.engine.config.model import MixtureOfExperts
 from tandem.engine.config.sharding import Rank, rank_spec
+from tandem.engine.kernels.layers import Experts
+from tandem.engine.kernels.packed_weight import PackedWeight
 from tandem.engine.kernels.reference import ReferenceKernels
-from tandem.engine.model_runner import Follower, ModelRunner
+from tandem.engine.model_runner import ModelRunner
 from tandem.engine.models.load_spec import load_spec
+from tandem.engine.models.parameters import tensors_of
+from tandem.engine.models.rank_parameters import allocate_rank, rank_bytes
 from tandem.engine.steps.batch import StepBatch
 from tandem.engine.steps.prompt_scoring import PromptScores
+from tandem.engine.weights.checkpoint import check_model
 from tandem.protocol.errors import InvalidArgument
 from tests.factories import FAMILIES, row, tiny_engine_config, write_tiny_model
-from tests.ranks import Boards, ThreadCollectives, group_runner
+from tests.ranks import group_runner
 from tests.soak import soak
 from tests.unit.engine.weights.quantized_folders import write_quantized
 
@@ -112,6 +119,41 @@ def test_quantized_weights_are_divided_by_groups(case: str, family: str, tmp_pat
     assert_same_logits(tiny_engine_config(folder, kv_cache_bytes=8 << 20), 2, tolerance)
 
 
+INDIVISIBLE_EXPERTS: list[tuple[str, int, dict[str, Any]]] = [
+    ("qwen3_moe", 2, {"moe_intermediate_size": 33}),
+    ("gpt_oss", 3, {**THREE, "intermediate_size": 64, "num_local_experts": 6}),
+    ("deepseek_v3", 4, {"moe_intermediate_size": 33, "n_shared_experts": 4}),
+    ("mixtral", 2, {"intermediate_size": 33}),
+]
+
+
+@pytest.mark.parametrize(("family", "ranks", "changes"), INDIVISIBLE_EXPERTS)
+def test_experts_whose_width_is_indivisible_are_whole_on_a_rank(
+    family: str, ranks: int, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = write_tiny_model(tmp_path, family, **changes)
+    layers = [rank_spec(load_spec(folder), ranks, number).layers[-1].feed_forward for number in range(ranks)]
+    assert all(isinstance(layer, MixtureOfExperts) and layer.local is not None for layer in layers)
+    assert_same_logits(tiny_engine_config(folder, kv_cache_bytes=8 << 20), ranks)
+
+
+def test_experts_whose_parts_would_be_dequantized_are_whole_on_a_rank(tmp_path: Path) -> None:
+    """A rank's part of 24 columns, of 96 in groups of 32, would need groups of 8."""
+    folder, _ = write_quantized(tmp_path, "awq", "qwen3_moe", moe_intermediate_size=96, num_experts=4)
+    spec = check_model(folder)
+    parameters = [allocate_rank(spec, Rank(number, 4), torch.float32, torch.device("meta")) for number in range(4)]
+    for rank in parameters:
+        experts = rank.layers[0].feed_forward
+        assert isinstance(experts, Experts)
+        assert isinstance(experts.down, PackedWeight)
+        assert (tuple(experts.down.shape), experts.down.group) == ((1, 64, 96), 32)
+    assert_same_logits(tiny_engine_config(folder, kv_cache_bytes=8 << 20), 4)
+    for divisible, ranks in ((spec, 2), (replace(spec, quantization=None), 4)):
+        parts = rank_spec(divisible, ranks).layers[0].feed_forward
+        assert isinstance(parts, MixtureOfExperts)
+        assert (parts.local, parts.width) == (None, 96 // ranks)
+
+
 def test_ranks_with_an_eight_bit_cache_give_the_tokens_of_one_rank(tmp_path: Path) -> None:
     config = tiny_engine_config(write_tiny_model(tmp_path), kv_cache_bytes=8 << 20, kv_cache_dtype="int8")
     assert_same_logits(config, 2)
@@ -131,8 +173,24 @@ def test_each_rank_holds_its_heads_of_the_cache(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.cat(parts, dim=3), alone.cache.tensor[:pages], atol=TOLERANCE, rtol=TOLERANCE)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("whole_output", [True, False])
+def test_the_weights_of_a_rank_have_the_size_that_is_counted(tied: bool, whole_output: bool, tmp_path: Path) -> None:
+    spec = load_spec(write_tiny_model(tmp_path, tie_word_embeddings=tied))
+    sizes = []
+    for number in range(2):
+        rank, dtype = Rank(number, 2), torch.float32
+        parameters = allocate_rank(spec, rank, dtype, torch.device("cpu"), whole_output=whole_output)
+        tensors = [tensor for _, tensor in tensors_of(parameters) if tensor.device.type != "meta"]
+        sizes.append(rank_bytes(spec, rank, dtype, on_cpu=True, whole_output=whole_output))
+        assert sizes[-1] == sum(tensor.nbytes for tensor in tensors)
+    table = 4 * spec.vocab_size * spec.hidden_size
+    more = table // 2 if tied or whole_output else 0
+    assert sizes[0] - sizes[1] == more + (0 if tied else table), "the first rank alone has the embedding"
+
+
 @pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (1, 2)])
-def test_prompts_are_scored_on_the_leading_rank(ranks: int, stages: int, tmp_path: Path) -> None:
+def test_prompts_are_scored_on_the_first_rank(ranks: int, stages: int, tmp_path: Path) -> None:
     config = tiny_engine_config(write_tiny_model(tmp_path), kv_cache_bytes=8 << 20)
 
     def scores(runner: ModelRunner) -> PromptScores:
@@ -147,13 +205,6 @@ def test_prompts_are_scored_on_the_leading_rank(ranks: int, stages: int, tmp_pat
         actual = scores(runner)
     assert actual.top_ids == wanted.top_ids
     assert actual.chosen == pytest.approx(wanted.chosen, abs=1e-4)
-
-
-@pytest.mark.parametrize("setting", [{"draft": Path("x")}, {"runtime_loras": True}, {"keep_hidden": True}])
-def test_what_ranks_do_not_support_is_refused(setting: dict[str, Any], tmp_path: Path) -> None:
-    config = tiny_engine_config(write_tiny_model(tmp_path), **setting)
-    with pytest.raises(InvalidArgument, match="several ranks"):
-        Follower.load(config, ThreadCollectives(Rank(1, 2), Boards(2)), kernels=ReferenceKernels())
 
 
 def test_a_step_ends_only_after_every_rank_has_stored_its_kv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

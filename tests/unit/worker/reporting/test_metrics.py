@@ -31,6 +31,7 @@ from tandem.protocol.messages import (
     SamplingParams,
 )
 from tandem.settings.ceilings import Ceilings
+from tandem.settings.engine import EngineSettings
 from tandem.worker.loop import StepMeter
 from tandem.worker.reporting.metrics import Utilization, WorkerMetrics, engine_facts, worker_facts
 from tests.worker_pair import WorkerPair, until
@@ -53,6 +54,14 @@ def test_what_a_step_reads_and_computes() -> None:
     assert SIZES.step_flops(DECODE) == 2 * 1000 * 2 + 4 * 50
     assert SIZES.step_bytes(PROMPT) == 2000 + 10 * 8
     assert SIZES.step_flops(PROMPT) == 2 * 900 * 8 + 4 * (8 * 4 + 36), "no scores of words but for the last token"
+
+
+def test_ranks_that_share_a_device_share_its_ceilings() -> None:
+    shared = Ceilings(flops=5e5, bytes_per_s=5e4, launch_s=0.0)
+    assert Utilization(ROOFLINE, ranks=2).ceilings == shared
+    assert Utilization(ROOFLINE, ROOFLINE.ceilings, ranks=2).ceilings == shared
+    ranks = [EngineSettings(device=device, tensor_parallel_size=2).ranks_of_device for device in ("cpu", "cuda")]
+    assert ranks == [2, 1]
 
 
 def test_steps_are_counted_by_what_was_in_them(metrics: WorkerMetrics) -> None:
