@@ -206,6 +206,12 @@ def test_prompts_are_scored_on_the_first_rank(tmp_path: Path) -> None:
     assert actual.chosen == pytest.approx(wanted.chosen, abs=1e-4)
 
 
+def test_sums_of_parts_of_the_rows_are_those_of_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs with long prompts, where a part is summed while the next one is computed."""
+    monkeypatch.setattr(ThreadCollectives, "rows_per_sum", lambda _, total: 4 if len(total) > 4 else None)
+    assert_same_logits(tiny_engine_config(write_tiny_model(tmp_path, "llama3")), 2)
+
+
 def test_a_step_ends_only_after_every_rank_has_stored_its_kv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rank then hands over the pages of all ranks. Nothing is sampled, so no logits are gathered."""
     store, first_rank, stored = ReferenceKernels.rope_and_store, threading.get_ident(), []
