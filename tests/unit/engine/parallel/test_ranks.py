@@ -25,7 +25,7 @@ from tandem.engine.steps.prompt_scoring import PromptScores
 from tandem.engine.weights.checkpoint import check_model
 from tandem.protocol.errors import InvalidArgument
 from tests.factories import FAMILIES, row, tiny_engine_config, write_tiny_model
-from tests.ranks import group_runner
+from tests.ranks import ThreadCollectives, group_runner
 from tests.soak import soak
 from tests.unit.engine.weights.quantized_folders import write_quantized
 
