@@ -36,12 +36,17 @@ class Collectives(ABC):
         self.all_reduce(part)
         total += part
 
-    def add_products(self, product: Callable[[Tensor], Tensor], x: Tensor, total: Tensor) -> None:
-        """Add the sum of `product(x)` over the ranks of the stage to `total` [T, N] in place.
+    def rows_per_sum(self, total: Tensor) -> int | None:
+        """Return the number of rows of `total` after which a sum over the ranks should begin beside the computation.
 
-        `product` maps any rows of `x` [T, K] to this rank's terms of the same rows.
+        None = the whole tensor is summed at once.
         """
-        self.all_reduce_add(product(x), total)
+        return None
+
+    def begin_all_reduce(self, part: Tensor) -> Callable[[], None]:
+        """Begin to replace `part` by its sum over the stage's ranks; return a function that waits for the sum."""
+        self.all_reduce(part)
+        return lambda: None
 
     @abstractmethod
     def broadcast(self, values: Tensor) -> None:

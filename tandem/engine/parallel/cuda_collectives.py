@@ -22,7 +22,7 @@ On two H200, NCCL is faster for more: 35 us against 36 for 4 MiB, but 29 against
 (docs/decisions/tensor_parallelism.md).
 """
 PARTS = 4
-"""Number of parts in which the products of a long prompt are computed and summed."""
+"""Number of parts in which the products of a long prompt are computed, each while the part before it is summed."""
 
 
 class CudaCollectives(Collectives):
@@ -98,21 +98,16 @@ class CudaCollectives(Collectives):
         """Add the sum to `total`; in one shot, one kernel does both."""
         self._reduce(part, total)
 
-    def add_products(self, product: Callable[[Tensor], Tensor], x: Tensor, total: Tensor) -> None:
-        """Add the sum over the ranks of the stage.
-
-        For many rows, NCCL sums a part of the rows while the next part is computed.
-        """
+    def rows_per_sum(self, total: Tensor) -> int | None:
+        """Return the number of rows of one of `PARTS` parts, if one-shot sums would be too small for each of them."""
         if self._suspended or total.nbytes < PARTS * self.one_shot_bytes:
-            self.all_reduce_add(product(x), total)
-            return
-        terms, sums = [], []
-        for rows in x.chunk(PARTS):
-            terms.append(product(rows))
-            sums.append(dist.all_reduce(terms[-1], group=self._stage, async_op=True))
-        for term, summed, rows in zip(terms, sums, total.chunk(PARTS), strict=True):
-            summed.wait()
-            rows.add_(term)
+            return None
+        return -(-len(total) // PARTS)
+
+    def begin_all_reduce(self, part: Tensor) -> Callable[[], None]:
+        """Begin a sum with NCCL on its own stream; the returned function lets the current stream wait for it."""
+        work = dist.all_reduce(part, group=self._stage, async_op=True)
+        return lambda: work.wait() and None
 
     def _reduce(self, part: Tensor, total: Tensor | None) -> None:
         if not self._suspended and part.nbytes <= self.one_shot_bytes:

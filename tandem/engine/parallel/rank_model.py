@@ -47,7 +47,19 @@ class RankProducts(Products):
 
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
         """Add the sum of the terms of all ranks to `hidden` in place."""
-        self._collectives.add_products(lambda rows: self._base.linear(rows, linear), x, hidden)
+        rows = self._collectives.rows_per_sum(hidden)
+        if rows is None:
+            self._collectives.all_reduce_add(self._base.linear(x, linear), hidden)
+            return
+        sums = []
+        for inputs, part in zip(torch.split(x, rows), torch.split(hidden, rows), strict=True):
+            if self._collectives.rank.number > 0:
+                # The first rank of the stage has the residual stream in its term.
+                part.zero_()
+            self._base.linear_add(inputs, linear, part)
+            sums.append(self._collectives.begin_all_reduce(part))
+        for wait in sums:
+            wait()
 
     def experts(self, hidden: Tensor, layer: ExpertsLayer, slots: Tensor, out: Tensor) -> None:
         """Compute this rank's term of the experts' output, and add the sum over all ranks to `out` in place."""

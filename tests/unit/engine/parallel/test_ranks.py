@@ -25,7 +25,7 @@ from tandem.engine.steps.prompt_scoring import PromptScores
 from tandem.engine.weights.checkpoint import check_model
 from tandem.protocol.errors import InvalidArgument
 from tests.factories import FAMILIES, row, tiny_engine_config, write_tiny_model
-from tests.ranks import group_runner
+from tests.ranks import ThreadCollectives, group_runner
 from tests.soak import soak
 from tests.unit.engine.weights.quantized_folders import write_quantized
 
@@ -207,7 +207,19 @@ def test_prompts_are_scored_on_the_first_rank(ranks: int, stages: int, tmp_path:
     assert actual.chosen == pytest.approx(wanted.chosen, abs=1e-4)
 
 
-def test_a_step_ends_only_after_every_rank_has_stored_its_kv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stages", [1, 2])
+def test_sums_of_parts_of_the_rows_are_those_of_all_rows(
+    stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs with long prompts, where a part is summed while the next one is computed."""
+    monkeypatch.setattr(ThreadCollectives, "rows_per_sum", lambda _, total: 4 if len(total) > 4 else None)
+    assert_same_logits(tiny_engine_config(write_tiny_model(tmp_path, "llama3")), 2, stages=stages)
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (1, 2)])
+def test_a_step_ends_only_after_every_rank_has_stored_its_kv(
+    ranks: int, stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first rank then hands over the pages of all ranks. Nothing is sampled, so no logits are gathered."""
     store, first_rank, stored = ReferenceKernels.rope_and_store, threading.get_ident(), []
 
@@ -219,7 +231,7 @@ def test_a_step_ends_only_after_every_rank_has_stored_its_kv(tmp_path: Path, mon
         return q
 
     config = tiny_engine_config(write_tiny_model(tmp_path, "llama3"))
-    with group_runner(config, 2) as (runner, _):
+    with group_runner(config, ranks, stages) as (runner, followers):
         monkeypatch.setattr(ReferenceKernels, "rope_and_store", store_late)
         runner.run(StepBatch([row(IDS[:21], 0, [0, 1], drawn=False)]))
-        assert len(stored) == len(runner.spec.layers)
+        assert len(stored) == sum(follower.cache.layers for follower in followers)
