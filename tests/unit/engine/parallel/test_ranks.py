@@ -206,9 +206,9 @@ def test_prompts_are_scored_on_the_first_rank(tmp_path: Path) -> None:
     assert actual.chosen == pytest.approx(wanted.chosen, abs=1e-4)
 
 
-def test_sums_of_parts_of_the_rows_are_those_of_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on GPUs with long prompts, where a part is summed while the next one is computed."""
-    monkeypatch.setattr(ThreadCollectives, "rows_per_sum", lambda _, total: 4 if len(total) > 4 else None)
+def test_a_term_that_is_added_before_the_sum_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs with long prompts."""
+    monkeypatch.setattr(ThreadCollectives, "sums_in_place", lambda _, total: len(total) > 4)
     assert_same_logits(tiny_engine_config(write_tiny_model(tmp_path, "llama3")), 2)
 
 
