@@ -3,6 +3,7 @@
 import torch
 
 from tandem.cost_model.roofline import CPU, GPU, ModelSizes, PackedWeights, Roofline, WindowedLayers, guess
+from tandem.cost_model.step_collectives import StepCollectives
 from tandem.cost_model.step_cost import CostParameters
 from tandem.cost_model.step_grid import EACH_TOKEN, StepGrid, gpu_grid
 from tandem.engine.cache.paged_cache import PagedCache
@@ -14,8 +15,10 @@ from tandem.engine.config.model import (
     MixtureOfExperts,
     ModelSpec,
 )
+from tandem.engine.config.sharding import Rank, computed_spec, rank_spec
 from tandem.engine.kernels.base import is_cpu
 from tandem.engine.models.allocation import packed_weights, saved_bytes
+from tandem.settings.ceilings import Ceilings
 
 _ATTENTION_FLOP = 2
 """The operations per pair of query and key, and per dimension of keys and of values: one product, one addition."""
@@ -84,6 +87,18 @@ def matrix_bytes(spec: ModelSpec, item_bytes: int, *, on_cpu: bool = False) -> i
     return total_weights(spec) * item_bytes - sum(saved_bytes(spec, item_bytes, on_cpu=on_cpu))
 
 
+def rank_bytes(spec: ModelSpec, ranks: int, item_bytes: int) -> int:
+    """Return the bytes of all matrices of the first of `ranks` ranks; `spec` is that of the whole model.
+
+    It has the whole embedding, and its part of all other matrices.
+    """
+    if ranks == 1 or spec.tied_embeddings:
+        return matrix_bytes(rank_spec(spec, ranks), item_bytes)
+    own = computed_spec(spec, Rank(0, ranks))
+    rest = (spec.vocab_size - own.vocab_size) * spec.hidden_size * item_bytes
+    return matrix_bytes(own, item_bytes) + rest
+
+
 def layer_weights(layer: LayerSpec, hidden: int) -> int:
     """Return the number of matrix elements of one layer that each token is multiplied with."""
     return _dense_weights(layer, hidden) + round(expert_weights(layer, hidden) * _expert_share(layer))
@@ -103,6 +118,16 @@ def roofline(spec: ModelSpec, cache: PagedCache, item_bytes: int) -> Roofline:
     on_cpu = is_cpu(cache.device)
     sizes = model_sizes(spec, item_bytes, cache.element_bytes, on_cpu=on_cpu)
     return Roofline(sizes, CPU if on_cpu else GPU)
+
+
+def step_collectives(spec: ModelSpec, ranks: int, item_bytes: int, device: Ceilings) -> StepCollectives:
+    """Return the collective operations of each step of a model that is divided among `ranks` > 1 ranks.
+
+    `spec` is that of the whole model, and `item_bytes` the size of an element of the hidden states.
+    """
+    rows = len(Rank(0, ranks).rows(spec.vocab_size))
+    sums, hidden = 2 * len(spec.layers) + 1, spec.hidden_size * item_bytes
+    return StepCollectives(ranks, sums, hidden, rows * item_bytes, device.link_bytes_per_s)
 
 
 def cost_guess(spec: ModelSpec, cache: PagedCache, item_bytes: int) -> CostParameters:

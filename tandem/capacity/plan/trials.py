@@ -45,6 +45,7 @@ def trials(inputs: PlanInputs, split: Split) -> Iterator[TrialResult]:
     rate = demand.per_s / times
     mix = Mix(rate, demand.prompt_tokens, demand.answer_tokens, SIGMA, demand.cached)
     guess = max(GUESSED * rate / max(inputs.sizing.worst(split).value, 1e-3), 1e-3)
-    for strategy in strategies(workers, prefill):
-        trial = Trial(inputs.hardware, strategy, mix, slo, Network())
+    machine, prefill_machine = inputs.decode.hardware(demand), inputs.prefill.hardware(demand)
+    for strategy in strategies(workers, prefill, one_kind=inputs.one_kind):
+        trial = Trial(machine, strategy, mix, slo, Network(), prefill=prefill_machine)
         yield TrialResult(strategy, times, find_knee(trial.load, guess), trial.load(rate))

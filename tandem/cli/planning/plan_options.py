@@ -83,7 +83,7 @@ class ShapeOptions:
 
 @dataclass(frozen=True, slots=True)
 class GpuOptions:
-    """The options that describe the GPU of each worker."""
+    """The options that describe the GPUs of each worker."""
 
     gpu: Annotated[str, typer.Option(help="Each worker's GPU: B200, H200, H100, A100-80, A100-40, L40S or L4.")] = (
         "H200"
@@ -92,9 +92,25 @@ class GpuOptions:
         str, typer.Option(help="TFLOPS:GBPS by the data sheet, for another GPU; with --memory-gib.")
     ] = ""
     memory_gib: Annotated[float | None, typer.Option(help="Its memory; default: that of the GPU, or 80.")] = None
+    prefill_gpu: Annotated[str | None, typer.Option(help="GPU of prefill workers, if it is another one.")] = None
+    decode_gpu: Annotated[str | None, typer.Option(help="GPU of decode workers, if it is another one.")] = None
+    tensor_parallel_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="GPUs of each worker; default: 1, 2, 4 or 8, with which the fewest GPUs serve the load."
+        ),
+    ] = None
 
-    def kind(self) -> DeviceKind:
-        """Return the GPU with its peak rates and its memory. Raises InvalidArgument, which names the option."""
+    def kinds(self) -> tuple[DeviceKind, DeviceKind]:
+        """Return the GPUs of prefill and of decode workers. Raises InvalidArgument, which names the option."""
+        from tandem.cost_model.devices import device_kind
+
+        return (
+            device_kind("--prefill-gpu", self.prefill_gpu) if self.prefill_gpu else self._kind(),
+            device_kind("--decode-gpu", self.decode_gpu) if self.decode_gpu else self._kind(),
+        )
+
+    def _kind(self) -> DeviceKind:
         from dataclasses import replace
 
         from tandem.cost_model.devices import DeviceKind, device_kind

@@ -90,6 +90,14 @@ def rank_spec(spec: ModelSpec, ranks: int, number: int = 0) -> ModelSpec:
     return replace(spec, layers=tuple(layers))
 
 
+def computed_spec(spec: ModelSpec, rank: Rank) -> ModelSpec:
+    """Return the spec of the matrices that one rank computes: `rank_spec`, and its rows of the output layer.
+
+    `spec` is that of the whole model.
+    """
+    return replace(rank_spec(spec, rank.count), vocab_size=len(rank.rows(spec.vocab_size)))
+
+
 def _attention(attention: Attention, ranks: int) -> Attention:
     heads = _divided("attention heads", attention.shape.heads, ranks)
     if not isinstance(attention, GroupedQueryAttention):
