@@ -67,6 +67,9 @@ tandem/release: {{ .Release.Name }}
 
 {{/* Checks that depend on two values, which the schema cannot express. */}}
 {{- define "tandem.check" -}}
+{{- if and (gt (int .Values.serving.tensorParallelSize) 1) (ne .Values.serving.mode "colocated") -}}
+{{- fail (printf "serving.tensorParallelSize %d needs serving.mode colocated: workers of several GPUs hand over no KV pages" (int .Values.serving.tensorParallelSize)) -}}
+{{- end -}}
 {{- if eq .Values.serving.mode "disaggregated" -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- if lt (int (include "tandem.places" (dict "root" $ "role" $role))) 1 -}}
@@ -82,8 +85,9 @@ tandem/release: {{ .Release.Name }}
 {{- if lt (int (include "tandem.maxReplicas" $group)) (int $group.replicas) -}}
 {{- fail (printf "groups.%s.maxReplicas is less than replicas, %d" $name (int $group.replicas)) -}}
 {{- end -}}
-{{- if and (gt (int (include "tandem.maxReplicas" $group)) 0) (eq $.Values.serving.device "cuda") (gt (int $most) (int $group.gpu.count)) -}}
-{{- fail (printf "groups.%s: %d workers in a pod need as many GPUs, gpu.count is %d" $name (int $most) (int $group.gpu.count)) -}}
+{{- $gpus := mul $most $.Values.serving.tensorParallelSize -}}
+{{- if and (gt (int (include "tandem.maxReplicas" $group)) 0) (eq $.Values.serving.device "cuda") (gt (int $gpus) (int $group.gpu.count)) -}}
+{{- fail (printf "groups.%s: the workers of a pod need %d GPUs (%d workers, serving.tensorParallelSize is %d), gpu.count is %d" $name (int $gpus) (int $most) (int $.Values.serving.tensorParallelSize) (int $group.gpu.count)) -}}
 {{- end -}}
 {{- end -}}
 {{- if gt (add .Values.drain.seconds 60) (int .Values.drain.gracePeriodSeconds) -}}
