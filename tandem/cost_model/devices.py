@@ -36,6 +36,7 @@ DEVICES = {
     "B200": DeviceKind(2250e12, 8.0e12, 178.0, 9e11),
     "H200": _MEASURED,
     "H100": DeviceKind(990e12, 3.35e12, 79.6),
+    "H800": DeviceKind(990e12, 3.35e12, 79.6, 2e11),
     "A100-80": DeviceKind(312e12, 2.04e12, 79.3, 3e11),
     "A100-40": DeviceKind(312e12, 1.56e12, 39.4, 3e11),
     "L40S": DeviceKind(362e12, 0.864e12, 44.5, 3.2e10),

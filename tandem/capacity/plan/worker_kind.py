@@ -14,6 +14,7 @@ from tandem.capacity.planner.load_ratio import WorkerFacts
 from tandem.capacity.simulation.hardware import (
     ITEM_BYTES,
     Hardware,
+    expert_parallel_roofline,
     kv_bytes_per_held_token,
     kv_element_bytes,
     kv_page_bytes,
@@ -24,9 +25,9 @@ from tandem.cost_model.step_cost import StepCost
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.config.quantization import Codes
-from tandem.engine.config.sharding import rank_spec
+from tandem.engine.config.sharding import local_experts_spec, rank_spec
 from tandem.engine.memory import GIB
-from tandem.engine.model_sizes import rank_bytes
+from tandem.engine.model_sizes import matrix_bytes, rank_bytes
 from tandem.engine.models.load_spec import quantized_at_load
 from tandem.protocol.cost_parameters import CostParameters
 from tandem.protocol.errors import InvalidArgument
@@ -41,7 +42,11 @@ _HELPS = "more workers do not help: relax the target, or take a faster --gpu or 
 
 @dataclass(frozen=True, slots=True)
 class WorkerKind:
-    """Workers of one kind: each has a model that is divided among `gpus` GPUs of one host."""
+    """Workers of one kind: each has a model that is divided among `gpus` GPUs.
+
+    With `expert_parallel`, these are the GPUs of several hosts: each holds a part of the experts, all other weights and
+    the KV of its own requests. Otherwise they are ranks of one host (tensor parallelism).
+    """
 
     name: str
     model: ModelSpec
@@ -49,6 +54,9 @@ class WorkerKind:
     gpus: int = 1
     cost: CostParameters | None = None
     """Fitted step costs; None = those of the device's roofline."""
+    expert_parallel: bool = False
+    two_batch_overlap: bool = False
+    """True if expert-parallel GPUs compute one half of each step while the other half is exchanged."""
     kv_element_bytes: float = ITEM_BYTES
     """Bytes of one KV element, including its share of a quantization scale."""
     draft: DraftMemory = NO_DRAFT_MEMORY
@@ -64,7 +72,24 @@ class WorkerKind:
     @property
     def predicted_costs(self) -> CostParameters:
         """The step costs from the device's roofline."""
-        return roofline(self.model, self.device.ceilings, self.kv_element_bytes, self.gpus)
+        return self._roofline(self.model, self.kv_element_bytes)
+
+    def _roofline(self, model: ModelSpec, kv_element_bytes: float) -> CostParameters:
+        ceilings = self.device.ceilings
+        if not self.expert_parallel:
+            return roofline(model, ceilings, kv_element_bytes, self.gpus)
+        return expert_parallel_roofline(
+            model, ceilings, kv_element_bytes, self.gpus, two_batch_overlap=self.two_batch_overlap
+        )
+
+    @property
+    def replicas(self) -> int:
+        """The number of a worker's GPUs that compute different requests."""
+        return self.gpus if self.expert_parallel else 1
+
+    def _part(self, model: ModelSpec) -> ModelSpec:
+        """Return the spec of the part of a model that each GPU holds."""
+        return local_experts_spec(model, self.gpus) if self.expert_parallel else rank_spec(model, self.gpus)
 
     def draft_step_ratio(self, demand: Demand) -> float:
         """Return the duration of a one-request decode step of the draft model ÷ that of the main model.
@@ -83,24 +108,38 @@ class WorkerKind:
         return self._memory(demand, self.model, self.kv_element_bytes)
 
     def _memory(self, demand: Demand, model: ModelSpec, kv_element_bytes: float) -> Memory:
-        a_token = kv_bytes_per_held_token(rank_spec(model, self.gpus), demand.kv_tokens, kv_element_bytes)
+        part = self._part(model)
+        a_token = kv_bytes_per_held_token(part, demand.kv_tokens, kv_element_bytes)
         device_bytes = self.device.memory_gib * GIB * SETTINGS.gpu_memory_fraction
-        weights, draft = rank_bytes(model, self.gpus, ITEM_BYTES), self.draft
+        draft = self.draft
+        weights = matrix_bytes(part, ITEM_BYTES) if self.expert_parallel else rank_bytes(model, self.gpus, ITEM_BYTES)
         return Memory(device_bytes, weights, a_token, draft.weight_bytes, draft.kv_bytes_per_token(demand))
 
     def facts(self, demand: Demand) -> WorkerFacts:
         """Return the costs and capacity of one worker."""
-        kv_tokens, longest = self.memory(demand).kv_tokens, self.model.max_context
-        return WorkerFacts(self.costs, kv_tokens, GPU_BATCH_REQUESTS, SETTINGS.max_step_tokens, longest)
+        kv_tokens, longest = self.memory(demand).kv_tokens * self.replicas, self.model.max_context
+        rows, tokens = GPU_BATCH_REQUESTS * self.replicas, SETTINGS.max_step_tokens * self.replicas
+        return WorkerFacts(self.costs, kv_tokens, rows, tokens, longest)
 
     def hardware(self, demand: Demand) -> Hardware:
         """Return the hardware of a simulated worker."""
-        part = rank_spec(self.model, self.gpus)
-        pages = int(self.memory(demand).kv_bytes / kv_page_bytes(part, self.kv_element_bytes))
+        gpu_page_bytes = kv_page_bytes(self._part(self.model), self.kv_element_bytes)
+        pages = int(self.memory(demand).kv_bytes / gpu_page_bytes) * self.replicas
+        links = self.replicas * kv_page_bytes(self.model, self.kv_element_bytes) / gpu_page_bytes
         fitted, drafts = replace(self.costs, observed=1000), None
         if self.drafting is not None:
             drafts = self.drafting.simulated(StepCost(fitted), round(demand.context_tokens))
-        return Hardware(part, self.name, fitted, fitted, pages, kv_element_bytes=self.kv_element_bytes, drafts=drafts)
+        return Hardware(
+            self.model,
+            self.name,
+            fitted,
+            fitted,
+            pages,
+            kv_element_bytes=self.kv_element_bytes,
+            drafts=drafts,
+            replicas=self.replicas,
+            links=links,
+        )
 
     def quantized_forms(self, demand: Demand) -> Iterator[Quantized]:
         """Yield the model with 8-bit weights, with 8-bit KV and with both, with their step costs by the roofline.
@@ -115,7 +154,7 @@ class WorkerKind:
             ("both", packed, kv),
         ):
             if model is not None and element_bytes is not None:
-                after = roofline(model, self.device.ceilings, element_bytes, self.gpus)
+                after = self._roofline(model, element_bytes)
                 yield Quantized(name, self._memory(demand, model, element_bytes), self.predicted_costs, after)
 
     def _narrower_kv(self) -> float | None:
@@ -130,7 +169,13 @@ class WorkerKind:
         return element_bytes if element_bytes < self.kv_element_bytes else None
 
     def groups(self) -> Iterator[WorkerKind]:
-        """Yield these workers with each number of GPUs among which the model can be divided, ascending."""
+        """Yield these workers with each number of GPUs among which the model can be divided, ascending.
+
+        The number of GPUs of expert-parallel workers is given, and stays.
+        """
+        if self.expert_parallel:
+            yield self
+            return
         for gpus in GROUP_SIZES:
             try:
                 rank_spec(self.model, gpus)
@@ -160,7 +205,7 @@ class WorkerKind:
         larger.sort(key=lambda name: DEVICES[name].memory_gib)
         choices = [
             *fitting[:1],
-            *(f"--tensor-parallel-size {gpus}" for gpus in groups[:1]),
+            *(f"--tensor-parallel-size {gpus}" for gpus in groups[:1] if not self.expert_parallel),
             *(f"--gpu {name}" for name in larger[:1]),
         ]
         if choices:
@@ -194,7 +239,7 @@ class WorkerKind:
 
     def check_prefill(self, demand: Demand, targets: LatencyTargets) -> None:
         """Raise InvalidArgument if even a prompt that is computed alone misses its TTFT target."""
-        alone_s = demand.lone_prompt_seconds(StepCost(self.costs), SETTINGS.max_step_tokens)
+        alone_s = demand.lone_prompt_seconds(StepCost(self.costs), SETTINGS.max_step_tokens * self.replicas)
         if alone_s > targets.ttft_s:
             message = f"a prompt of {demand.computed_tokens:.0f} tokens alone takes {alone_s * 1e3:.0f} ms to compute"
             raise InvalidArgument("--slo-ttft", f"{message}; {_HELPS}")

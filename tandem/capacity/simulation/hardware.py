@@ -17,7 +17,13 @@ from tandem.engine.config.kv import kv_groups, kv_windows
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.config.sharding import Rank, computed_spec, rank_spec
 from tandem.engine.device import quantized_kv_dtype
-from tandem.engine.model_sizes import kv_bytes_per_token, model_sizes, step_collectives
+from tandem.engine.model_sizes import (
+    expert_exchange,
+    kv_bytes_per_token,
+    local_experts_sizes,
+    model_sizes,
+    step_collectives,
+)
 from tandem.engine.models.load_spec import quantized_at_load
 from tandem.engine.models.shapes import shape_config
 from tandem.protocol.cost_parameters import SECONDS
@@ -36,7 +42,6 @@ class Hardware:
     """A model on devices of one kind: steps take `actual_cost`; workers report `reported_cost` for predictions."""
 
     model: ModelSpec
-    """The spec of the part of the model that each device of a worker holds."""
     name: str
     actual_cost: CostParameters
     reported_cost: CostParameters
@@ -45,6 +50,13 @@ class Hardware:
     kv_element_bytes: float = ITEM_BYTES
     drafts: Drafts | None = None
     """The draft tokens of workers that decode; None = no speculative decoding."""
+    replicas: int = 1
+    """Number of a worker's devices that compute different requests (expert parallelism).
+
+    The worker's pages, its batch limit and its step limit are those of all of them.
+    """
+    links: float = 1.0
+    """Number of network links of a worker, see `Device.links`."""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -68,7 +80,7 @@ class Hardware:
     @property
     def device(self) -> Device:
         """The simulated device of one worker."""
-        return Device(self.actual_cost, self.reported_cost, self.pages, self.page_tokens, self.page_bytes)
+        return Device(self.actual_cost, self.reported_cost, self.pages, self.page_tokens, self.page_bytes, self.links)
 
     @property
     def page_bytes(self) -> int:
@@ -116,6 +128,30 @@ def roofline(
     return replace(cost, observed=1000)
 
 
+def expert_parallel_roofline(
+    model: ModelSpec, device: Ceilings, kv_element_bytes: float, gpus: int, *, two_batch_overlap: bool
+) -> CostParameters:
+    """Return the step cost of `gpus` GPUs over several hosts, each with its own requests and a part of the experts.
+
+    The tokens of a step are divided evenly among the GPUs, and all experts are chosen equally often.
+    """
+    sizes, exchange = local_experts_sizes(model, gpus, ITEM_BYTES, kv_element_bytes), expert_exchange(model, gpus)
+    cost = guess(sizes, device)
+    if two_batch_overlap:
+        cost = exchange.overlapped_by(cost, (sizes.weight_bytes + sizes.expert_bytes) / device.bytes_per_s)
+    else:
+        cost = exchange.added_to(cost)
+    return replace(
+        cost,
+        token_s=cost.token_s / gpus,
+        pair_s=cost.pair_s / gpus,
+        row_s=cost.row_s / gpus,
+        context_s=cost.context_s / gpus,
+        free_tokens=cost.free_tokens * gpus,
+        observed=1000,
+    )
+
+
 def read_costs(file: Path, option: str = "--costs") -> CostParameters:
     """Read fitted parameters with the names of `CostParameters` from a JSON file, at the top level or under `costs`.
 
@@ -156,8 +192,10 @@ def hardware(
         raise InvalidArgument("--misjudged", f"{misjudged:g} is not above 0")
     actual_cost = roofline(model, device, element_bytes, ranks) if costs is None else read_costs(costs)
     scaled = {name: getattr(actual_cost, name) * misjudged for name in SECONDS}
-    part = rank_spec(model, ranks)
-    pages = int(kv_gib * 2**30 / kv_page_bytes(part, element_bytes))
+    rank_page_bytes = kv_page_bytes(rank_spec(model, ranks), element_bytes)
+    pages = int(kv_gib * 2**30 / rank_page_bytes)
     if pages < 1:
         raise InvalidArgument("--kv-gib", f"{kv_gib:g} is less than one KV page of {shape}")
-    return Hardware(part, shape, actual_cost, replace(actual_cost, **scaled), pages, kv_element_bytes=element_bytes)
+    links = kv_page_bytes(model, element_bytes) / rank_page_bytes
+    reported_cost = replace(actual_cost, **scaled)
+    return Hardware(model, shape, actual_cost, reported_cost, pages, kv_element_bytes=element_bytes, links=links)

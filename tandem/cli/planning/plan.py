@@ -66,7 +66,9 @@ def lines(inputs: PlanInputs, split: Split) -> Iterator[str]:
         yield f"bottleneck      {first} binds first, by its {worse.text}; {second} has {better.text}"
     if worse.value > _FULL:
         yield f"          too few for {demand.per_s:g} requests/s: targets hold up to {demand.per_s / worse.value:.3g}"
-    if max(computing.gpus, decoding.gpus) > 1:
+    if computing.expert_parallel or decoding.expert_parallel:
+        yield "note      experts over several hosts are planned and simulated only: `tandem up` does not divide them"
+    elif max(computing.gpus, decoding.gpus) > 1:
         yield "note      `tandem up` serves workers of several GPUs in --mode colocated only"
 
 
@@ -206,19 +208,22 @@ def plan(
             name=shape.name,
             model=model,
             device=device,
-            gpus=gpu.tensor_parallel_size or 1,
+            gpus=experts or gpu.tensor_parallel_size or 1,
+            expert_parallel=experts is not None,
+            two_batch_overlap=gpu.two_batch_overlap,
             cost=fitted,
             kv_element_bytes=shape.kv_element_bytes(model),
             draft=shape.draft_memory(model),
         )
-        for device in gpu.kinds()
+        for device, experts in zip(
+            gpu.kinds(), (gpu.prefill_expert_parallel_size, gpu.decode_expert_parallel_size), strict=True
+        )
     ]
     drafting = Drafting.parse("0.7,3" if speculate is None else speculate, kinds[1].draft_step_ratio(demand))
     if speculate is not None:
         kinds = [replace(kind, drafting=drafting) for kind in kinds]
     inputs = PlanInputs(kinds[0], kinds[1], demand, targets, workers)
-    if not inputs.one_kind:
-        _check_pools(inputs, fitted=fitted is not None, compares=check is not None)
+    _check_kinds(inputs, fitted=fitted is not None, compares=check is not None)
     if gpu.tensor_parallel_size is None and fitted is None and shape.draft is None and check is None:
         inputs = inputs.with_fewest_gpus()
     if check is None:
@@ -227,17 +232,24 @@ def plan(
         _check(check, inputs)
 
 
-def _check_pools(inputs: PlanInputs, *, fitted: bool, compares: bool) -> None:
-    """Raise InvalidArgument if an option does not allow prefill and decode workers with different GPUs."""
+def _check_kinds(inputs: PlanInputs, *, fitted: bool, compares: bool) -> None:
+    """Raise InvalidArgument if an option does not allow these kinds of workers."""
+    from tandem.capacity.plan.memory import NO_DRAFT_MEMORY
     from tandem.protocol.errors import InvalidArgument
 
-    for option, given, why in (
-        ("--from", fitted, "step costs are those of workers of one kind"),
-        ("--check", compares, "a strategy table has workers of one kind"),
-        ("--workers", inputs.workers == 1, "1 worker cannot both prefill and decode if their GPUs differ"),
+    wide = inputs.prefill.expert_parallel or inputs.decode.expert_parallel
+    special, drafts = wide or not inputs.one_kind, inputs.decode.draft != NO_DRAFT_MEMORY
+    equal = "is for equal workers on one host each; leave out the GPUs and expert parallelism of a role"
+    for option, refused, why in (
+        ("--from", fitted and special, equal),
+        ("--check", compares and special, equal),
+        ("--workers", inputs.workers == 1 and not inputs.one_kind, "1 worker cannot have two kinds of GPUs; give 2"),
+        ("--speculate", wide and inputs.decode.drafting is not None, "excludes expert parallelism; leave it out"),
+        ("--draft", drafts and inputs.decode.gpus > 1, "is for workers of one GPU; leave it out"),
+        ("--two-batch-overlap", inputs.decode.two_batch_overlap and not wide, "is for expert parallelism"),
     ):
-        if given:
-            raise InvalidArgument(option, f"{why}; leave out --prefill-gpu and --decode-gpu")
+        if refused:
+            raise InvalidArgument(option, why)
 
 
 def _answer(inputs: PlanInputs, drafting: Drafting, *, simulate: bool) -> None:
@@ -260,8 +272,9 @@ def _answer(inputs: PlanInputs, drafting: Drafting, *, simulate: bool) -> None:
     console.print("effects of changes, by the cost model:")
     for line in what_if_lines(inputs, split):
         console.print(line, highlight=False)
-    for line in speculation_lines(inputs, drafting):
-        console.print(line, highlight=False)
+    if not inputs.decode.expert_parallel:
+        for line in speculation_lines(inputs, drafting):
+            console.print(line, highlight=False)
     if simulate:
         with console.status("simulating"):
             results = list(trials(inputs, split))

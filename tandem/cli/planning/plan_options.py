@@ -85,11 +85,12 @@ class ShapeOptions:
 class GpuOptions:
     """The options that describe the GPUs of each worker."""
 
-    gpu: Annotated[str, typer.Option(help="Each worker's GPU: B200, H200, H100, A100-80, A100-40, L40S or L4.")] = (
-        "H200"
-    )
+    gpu: Annotated[
+        str, typer.Option(help="Each worker's GPU: B200, H200, H100, H800, A100-80, A100-40, L40S or L4.")
+    ] = "H200"
     ceilings: Annotated[
-        str, typer.Option(help="TFLOPS:GBPS by the data sheet, for another GPU; with --memory-gib.")
+        str,
+        typer.Option(help="TFLOPS:GBPS by the data sheet, for another GPU, with an H200's NVLink; with --memory-gib."),
     ] = ""
     memory_gib: Annotated[float | None, typer.Option(help="Its memory; default: that of the GPU, or 80.")] = None
     prefill_gpu: Annotated[str | None, typer.Option(help="GPU of prefill workers, if it is another one.")] = None
@@ -100,6 +101,16 @@ class GpuOptions:
             min=1, help="GPUs of each worker; default: 1, 2, 4 or 8, with which the fewest GPUs serve the load."
         ),
     ] = None
+    prefill_expert_parallel_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="GPUs over several hosts of each prefill worker, which divide the experts."),
+    ] = None
+    decode_expert_parallel_size: Annotated[int | None, typer.Option(min=1, help="The same of each decode worker.")] = (
+        None
+    )
+    two_batch_overlap: Annotated[
+        bool, typer.Option("--two-batch-overlap", help="Exchange one half of a step while the other is computed.")
+    ] = False
 
     def kinds(self) -> tuple[DeviceKind, DeviceKind]:
         """Return the GPUs of prefill and of decode workers. Raises InvalidArgument, which names the option."""

@@ -161,6 +161,27 @@ def test_prefill_and_decode_workers_may_have_different_gpus() -> None:
     assert "colocated, unchunked" not in result.stdout, "no worker does both"
 
 
+def test_experts_may_be_divided_among_gpus_of_several_hosts() -> None:
+    model = [
+        "--shape",
+        "deepseek-v3",
+        "--quantization",
+        "fp8",
+        "--gpu",
+        "H800",
+        "--slo-itl",
+        "50",
+        "--slo-ttft",
+        "5000",
+    ]
+    sizes = ["--prefill-expert-parallel-size", "32", "--decode-expert-parallel-size", "144"]
+    assert "1 prefill worker of 32 GPUs + 1 decode worker of 144 GPUs = 176 GPUs" in size_of(*model, *sizes)
+    for option, refusal in (("--two-batch-overlap", ""), ("--speculate", "0.7,3"), ("--check", "/nowhere.json")):
+        refused = run(*model, *(sizes if refusal else []), option, *([refusal] if refusal else []))
+        assert refused.exit_code == 2
+        assert refused.stderr.startswith(f"error: {option}: ")
+
+
 def test_more_load_takes_more_workers_and_longer_answers_more_of_them_that_decode() -> None:
     def split(*options: str) -> tuple[int, int]:
         line = next(line for line in run(*options, "--no-simulate").stdout.splitlines() if line.startswith("size"))
@@ -224,8 +245,8 @@ def test_fitted_costs_take_the_place_of_the_roofline(tmp_path: Path) -> None:
         (["--slo-ttft", "5"], "--slo-ttft: a prompt of 2000 tokens alone takes"),
         (["--tensor-parallel-size", "3"], "--tensor-parallel-size: 32 attention heads cannot be divided among 3 ranks"),
         (["--prefill-gpu", "H800X"], "--prefill-gpu"),
-        (["--decode-gpu", "H100", "--workers", "1"], "--workers: 1 worker cannot both prefill and decode"),
-        (["--decode-gpu", "H100", "--check", "/nowhere.json"], "--check: a strategy table has workers of one kind"),
+        (["--decode-gpu", "H100", "--workers", "1"], "--workers: 1 worker cannot have two kinds of GPUs"),
+        (["--decode-gpu", "H100", "--check", "/nowhere.json"], "--check: is for equal workers on one host each"),
         (["--prompt-tokens", "9000"], "--prompt-tokens"),
         (["--ceilings", "fast"], "--ceilings"),
         (["--from", "/nowhere.json"], "--from"),

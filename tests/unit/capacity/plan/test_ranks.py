@@ -10,7 +10,11 @@ from tandem.capacity.plan.inputs import PlanInputs
 from tandem.capacity.plan.worker_kind import WorkerKind
 from tandem.capacity.planner.demand import Demand, LatencyTargets
 from tandem.capacity.planner.policy import TARGET_RATIO
+from tandem.capacity.simulation.arrivals import Mix
 from tandem.capacity.simulation.hardware import roofline
+from tandem.capacity.simulation.knee import Trial
+from tandem.capacity.simulation.network import Network
+from tandem.capacity.simulation.strategy import Strategy
 from tandem.cost_model.devices import DEVICES
 from tandem.cost_model.step_collectives import StepCollectives
 from tandem.cost_model.step_cost import StepCost
@@ -19,6 +23,8 @@ from tandem.engine.config.sharding import rank_spec
 from tandem.engine.models.shapes import shape_config
 from tandem.protocol.cost_parameters import CostParameters
 from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.mode import Mode
+from tandem.settings.slo import SloClass
 
 RESULTS = Path(__file__).parents[4] / "benchmarks" / "results"
 FREE = CostParameters(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -113,6 +119,21 @@ def test_pools_of_different_gpus_have_as_many_each_as_they_need() -> None:
     assert (pools.prefill.gpus, pools.decode.gpus) == (1, 2), "the weights fit into one B200"
     split = pools.split()
     assert pools.gpus(split) == split.prefill + 2 * split.decode
+
+
+def test_simulated_workers_may_have_several_gpus() -> None:
+    """Two GPUs decode faster, send a page over two links, and take prompts from workers of one GPU."""
+    demand, slo = Demand(1.0, 1000, 40), SloClass("plan", ttft_s=1.0, itl_s=0.025)
+    kind = WorkerKind("llama-3-8b", shape_config("llama-3-8b"), DEVICES["H200"])
+    one, two = kind.hardware(demand), replace(kind, gpus=2).hardware(demand)
+    assert (one.device.links, two.device.links) == (1, 2)
+    assert one.device.page_bytes == two.device.page_bytes
+    apart = Strategy("disaggregated 1:1", Mode.DISAGGREGATED, 1, 1)
+    figures = [
+        Trial(machine, apart, Mix(1.0, 1000, 40), slo, Network(), prefill=one).load(4.0) for machine in (one, two)
+    ]
+    assert all(load.share == 1.0 for load in figures)
+    assert figures[1].gap_p50_s < 0.7 * figures[0].gap_p50_s
 
 
 def test_a_number_that_does_not_divide_the_model_is_left_out() -> None:
