@@ -117,15 +117,15 @@ class WorkerKind:
 
     def facts(self, demand: Demand) -> WorkerFacts:
         """Return the costs and capacity of one worker."""
-        kv_tokens, longest = self.memory(demand).kv_tokens * self.replicas, self.model.max_context
-        rows, tokens = GPU_BATCH_REQUESTS * self.replicas, SETTINGS.max_step_tokens * self.replicas
-        return WorkerFacts(self.costs, kv_tokens, rows, tokens, longest)
+        kv_tokens, longest = self.memory(demand).kv_tokens, self.model.max_context
+        step_tokens = SETTINGS.max_step_tokens
+        return WorkerFacts(self.costs, kv_tokens, GPU_BATCH_REQUESTS, step_tokens, longest, replicas=self.replicas)
 
     def hardware(self, demand: Demand) -> Hardware:
-        """Return the hardware of a simulated worker."""
+        """Return the hardware of a simulated worker, which is one GPU of an expert-parallel worker."""
         gpu_page_bytes = kv_page_bytes(self._part(self.model), self.kv_element_bytes)
-        pages = int(self.memory(demand).kv_bytes / gpu_page_bytes) * self.replicas
-        links = self.replicas * kv_page_bytes(self.model, self.kv_element_bytes) / gpu_page_bytes
+        pages = int(self.memory(demand).kv_bytes / gpu_page_bytes)
+        links = kv_page_bytes(self.model, self.kv_element_bytes) / gpu_page_bytes
         fitted, drafts = replace(self.costs, observed=1000), None
         if self.drafting is not None:
             drafts = self.drafting.simulated(StepCost(fitted), round(demand.context_tokens))
@@ -137,7 +137,6 @@ class WorkerKind:
             pages,
             kv_element_bytes=self.kv_element_bytes,
             drafts=drafts,
-            replicas=self.replicas,
             links=links,
         )
 
@@ -239,7 +238,7 @@ class WorkerKind:
 
     def check_prefill(self, demand: Demand, targets: LatencyTargets) -> None:
         """Raise InvalidArgument if even a prompt that is computed alone misses its TTFT target."""
-        alone_s = demand.lone_prompt_seconds(StepCost(self.costs), SETTINGS.max_step_tokens * self.replicas)
+        alone_s = demand.lone_prompt_seconds(StepCost(self.costs), SETTINGS.max_step_tokens)
         if alone_s > targets.ttft_s:
             message = f"a prompt of {demand.computed_tokens:.0f} tokens alone takes {alone_s * 1e3:.0f} ms to compute"
             raise InvalidArgument("--slo-ttft", f"{message}; {_HELPS}")

@@ -50,11 +50,6 @@ class Hardware:
     kv_element_bytes: float = ITEM_BYTES
     drafts: Drafts | None = None
     """The draft tokens of workers that decode; None = no speculative decoding."""
-    replicas: int = 1
-    """Number of a worker's devices that compute different requests (expert parallelism).
-
-    The worker's pages, its batch limit and its step limit are those of all of them.
-    """
     links: float = 1.0
     """Number of network links of a worker, see `Device.links`."""
 
@@ -131,9 +126,9 @@ def roofline(
 def expert_parallel_roofline(
     model: ModelSpec, device: Ceilings, kv_element_bytes: float, gpus: int, *, two_batch_overlap: bool
 ) -> CostParameters:
-    """Return the step cost of `gpus` GPUs over several hosts, each with its own requests and a part of the experts.
+    """Return the step cost of each of `gpus` GPUs over several hosts, which divide the experts among them.
 
-    The tokens of a step are divided evenly among the GPUs, and all experts are chosen equally often.
+    Each GPU has its own requests. All GPUs have equally many tokens, and all experts are chosen equally often.
     """
     sizes, exchange = local_experts_sizes(model, gpus, ITEM_BYTES, kv_element_bytes), expert_exchange(model, gpus)
     cost = guess(sizes, device)
@@ -141,15 +136,7 @@ def expert_parallel_roofline(
         cost = exchange.overlapped_by(cost, (sizes.weight_bytes + sizes.expert_bytes) / device.bytes_per_s)
     else:
         cost = exchange.added_to(cost)
-    return replace(
-        cost,
-        token_s=cost.token_s / gpus,
-        pair_s=cost.pair_s / gpus,
-        row_s=cost.row_s / gpus,
-        context_s=cost.context_s / gpus,
-        free_tokens=cost.free_tokens * gpus,
-        observed=1000,
-    )
+    return replace(cost, observed=1000)
 
 
 def read_costs(file: Path, option: str = "--costs") -> CostParameters:

@@ -1,6 +1,6 @@
 """Strategies: the layouts of a cluster of equal workers, and the simulated cluster of each."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from router.config import RouterConfig
@@ -45,21 +45,12 @@ class Strategy:
         machines = {Role.PREFILL: prefill or machine, Role.DECODE: machine, Role.BOTH: machine}
         roles = [Role.PREFILL] * self.prefill + [Role.DECODE] * self.decode + [Role.BOTH] * self.shared
         folder = Path(machine.name)
-        engine = EngineConfig.of(folder, max_batch_requests=GPU_BATCH_REQUESTS)
-        engines = {
-            role: replace(
-                engine,
-                max_batch_requests=GPU_BATCH_REQUESTS * hardware.replicas,
-                max_step_tokens=engine.max_step_tokens * hardware.replicas,
-            )
-            for role, hardware in machines.items()
-        }
         specs = [
             WorkerSpec(
                 WorkerConfig(
                     worker_id=f"{role.value}-{number}",
                     role=role,
-                    engine=engines[role],
+                    engine=EngineConfig.of(folder, max_batch_requests=GPU_BATCH_REQUESTS),
                     step_policy=self.step_policy,
                     step_budget=self.step_budget,
                 ),

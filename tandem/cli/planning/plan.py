@@ -81,9 +81,10 @@ def memory_line(kind: WorkerKind, demand: Demand, what: str) -> str:
         kv = f" and {memory.draft_kv_bytes_per_token / 1024:.0f} KiB" if memory.draft_kv_bytes_per_token else ""
         drafts = f", for drafts {memory.draft_weight_bytes / GIB:.2f} GiB{kv}"
     each = f"on each of {kind.gpus} GPUs " if kind.gpus > 1 else ""
+    part = f"GPU of a {what}" if kind.expert_parallel else what
     return (
         f"memory    {each}weights {memory.weight_bytes / GIB:.1f} GiB, {memory.kv_bytes_per_token / 1024:.0f} KiB of KV"
-        f" a token{drafts}: {memory.kv_tokens:,.0f} tokens a {what}, {memory.kv_tokens / demand.kv_tokens:.0f} such"
+        f" a token{drafts}: {memory.kv_tokens:,.0f} tokens a {part}, {memory.kv_tokens / demand.kv_tokens:.0f} such"
         " requests"
     )
 
@@ -244,7 +245,6 @@ def _check_kinds(inputs: PlanInputs, *, fitted: bool, compares: bool) -> None:
         ("--from", fitted and special, equal),
         ("--check", compares and special, equal),
         ("--workers", inputs.workers == 1 and not inputs.one_kind, "1 worker cannot have two kinds of GPUs; give 2"),
-        ("--speculate", wide and inputs.decode.drafting is not None, "excludes expert parallelism; leave it out"),
         ("--draft", drafts and inputs.decode.gpus > 1, "is for workers of one GPU; leave it out"),
         ("--two-batch-overlap", inputs.decode.two_batch_overlap and not wide, "is for expert parallelism"),
     ):
@@ -272,9 +272,8 @@ def _answer(inputs: PlanInputs, drafting: Drafting, *, simulate: bool) -> None:
     console.print("effects of changes, by the cost model:")
     for line in what_if_lines(inputs, split):
         console.print(line, highlight=False)
-    if not inputs.decode.expert_parallel:
-        for line in speculation_lines(inputs, drafting):
-            console.print(line, highlight=False)
+    for line in speculation_lines(inputs, drafting):
+        console.print(line, highlight=False)
     if simulate:
         with console.status("simulating"):
             results = list(trials(inputs, split))

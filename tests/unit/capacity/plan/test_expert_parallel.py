@@ -13,21 +13,17 @@ from dataclasses import replace
 import pytest
 
 from tandem.capacity.plan.inputs import PlanInputs
+from tandem.capacity.plan.trials import trials
 from tandem.capacity.plan.worker_kind import WorkerKind
+from tandem.capacity.planner.decision import Split
 from tandem.capacity.planner.demand import Demand, LatencyTargets
 from tandem.capacity.planner.policy import TARGET_RATIO
-from tandem.capacity.simulation.arrivals import Mix
-from tandem.capacity.simulation.knee import Trial
-from tandem.capacity.simulation.network import Network
-from tandem.capacity.simulation.strategy import Strategy
 from tandem.cost_model.devices import DEVICES
 from tandem.cost_model.expert_exchange import HOST_GPUS, ExpertExchange
 from tandem.cost_model.step_cost import StepCost
 from tandem.engine.models.load_spec import quantized_at_load
 from tandem.engine.models.shapes import shape_config
 from tandem.protocol.errors import InvalidArgument
-from tandem.protocol.mode import Mode
-from tandem.settings.slo import SloClass
 
 CHUNK = 16_384
 """The prompt tokens of a GPU in a step, as in DeepSeek's published profile."""
@@ -43,15 +39,15 @@ def workers(gpu: str, gpus: int, *, two_batch_overlap: bool = False) -> WorkerKi
 
 def input_tokens_per_s(kind: WorkerKind, demand: Demand) -> float:
     """Returns the input tokens per second and host, cached ones included, of workers that compute all the time."""
-    seconds = demand.prompt_seconds(StepCost(kind.costs), CHUNK * kind.gpus)
-    return demand.prompt_tokens / seconds / kind.gpus * HOST_GPUS
+    seconds = demand.prompt_seconds(StepCost(kind.costs), CHUNK)
+    return demand.prompt_tokens / seconds * HOST_GPUS
 
 
 def output_tokens_per_s(kind: WorkerKind, context: float, *, step_s: float = 0.0, rows: float = 0.0) -> float:
     """Returns the output tokens per second and host with `rows` rows a GPU, or as many as a step of `step_s` has."""
     cost = StepCost(kind.costs)
-    rows = rows * kind.gpus or cost.rows_within(step_s, context)
-    return rows / cost.rows_seconds(rows, rows * context) / kind.gpus * HOST_GPUS
+    rows = rows or cost.rows_within(step_s, context)
+    return rows / cost.rows_seconds(rows, rows * context) * HOST_GPUS
 
 
 def test_the_throughput_of_sglang_on_96_gpus() -> None:
@@ -95,9 +91,6 @@ def test_experts_are_divided_and_all_other_weights_are_not() -> None:
     gib = {gpus: workers("H800", gpus).memory(demand).weight_bytes / 2**30 for gpus in (32, 144, 320)}
     assert gib[32] - gib[144] == pytest.approx((8 - 2) * 58 * 3 * 7168 * 2048 / 2**30, rel=0.01)
     assert gib[144] - gib[320] == pytest.approx((2 - 1) * 58 * 3 * 7168 * 2048 / 2**30, rel=0.01)
-    facts = workers("H800", 32).facts(demand)
-    assert facts.batch_requests == 32 * 256
-    assert facts.kv_tokens == 32 * workers("H800", 32).memory(demand).kv_tokens
 
 
 def test_a_model_without_experts_is_refused() -> None:
@@ -106,16 +99,29 @@ def test_a_model_without_experts_is_refused() -> None:
         dense.check_memory(Demand(1.0, 2000, 100))
 
 
-def test_expert_parallel_workers_are_sized_and_simulated() -> None:
-    model = shape_config("qwen3-30b-a3b")
-    kind = WorkerKind("qwen3-30b-a3b", model, DEVICES["H100"], 16, expert_parallel=True)
-    inputs = PlanInputs(kind, replace(kind, gpus=8), Demand(40.0, 500, 50), LatencyTargets(1.0, 0.05))
+def qwen(gpus: int) -> WorkerKind:
+    return WorkerKind("qwen3-30b-a3b", shape_config("qwen3-30b-a3b"), DEVICES["H100"], gpus, expert_parallel=True)
+
+
+def test_each_gpu_of_a_worker_has_its_own_requests() -> None:
+    """Twice the GPUs serve twice the load with steps as long; a prompt takes one GPU's time."""
+    demand, targets = Demand(400.0, 500, 50), LatencyTargets(1.0, 0.05)
+    inputs = PlanInputs(qwen(16), qwen(8), demand, targets)
     assert inputs.with_fewest_gpus() == inputs, "their number of GPUs is given"
     inputs.check()
-    split = inputs.split()
-    assert inputs.gpus(split) == 16 * split.prefill + 8 * split.decode
-    machines = [workers.hardware(inputs.demand) for workers in (inputs.decode, inputs.prefill)]
-    slo = SloClass("plan", ttft_s=1.0, itl_s=0.05)
-    apart = Strategy("disaggregated 1:1", Mode.DISAGGREGATED, 1, 1)
-    trial = Trial(machines[0], apart, Mix(1.0, 500, 50), slo, Network(), prefill=machines[1])
-    assert trial.load(40.0).share > 0.9
+    split = Split(1, 1)
+    assert inputs.gpus(split) == 24
+    facts = inputs.decode.facts(demand)
+    alone = replace(inputs.sizing, answers=replace(facts, replicas=1))
+    assert alone.load_ratios(Split(1, 8))[1] == inputs.sizing.load_ratios(split)[1]
+    with pytest.raises(InvalidArgument, match="a prompt of 8000 tokens alone takes"):
+        qwen(16).check_prefill(Demand(1.0, 8000, 50), LatencyTargets(0.05))
+
+
+def test_simulated_workers_are_gpus_in_the_proportion_of_the_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("REQUESTS", 20), ("SECONDS_MIN", 1.0), ("LIVES", 1.0), ("LOADS_MAX", 2)):
+        monkeypatch.setattr(f"tandem.capacity.simulation.knee.{name}", value)
+    inputs = PlanInputs(qwen(16), qwen(8), Demand(400.0, 500, 50), LatencyTargets(1.0, 0.05))
+    (result,) = trials(inputs, Split(1, 4))
+    assert (result.strategy.prefill, result.strategy.decode, result.times) == (2, 4, 8.0)
+    assert result.asked.share > 0.9
