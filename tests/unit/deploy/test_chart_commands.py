@@ -50,6 +50,11 @@ def test_workers_of_several_gpus_get_the_gpus_of_a_pod(chart: Chart) -> None:
     manifests = chart.render("--set", f"{GROUPS},groups.both.gpu.count=8")
     assert parsed(driver(manifests)["command"])[1]["tensor_parallel_size"] == 4
     check_places(manifests)
+    sizes = "serving.prefillTensorParallelSize=4,serving.decodeTensorParallelSize=2"
+    manifests = chart.render("--set", f"{sizes},groups.prefill.gpu.count=4,groups.decode.gpu.count=2")
+    options = parsed(driver(manifests)["command"])[1]
+    assert (options["prefill_tensor_parallel_size"], options["decode_tensor_parallel_size"]) == (4, 2)
+    check_places(manifests)
 
 
 def check_places(manifests: Sequence[Manifest]) -> None:
@@ -63,7 +68,9 @@ def check_places(manifests: Sequence[Manifest]) -> None:
         decode=options["decode"] or 1,
         workers=options["workers"] or 1,
         device=options["device"],
-        tensor_parallel_size=options["tensor_parallel_size"],
+        tensor_parallel_size=options["tensor_parallel_size"] or 1,
+        prefill_tensor_parallel_size=options["prefill_tensor_parallel_size"],
+        decode_tensor_parallel_size=options["decode_tensor_parallel_size"],
         ray_address=options["address"],
         places_timeout_s=options["places_timeout"],
         start_timeout_s=options["start_timeout"],

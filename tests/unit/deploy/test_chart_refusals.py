@@ -36,10 +36,11 @@ GATEWAY = "gateway.enabled=true,gateway.parentRefs[0].name=public"
         ("serving.mode=adaptive", r"serving.mode adaptive needs pods with places of both roles: set groups.both"),
         ("groups.decode.gpu.count=0", r"groups.decode: the workers of a pod need 1 GPUs .*, gpu.count is 0"),
         ("serving.tensorParallelSize=0", r"'/serving/tensorParallelSize': minimum: got 0, want 1"),
-        ("serving.tensorParallelSize=2", r"serving.tensorParallelSize 2 needs serving.mode colocated"),
+        ("serving.decodeTensorParallelSize=2", r"groups.decode: the workers of a pod need 2 GPUs .*, gpu.count is 1"),
+        (f"{GROUPS},serving.prefillTensorParallelSize=2", r"serving.prefillTensorParallelSize is for serving.mode"),
         (
             f"{GROUPS},groups.both.gpu.count=7",
-            r"the workers of a pod need 8 GPUs \(2 workers, serving.tensorParallelSize is 4\), gpu.count is 7",
+            r"groups.both: the workers of a pod need 8 GPUs .*, gpu.count is 7",
         ),
         ("drain.seconds=150", r"drain.gracePeriodSeconds \(180\) has to be at least 60 more than drain.seconds"),
         ("model.source=pvc", r"model.source pvc needs model.pvc.claimName"),
