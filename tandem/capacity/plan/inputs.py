@@ -69,7 +69,7 @@ class PlanInputs:
         return best
 
     def with_fewest_gpus(self) -> PlanInputs:
-        """Return the input with the numbers of GPUs a worker that serve the load with the fewest GPUs in total.
+        """Return the input with the numbers of `WorkerKind.group_sizes` that serve the load with the fewest GPUs.
 
         All workers of one kind have equally many. If no number is sufficient, the load ratio decides. Raises
         InvalidArgument, as `check` does, if no number can serve the load within its targets.
@@ -80,7 +80,7 @@ class PlanInputs:
             pairs = product(self.prefill.groups(), self.decode.groups())
             candidates = [replace(self, prefill=prefill, decode=decode) for prefill, decode in pairs]
         possible = []
-        refused = InvalidArgument("tensor_parallel_size", "no number of GPUs divides the model.")
+        refused: InvalidArgument | None = None
         for candidate in candidates:
             try:
                 candidate.check()
@@ -88,7 +88,7 @@ class PlanInputs:
                 refused = error
             else:
                 possible.append(candidate)
-        if not possible:
+        if refused is not None and not possible:
             raise refused
         return min(possible, key=PlanInputs._effort)
 

@@ -36,7 +36,7 @@ from tandem.settings.engine import GPU_BATCH_REQUESTS
 SETTINGS = EngineConfig.of(Path("model"))
 """The default engine settings, which all planned workers have."""
 GROUP_SIZES = (1, 2, 4, 8)
-"""The numbers of GPUs that a worker may have if none is given: up to those of a common host."""
+"""The numbers of GPUs of a worker that are compared if none is given: up to those of a common host."""
 _HELPS = "more workers do not help: relax the target, or take a faster --gpu or a smaller model"
 
 
@@ -52,6 +52,8 @@ class WorkerKind:
     model: ModelSpec
     device: DeviceKind
     gpus: int = 1
+    group_sizes: tuple[int, ...] = ()
+    """The numbers of GPUs among which `PlanInputs.with_fewest_gpus` chooses; empty = `gpus` is given."""
     cost: CostParameters | None = None
     """Fitted step costs; None = those of the device's roofline."""
     expert_parallel: bool = False
@@ -168,14 +170,14 @@ class WorkerKind:
         return element_bytes if element_bytes < self.kv_element_bytes else None
 
     def groups(self) -> Iterator[WorkerKind]:
-        """Yield these workers with each number of GPUs among which the model can be divided, ascending.
+        """Yield these workers with each number of `group_sizes` that divides the model, or with the given number.
 
-        The number of GPUs of expert-parallel workers is given, and stays.
+        Raises InvalidArgument if the given number does not divide the model.
         """
-        if self.expert_parallel:
+        if not self.group_sizes:
+            self._part(self.model)
             yield self
-            return
-        for gpus in GROUP_SIZES:
+        for gpus in self.group_sizes:
             try:
                 rank_spec(self.model, gpus)
             except InvalidArgument:
@@ -197,7 +199,8 @@ class WorkerKind:
             for narrow in ([False, True] if kv else [False])
             if self._fits(demand, self._memory(demand, model, kv if kv and narrow else self.kv_element_bytes))
         ]
-        groups = [group.gpus for group in self.groups() if self._fits(demand, group.memory(demand))]
+        all_sizes = replace(self, group_sizes=GROUP_SIZES)
+        groups = [kind.gpus for kind in all_sizes.groups() if self._fits(demand, kind.memory(demand))]
         larger = [
             name for name, kind in DEVICES.items() if self._fits(demand, replace(self, device=kind).memory(demand))
         ]

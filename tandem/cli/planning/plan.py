@@ -68,8 +68,6 @@ def lines(inputs: PlanInputs, split: Split) -> Iterator[str]:
         yield f"          too few for {demand.per_s:g} requests/s: targets hold up to {demand.per_s / worse.value:.3g}"
     if computing.expert_parallel or decoding.expert_parallel:
         yield "note      experts over several hosts are planned and simulated only: `tandem up` does not divide them"
-    elif max(computing.gpus, decoding.gpus) > 1:
-        yield "note      `tandem up` serves workers of several GPUs in --mode colocated only"
 
 
 def memory_line(kind: WorkerKind, demand: Demand, what: str) -> str:
@@ -198,26 +196,28 @@ def plan(
 
     from tandem.capacity.plan.inputs import PlanInputs
     from tandem.capacity.plan.speculation import Drafting
-    from tandem.capacity.plan.worker_kind import WorkerKind
+    from tandem.capacity.plan.worker_kind import GROUP_SIZES, WorkerKind
 
     targets, demand = latency.targets(), asked.demand()
     if workers is not None:
         check_above_0("--workers", workers)
     model, fitted = shape.config(), costs.fitted()
+    searched = fitted is None and shape.draft is None and check is None
     kinds = [
         WorkerKind(
             name=shape.name,
             model=model,
             device=device,
-            gpus=experts or gpu.tensor_parallel_size or 1,
+            gpus=experts or ranks or 1,
+            group_sizes=GROUP_SIZES if searched and experts is None and ranks is None else (),
             expert_parallel=experts is not None,
             two_batch_overlap=gpu.two_batch_overlap,
             cost=fitted,
             kv_element_bytes=shape.kv_element_bytes(model),
             draft=shape.draft_memory(model),
         )
-        for device, experts in zip(
-            gpu.kinds(), (gpu.prefill_expert_parallel_size, gpu.decode_expert_parallel_size), strict=True
+        for device, experts, ranks in zip(
+            gpu.kinds(), gpu.expert_parallel_sizes, gpu.tensor_parallel_sizes, strict=True
         )
     ]
     drafting = Drafting.parse("0.7,3" if speculate is None else speculate, kinds[1].draft_step_ratio(demand))
@@ -225,10 +225,8 @@ def plan(
         kinds = [replace(kind, drafting=drafting) for kind in kinds]
     inputs = PlanInputs(kinds[0], kinds[1], demand, targets, workers)
     _check_kinds(inputs, fitted=fitted is not None, compares=check is not None)
-    if gpu.tensor_parallel_size is None and fitted is None and shape.draft is None and check is None:
-        inputs = inputs.with_fewest_gpus()
     if check is None:
-        _answer(inputs, drafting, simulate=simulate)
+        _answer(inputs.with_fewest_gpus(), drafting, simulate=simulate)
     else:
         _check(check, inputs)
 
@@ -264,7 +262,6 @@ def _answer(inputs: PlanInputs, drafting: Drafting, *, simulate: bool) -> None:
     from tandem.capacity.plan.trials import trials
     from tandem.cli.observe.status import WIDE
 
-    inputs.check()
     split = inputs.split()
     console = Console() if sys.stdout.isatty() else Console(width=WIDE)
     for line in lines(inputs, split):

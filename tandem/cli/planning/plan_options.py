@@ -101,6 +101,12 @@ class GpuOptions:
             min=1, help="GPUs of each worker; default: 1, 2, 4 or 8, with which the fewest GPUs serve the load."
         ),
     ] = None
+    prefill_tensor_parallel_size: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of each prefill worker; default: --tensor-parallel-size.")
+    ] = None
+    decode_tensor_parallel_size: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of each decode worker; default: --tensor-parallel-size.")
+    ] = None
     prefill_expert_parallel_size: Annotated[
         int | None,
         typer.Option(min=1, help="GPUs over several hosts of each prefill worker, which divide the experts."),
@@ -111,6 +117,17 @@ class GpuOptions:
     two_batch_overlap: Annotated[
         bool, typer.Option("--two-batch-overlap", help="Exchange one half of a step while the other is computed.")
     ] = False
+
+    @property
+    def tensor_parallel_sizes(self) -> tuple[int | None, int | None]:
+        """The numbers of GPUs of prefill and of decode workers; None = the one that needs the fewest GPUs."""
+        every = self.tensor_parallel_size
+        return self.prefill_tensor_parallel_size or every, self.decode_tensor_parallel_size or every
+
+    @property
+    def expert_parallel_sizes(self) -> tuple[int | None, int | None]:
+        """The numbers of GPUs among which prefill and decode workers divide the experts; None = they do not."""
+        return self.prefill_expert_parallel_size, self.decode_expert_parallel_size
 
     def kinds(self) -> tuple[DeviceKind, DeviceKind]:
         """Return the GPUs of prefill and of decode workers. Raises InvalidArgument, which names the option."""

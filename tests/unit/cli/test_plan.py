@@ -147,6 +147,8 @@ def test_it_says_how_many_gpus_a_model_that_fits_none_needs() -> None:
     targets = ["--slo-itl", "50", "--slo-ttft", "2000"]
     assert "6 workers of 2 GPUs = 12 GPUs, prefill:decode" in size_of("--shape", "llama-3-70b", *targets)
     assert "workers of 4 GPUs = " in size_of("--shape", "llama-3-70b", "--tensor-parallel-size", "4", *targets)
+    size = size_of("--shape", "llama-3-70b", "--decode-tensor-parallel-size", "4", *targets)
+    assert "4 prefill workers of 2 GPUs + 2 decode workers of 4 GPUs = 16 GPUs" in size
 
 
 @pytest.mark.usefixtures("short_loads")

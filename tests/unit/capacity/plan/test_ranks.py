@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tandem.capacity.plan.inputs import PlanInputs
-from tandem.capacity.plan.worker_kind import WorkerKind
+from tandem.capacity.plan.worker_kind import GROUP_SIZES, WorkerKind
 from tandem.capacity.planner.demand import Demand, LatencyTargets
 from tandem.capacity.planner.policy import TARGET_RATIO
 from tandem.capacity.simulation.arrivals import Mix
@@ -78,7 +78,7 @@ def test_more_ranks_are_faster_and_never_as_much_as_they_are_more() -> None:
 
 
 def inputs_of(shape: str, gpu: str, targets: LatencyTargets, rate: float, **fields: object) -> PlanInputs:
-    kind = WorkerKind(shape, shape_config(shape), DEVICES[gpu])
+    kind = WorkerKind(shape, shape_config(shape), DEVICES[gpu], group_sizes=GROUP_SIZES)
     return replace(PlanInputs(kind, kind, Demand(rate, 2000, 500), targets), **fields)
 
 
@@ -138,4 +138,8 @@ def test_simulated_workers_may_have_several_gpus() -> None:
 
 def test_a_number_that_does_not_divide_the_model_is_left_out() -> None:
     four_heads = rank_spec(shape_config("llama-3-8b"), 8)
-    assert [kind.gpus for kind in WorkerKind("small", four_heads, DEVICES["H200"]).groups()] == [1, 2, 4]
+    kind = WorkerKind("small", four_heads, DEVICES["H200"], group_sizes=GROUP_SIZES)
+    assert [group.gpus for group in kind.groups()] == [1, 2, 4]
+    given = replace(kind, gpus=8, group_sizes=())
+    with pytest.raises(InvalidArgument, match="4 attention heads cannot be divided among 8 ranks"):
+        replace(inputs_of("llama-3-8b", "H200", LatencyTargets(), 1.0), decode=given).with_fewest_gpus()
