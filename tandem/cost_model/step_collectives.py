@@ -16,9 +16,12 @@ _ONE_SHOT_S, _ONE_SHOT_SHARE = 3.3e-6, 0.33
 Measured in µs for 8 KiB, 256 KiB and 2 MiB: 3.3, 4.8 and 18; predicted 3.4, 5.1 and 17.
 """
 _NCCL_S, _NCCL_SHARE = 19e-6, 0.58
-"""The same for a sum by NCCL. Measured in µs for 4 and 8 MiB: 35 and 51; predicted 35 and 51."""
+"""Latency and share of the link of a sum by NCCL. Measured in µs for 4 and 8 MiB: 35 and 51; predicted 35 and 51."""
 _GATHER_S, _GATHER_SHARE = 6e-6, 0.23
-"""The same for gathered logits. Measured in µs for 1 and 32 rows of llama-3-8b: 7 and 46; predicted 7 and 46."""
+"""Latency and share of the link of gathered logits.
+
+Measured in µs for 1 and 32 rows of llama-3-8b: 7 and 46; predicted 7 and 46.
+"""
 _ROWS = 128
 """The cost of sums per decode row is that of a straight line up to this number of rows."""
 

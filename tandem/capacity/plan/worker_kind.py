@@ -118,7 +118,7 @@ class WorkerKind:
         return Memory(device_bytes, weights, a_token, draft.weight_bytes, draft.kv_bytes_per_token(demand))
 
     def facts(self, demand: Demand) -> WorkerFacts:
-        """Return the costs and capacity of one worker."""
+        """Return the costs and capacity of one worker, or of each GPU of an expert-parallel worker."""
         kv_tokens, longest = self.memory(demand).kv_tokens, self.model.max_context
         step_tokens = SETTINGS.max_step_tokens
         return WorkerFacts(self.costs, kv_tokens, GPU_BATCH_REQUESTS, step_tokens, longest, replicas=self.replicas)

@@ -68,8 +68,8 @@ class Strategy:
 def strategies(workers: int, prefill: int, *, one_kind: bool = True) -> tuple[Strategy, ...]:
     """Return the strategies to compare for `workers` workers.
 
-    Without `one_kind`, prefill and decode workers differ in hardware, so that no worker can do both.
-    The disaggregated strategy, which needs at least two workers, has `prefill` prefill workers.
+    Without `one_kind`, prefill and decode workers differ in hardware, so that no worker can do both. The disaggregated
+    strategy, which needs at least two workers, has `prefill` prefill workers.
     """
     apart = Strategy(f"disaggregated {prefill}:{workers - prefill}", Mode.DISAGGREGATED, prefill, workers - prefill)
     if not one_kind:

@@ -191,7 +191,7 @@ def plan(
         Path | None, typer.Option(help="Only compare knees with a measured table of benchmarks.strategies.")
     ] = None,
 ) -> None:
-    """Size a cluster: prefill:decode ratio, memory, latencies, and which bottleneck binds first."""
+    """Size a cluster: GPUs, prefill:decode ratio, memory, latencies, and which bottleneck binds first."""
     from dataclasses import replace
 
     from tandem.capacity.plan.inputs import PlanInputs

@@ -111,9 +111,9 @@ class GpuOptions:
         int | None,
         typer.Option(min=1, help="GPUs over several hosts of each prefill worker, which divide the experts."),
     ] = None
-    decode_expert_parallel_size: Annotated[int | None, typer.Option(min=1, help="The same of each decode worker.")] = (
-        None
-    )
+    decode_expert_parallel_size: Annotated[
+        int | None, typer.Option(min=1, help="As --prefill-expert-parallel-size, of each decode worker.")
+    ] = None
     two_batch_overlap: Annotated[
         bool, typer.Option("--two-batch-overlap", help="Exchange one half of a step while the other is computed.")
     ] = False

@@ -11,7 +11,7 @@ from tandem.capacity.plan.worker_kind import GROUP_SIZES, WorkerKind
 from tandem.capacity.planner.demand import Demand, LatencyTargets
 from tandem.capacity.planner.policy import TARGET_RATIO
 from tandem.capacity.simulation.arrivals import Mix
-from tandem.capacity.simulation.hardware import roofline
+from tandem.capacity.simulation.hardware import hardware, roofline
 from tandem.capacity.simulation.knee import Trial
 from tandem.capacity.simulation.network import Network
 from tandem.capacity.simulation.strategy import Strategy
@@ -128,6 +128,9 @@ def test_simulated_workers_may_have_several_gpus() -> None:
     one, two = kind.hardware(demand), replace(kind, gpus=2).hardware(demand)
     assert (one.device.links, two.device.links) == (1, 2)
     assert one.device.page_bytes == two.device.page_bytes
+    alone, group = (hardware("llama-3-8b", None, 10.0, 1.0, ranks=ranks) for ranks in (1, 2))
+    assert group.pages == 2 * alone.pages, "each GPU has 10 GiB of KV pages, with half of the heads"
+    assert (group.links, group.actual_cost) == (2, two.actual_cost)
     apart = Strategy("disaggregated 1:1", Mode.DISAGGREGATED, 1, 1)
     figures = [
         Trial(machine, apart, Mix(1.0, 1000, 40), slo, Network(), prefill=one).load(4.0) for machine in (one, two)
