@@ -30,6 +30,12 @@ RESULTS = Path(__file__).parents[4] / "benchmarks" / "results"
 FREE = CostParameters(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
+def measured_ranks(shape: str) -> dict[str, float]:
+    """Returns the newest result of `benchmarks.engine ranks` on two H200."""
+    result: dict[str, float] = json.loads(max(RESULTS.glob(f"ranks-{shape}-NVIDIA_H200*.json")).read_text())
+    return result
+
+
 def work_of(name: str) -> StepWork:
     """Returns the work of a step in a result of `benchmarks.engine ranks`; decode rows have 1,024 tokens of context."""
     size = name.rpartition("_")[2]
@@ -39,11 +45,10 @@ def work_of(name: str) -> StepWork:
     return StepWork(tokens, chunk_pairs(tokens, 0))
 
 
-@pytest.mark.parametrize(("shape", "off"), [("llama-3-8b", 0.19), ("llama-3-70b", 0.06)])
+@pytest.mark.parametrize(("shape", "off"), [("llama-3-8b", 0.17), ("llama-3-70b", 0.08)])
 def test_steps_of_two_ranks_take_as_long_as_they_were_measured(shape: str, off: float) -> None:
-    """On two H200; 8 to 32 rows of the 8B model run in products that are not tuned for the shapes of a rank."""
-    (file,) = RESULTS.glob(f"ranks-{shape}-NVIDIA_H200*.json")
-    measured, cost = json.loads(file.read_text()), StepCost(roofline(shape_config(shape), ranks=2))
+    """On two H200; steps of 8 to 32 rows of the 8B model take longer than their reads and sums."""
+    measured, cost = measured_ranks(shape), StepCost(roofline(shape_config(shape), ranks=2))
     steps = {name: ms for name, ms in measured.items() if name.startswith(("decode_ms_", "prefill_ms_"))}
     assert len(steps) == 6
     for name, ms in steps.items():
@@ -52,8 +57,7 @@ def test_steps_of_two_ranks_take_as_long_as_they_were_measured(shape: str, off: 
 
 def test_a_sum_takes_as_long_as_it_was_measured() -> None:
     """Decode rows are summed in one shot, prompts by NCCL."""
-    (file,) = RESULTS.glob("ranks-llama-3-8b-NVIDIA_H200*.json")
-    measured = json.loads(file.read_text())
+    measured = measured_ranks("llama-3-8b")
     link = DEVICES["H200"].link_bytes_per_s
     for kib, rows in ((8, 1), (64, 8), (256, 32), (1024, 128)):
         both = StepCollectives(2, 1, 8192, 0, link).added_to(FREE)
