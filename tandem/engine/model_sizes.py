@@ -18,7 +18,7 @@ from tandem.engine.config.model import (
     MixtureOfExperts,
     ModelSpec,
 )
-from tandem.engine.config.sharding import Rank, computed_spec, local_experts_spec, rank_spec
+from tandem.engine.config.sharding import Rank, local_experts_spec
 from tandem.engine.kernels.base import is_cpu
 from tandem.engine.models.allocation import packed_weights, saved_bytes
 from tandem.settings.ceilings import Ceilings
@@ -108,18 +108,6 @@ def matrix_bytes(spec: ModelSpec, item_bytes: int, *, on_cpu: bool = False) -> i
     An unquantized element has `item_bytes`; packed matrices have the size in which the kernels keep them.
     """
     return total_weights(spec) * item_bytes - sum(saved_bytes(spec, item_bytes, on_cpu=on_cpu))
-
-
-def rank_bytes(spec: ModelSpec, ranks: int, item_bytes: int) -> int:
-    """Return the bytes of all matrices of the first of `ranks` ranks; `spec` is that of the whole model.
-
-    It has the whole embedding, and its part of all other matrices.
-    """
-    if ranks == 1 or spec.tied_embeddings:
-        return matrix_bytes(rank_spec(spec, ranks), item_bytes)
-    own = computed_spec(spec, Rank(0, ranks))
-    rest = (spec.vocab_size - own.vocab_size) * spec.hidden_size * item_bytes
-    return matrix_bytes(own, item_bytes) + rest
 
 
 def layer_weights(layer: LayerSpec, hidden: int) -> int:

@@ -30,8 +30,8 @@ from tandem.engine.config.sharding import Rank
 from tandem.engine.device import parse_device
 from tandem.engine.kernels.base import is_cpu
 from tandem.engine.model_runner import Follower, ModelRunner
-from tandem.engine.parallel.adapter_stream import AdapterSender, write_adapters
 from tandem.engine.model_sizes import step_collectives
+from tandem.engine.parallel.adapter_stream import AdapterSender, write_adapters
 from tandem.engine.parallel.collectives import Collectives, GlooCollectives
 from tandem.engine.parallel.step_stream import StepSender, received_steps
 from tandem.engine.weights.checkpoint import Progress

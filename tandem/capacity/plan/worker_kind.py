@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from tandem.capacity.plan.memory import NO_DRAFT_MEMORY, DraftMemory, Memory
 from tandem.capacity.plan.speculation import Drafting
 from tandem.capacity.plan.what_if import Quantized
@@ -25,10 +27,11 @@ from tandem.cost_model.step_cost import StepCost
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.config.quantization import Codes
-from tandem.engine.config.sharding import local_experts_spec, rank_spec
+from tandem.engine.config.sharding import Rank, local_experts_spec, rank_spec
 from tandem.engine.memory import GIB
-from tandem.engine.model_sizes import matrix_bytes, rank_bytes
+from tandem.engine.model_sizes import matrix_bytes
 from tandem.engine.models.load_spec import quantized_at_load
+from tandem.engine.models.rank_parameters import rank_bytes
 from tandem.protocol.cost_parameters import CostParameters
 from tandem.protocol.errors import InvalidArgument
 from tandem.settings.engine import GPU_BATCH_REQUESTS
@@ -113,8 +116,10 @@ class WorkerKind:
         part = self._part(model)
         a_token = kv_bytes_per_held_token(part, demand.kv_tokens, kv_element_bytes)
         device_bytes = self.device.memory_gib * GIB * SETTINGS.gpu_memory_fraction
-        draft = self.draft
-        weights = matrix_bytes(part, ITEM_BYTES) if self.expert_parallel else rank_bytes(model, self.gpus, ITEM_BYTES)
+        weights, draft = matrix_bytes(part, ITEM_BYTES), self.draft
+        if self.gpus > self.replicas:
+            # The first rank has the most: the whole embedding, and its part of the output layer.
+            weights = rank_bytes(model, Rank(0, self.gpus), torch.bfloat16, on_cpu=False)
         return Memory(device_bytes, weights, a_token, draft.weight_bytes, draft.kv_bytes_per_token(demand))
 
     def facts(self, demand: Demand) -> WorkerFacts:

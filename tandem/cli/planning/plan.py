@@ -233,17 +233,15 @@ def plan(
 
 def _check_kinds(inputs: PlanInputs, *, fitted: bool, compares: bool) -> None:
     """Raise InvalidArgument if an option does not allow these kinds of workers."""
-    from tandem.capacity.plan.memory import NO_DRAFT_MEMORY
     from tandem.protocol.errors import InvalidArgument
 
     wide = inputs.prefill.expert_parallel or inputs.decode.expert_parallel
-    special, drafts = wide or not inputs.one_kind, inputs.decode.draft != NO_DRAFT_MEMORY
+    special = wide or not inputs.one_kind
     equal = "is for equal workers on one host each; leave out the GPUs and expert parallelism of a role"
     for option, refused, why in (
         ("--from", fitted and special, equal),
         ("--check", compares and special, equal),
         ("--workers", inputs.workers == 1 and not inputs.one_kind, "1 worker cannot have two kinds of GPUs; give 2"),
-        ("--draft", drafts and inputs.decode.gpus > 1, "is for workers of one GPU; leave it out"),
         ("--two-batch-overlap", inputs.decode.two_batch_overlap and not wide, "is for expert parallelism"),
     ):
         if refused:

@@ -108,7 +108,7 @@ def local_experts_spec(spec: ModelSpec, gpus: int) -> ModelSpec:
     if not any(isinstance(network, MixtureOfExperts) for network in networks):
         raise InvalidArgument("model", "it has no experts that could be divided among GPUs; give another model.")
     layers = (
-        replace(layer, feed_forward=replace(network, experts=-(-network.experts // gpus)))
+        replace(layer, feed_forward=replace(network, local=range(-(-network.experts // gpus))))
         if isinstance(network, MixtureOfExperts)
         else layer
         for layer, network in zip(spec.layers, networks, strict=True)
