@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.cluster import add_model_options, choose_model
-from benchmarks.command_line import exit_on_error, misplaced_options
+from benchmarks.command_line import at_least, exit_on_error, misplaced_options
 from benchmarks.results import Run as Result
 from benchmarks.results import run_facts, save_result, scheme_suffix
 from benchmarks.strategies import simulated
@@ -69,7 +69,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     virtual.add_argument("--gpu", default="H200", help=f"of the roofline without --costs: {', '.join(DEVICES)}")
     virtual.add_argument("--quantization", choices=list(Codes), help="weights rounded at load, as with `tandem up`")
     virtual.add_argument("--kv-cache-dtype", choices=KV_DTYPES, default="auto", help="as with `tandem up` (auto)")
-    virtual.add_argument("--kv-gib", type=float, default=100.0, help="KV cache of each worker")
+    virtual.add_argument("--tensor-parallel-size", type=at_least(1), default=1, help="GPUs of each worker")
+    virtual.add_argument("--kv-gib", type=float, default=100.0, help="KV cache of each GPU")
     virtual.add_argument("--network", type=Path, default=None, help="JSON with the fields of Network")
     virtual.add_argument("--processes", type=int, default=1, help="rows that are simulated at a time")
     parsed = parser.parse_args(arguments)

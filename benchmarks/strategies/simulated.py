@@ -101,6 +101,7 @@ def hardware_of(arguments: argparse.Namespace) -> Hardware:
         device=device_kind("--gpu", arguments.gpu).ceilings,
         quantization=arguments.quantization,
         kv_cache_dtype=arguments.kv_cache_dtype,
+        ranks=arguments.tensor_parallel_size,
     )
 
 

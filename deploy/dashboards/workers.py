@@ -59,6 +59,7 @@ _PROCESSES = Row(
             "0: it was up and did not respond to the latest scrape.",
             width=6,
         ),
+        _now("Ranks", Unit.NUMBER, f.WORKER_RANKS, "GPUs of the worker, or processes on CPUs."),
         Panel(
             "Workers",
             Unit.NUMBER,
@@ -111,6 +112,12 @@ _ENGINE = Row(
             f.STEP_BYTES,
             f.DEVICE_BANDWIDTH,
             "Weights and KV, by the steps' shape; the ceiling is measured at each start.",
+        ),
+        _rates(
+            "Collective operations",
+            Unit.SHARE,
+            f.STEP_COLLECTIVES,
+            "Predicted share of the time in which the GPUs of a worker exchange data; no series with one GPU.",
         ),
         _of_ceiling("Floating-point operations", Unit.FLOPS, f.STEP_FLOPS, f.DEVICE_FLOPS, "By the steps' shape."),
         Panel(

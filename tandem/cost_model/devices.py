@@ -4,16 +4,20 @@ from dataclasses import dataclass
 
 from tandem.cost_model.roofline import GPU
 from tandem.protocol.errors import InvalidArgument
-from tandem.settings.ceilings import Ceilings
+from tandem.settings.ceilings import NVLINK_BYTES_PER_S, Ceilings
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceKind:
-    """A GPU model: dense 16-bit `flops` and memory `bytes_per_s` by its data sheet, `memory_gib` by its driver."""
+    """A GPU model: dense 16-bit `flops` and memory `bytes_per_s` by its data sheet, `memory_gib` by its driver.
+
+    `link_bytes_per_s` is the rate in one direction to another GPU of the host: NVLink or, without it, PCIe.
+    """
 
     flops: float
     bytes_per_s: float
     memory_gib: float
+    link_bytes_per_s: float = NVLINK_BYTES_PER_S
 
     @property
     def ceilings(self) -> Ceilings:
@@ -23,18 +27,20 @@ class DeviceKind:
             GPU.bytes_per_s / _MEASURED.bytes_per_s * self.bytes_per_s,
             GPU.launch_s,
             GPU.verify_s,
+            self.link_bytes_per_s,
         )
 
 
 _MEASURED = DeviceKind(990e12, 4.8e12, 139.8)
 DEVICES = {
-    "B200": DeviceKind(2250e12, 8.0e12, 178.0),
+    "B200": DeviceKind(2250e12, 8.0e12, 178.0, 9e11),
     "H200": _MEASURED,
     "H100": DeviceKind(990e12, 3.35e12, 79.6),
-    "A100-80": DeviceKind(312e12, 2.04e12, 79.3),
-    "A100-40": DeviceKind(312e12, 1.56e12, 39.4),
-    "L40S": DeviceKind(362e12, 0.864e12, 44.5),
-    "L4": DeviceKind(121e12, 0.3e12, 22.5),
+    "H800": DeviceKind(990e12, 3.35e12, 79.6, 2e11),
+    "A100-80": DeviceKind(312e12, 2.04e12, 79.3, 3e11),
+    "A100-40": DeviceKind(312e12, 1.56e12, 39.4, 3e11),
+    "L40S": DeviceKind(362e12, 0.864e12, 44.5, 3.2e10),
+    "L4": DeviceKind(121e12, 0.3e12, 22.5, 3.2e10),
 }
 """GPU models by name, from NVIDIA's data sheets; the SXM version if there is one."""
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from tandem.cost_model.step_collectives import StepCollectives
 from tandem.cost_model.step_grid import EACH_TOKEN, StepGrid
 from tandem.cost_model.step_work import StepWork
 from tandem.protocol.cost_parameters import CostParameters
@@ -156,6 +157,8 @@ class Roofline:
 
     sizes: ModelSizes
     ceilings: Ceilings
+    collectives: StepCollectives | None = None
+    """The collective operations of a worker with several GPUs, whose `sizes` are those of one GPU's part."""
 
 
 def guess(sizes: ModelSizes, device: Ceilings, grid: StepGrid = EACH_TOKEN) -> CostParameters:

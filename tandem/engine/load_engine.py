@@ -15,7 +15,7 @@ from tandem.engine.adapters.slots import AdapterSlots
 from tandem.engine.cache.paged_cache import PagedCache, page_bytes
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.model import ModelSpec
-from tandem.engine.config.sharding import ALONE, PagePart, Rank, own_spec, page_part
+from tandem.engine.config.sharding import ALONE, PagePart, Rank, computed_spec, own_spec, page_part
 from tandem.engine.cuda.step_graph import StepGraph
 from tandem.engine.device import (
     check_weights,
@@ -224,7 +224,7 @@ def load_parts(
     loading.join()
     return LoadedParts(
         spec,
-        replace(spec, vocab_size=len(setting.rank.rows(spec.vocab_size))),
+        computed_spec(setting.spec, setting.rank),
         cache,
         page_part(setting.spec, setting.rank),
         setting.dtype,

@@ -1,8 +1,12 @@
 """The sizes of a model's steps, derived from its spec: weights, KV bytes and arithmetic operations."""
 
+from dataclasses import replace
+
 import torch
 
+from tandem.cost_model.expert_exchange import ExpertExchange
 from tandem.cost_model.roofline import CPU, GPU, ModelSizes, PackedWeights, Roofline, WindowedLayers, guess
+from tandem.cost_model.step_collectives import StepCollectives
 from tandem.cost_model.step_cost import CostParameters
 from tandem.cost_model.step_grid import EACH_TOKEN, StepGrid, gpu_grid
 from tandem.engine.cache.paged_cache import PagedCache
@@ -14,8 +18,10 @@ from tandem.engine.config.model import (
     MixtureOfExperts,
     ModelSpec,
 )
+from tandem.engine.config.sharding import Rank, local_experts_spec
 from tandem.engine.kernels.base import is_cpu
 from tandem.engine.models.allocation import packed_weights, saved_bytes
+from tandem.settings.ceilings import Ceilings
 
 _ATTENTION_FLOP = 2
 """The operations per pair of query and key, and per dimension of keys and of values: one product, one addition."""
@@ -47,6 +53,26 @@ def model_sizes(
         packed=PackedWeights() if on_cpu else packed_weights(spec),
         windowed=tuple(_layers_of(spec, window, kv_bytes) for window in windows),
     )
+
+
+def local_experts_sizes(spec: ModelSpec, gpus: int, item_bytes: int, kv_element_bytes: float) -> ModelSizes:
+    """Return the sizes of the part of a model that each of `gpus` GPUs holds (`local_experts_spec`).
+
+    Each step reads all of a GPU's experts, because all GPUs' tokens choose among them. A GPU computes as many expert
+    products as its own tokens need, in FP8 if the model's other products are.
+    """
+    sizes = model_sizes(local_experts_spec(spec, gpus), item_bytes, kv_element_bytes)
+    packed = sizes.packed
+    if packed.float8:
+        chosen = sum(round(expert_weights(layer, spec.hidden_size) * _expert_share(layer)) for layer in spec.layers)
+        packed = replace(packed, float8=packed.float8 + chosen)
+    return replace(sizes, weights=active_weights(spec), expert_share=1.0, packed=packed)
+
+
+def expert_exchange(spec: ModelSpec, gpus: int) -> ExpertExchange:
+    """Return the all-to-all exchange in each step of `gpus` GPUs that each hold a part of the experts."""
+    chosen = [layer.feed_forward.top_k for layer in spec.layers if isinstance(layer.feed_forward, MixtureOfExperts)]
+    return ExpertExchange(gpus, len(chosen), max(chosen), spec.hidden_size)
 
 
 def _layers_of(spec: ModelSpec, window: int, element_bytes: float) -> WindowedLayers:
@@ -103,6 +129,16 @@ def roofline(spec: ModelSpec, cache: PagedCache, item_bytes: int) -> Roofline:
     on_cpu = is_cpu(cache.device)
     sizes = model_sizes(spec, item_bytes, cache.element_bytes, on_cpu=on_cpu)
     return Roofline(sizes, CPU if on_cpu else GPU)
+
+
+def step_collectives(spec: ModelSpec, ranks: int, item_bytes: int, device: Ceilings) -> StepCollectives:
+    """Return the collective operations of each step of a model that is divided among `ranks` > 1 ranks.
+
+    `spec` is that of the whole model, and `item_bytes` the size of an element of the hidden states.
+    """
+    rows = len(Rank(0, ranks).rows(spec.vocab_size))
+    sums, hidden = 2 * len(spec.layers) + 1, spec.hidden_size * item_bytes
+    return StepCollectives(ranks, sums, hidden, rows * item_bytes, device.link_bytes_per_s)
 
 
 def cost_guess(spec: ModelSpec, cache: PagedCache, item_bytes: int) -> CostParameters:

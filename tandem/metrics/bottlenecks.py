@@ -1,9 +1,10 @@
 """Finds a worker's bottleneck from its metrics, and the single change that helps most.
 
 A step reads bytes and does operations; each takes a share of the step's time at the device's ceilings (the roofline:
-Williams, Waterman and Patterson, CACM 2009). The remaining share is the host's: launches, planning, kernels below the
-ceilings. The largest of the three shares is the bottleneck of a worker that computes most of the time. Bottlenecks that
-keep a worker from computing are checked first: transfers slower than prefill, no free KV pages, a full batch.
+Williams, Waterman and Patterson, CACM 2009). If the worker has several GPUs, another share is the predicted time of
+their collective operations. The remaining share is the host's: launches, planning, kernels below the ceilings. The
+largest share is the bottleneck of a worker that computes most of the time. Bottlenecks that keep a worker from
+computing are checked first: transfers slower than prefill, no free KV pages, a full batch.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Bottleneck(StrEnum):
     KV_CAPACITY = "KV capacity"
     TRANSFER = "transfer"
     QUEUE = "queue"
+    COLLECTIVES = "collectives"
     HOST = "host"
     NONE = "none"
 
@@ -55,6 +57,8 @@ class Figures:
     """Operations of these steps ÷ the operations that the device could have done in the same time."""
     bandwidth: float
     """Bytes that these steps read ÷ the bytes that the device could have read in the same time."""
+    collectives: float
+    """Share of the steps' time in which the worker's GPUs exchange data, as predicted; 0 for a worker with one GPU."""
     kv_used: float
     """Share of the worker's KV pages in use or reserved, at the end of the interval."""
     holders: float
@@ -117,8 +121,8 @@ class Figures:
 
     @property
     def rest(self) -> float:
-        """Share of the steps' time that neither arithmetic nor memory reads explain."""
-        return max(0.0, 1.0 - self.compute - self.bandwidth)
+        """Share of the steps' time that arithmetic, memory reads and collective operations do not explain."""
+        return max(0.0, 1.0 - self.compute - self.bandwidth - self.collectives)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +140,7 @@ _CHANGES = {
     Bottleneck.KV_CAPACITY: "more KV pages: a larger --kv-cache-gib or --memory-fraction, or one more decode worker",
     Bottleneck.TRANSFER: "a faster transport (`tandem doctor` lists them); or --mode adaptive, which transfers fewer",
     Bottleneck.QUEUE: "a larger --max-batch-requests: a step costs little more for each request in it",
+    Bottleneck.COLLECTIVES: "a smaller --tensor-parallel-size and more workers, if the model fits on fewer GPUs",
     Bottleneck.HOST: "less host time: dedicated CPU cores, CUDA graphs that fit its batches, larger steps",
     Bottleneck.NONE: "nothing: it has capacity left",
 }
@@ -185,14 +190,20 @@ def _advise(bottleneck: Bottleneck, because: str) -> Diagnosis:
 
 def _in_steps(it: Figures) -> Bottleneck:
     """Return the resource that explains the largest share of the steps' time."""
-    largest = max(it.compute, it.bandwidth, it.rest)
-    if it.compute == largest:
-        return Bottleneck.COMPUTE
-    return Bottleneck.BANDWIDTH if it.bandwidth == largest else Bottleneck.HOST
+    shares = {
+        Bottleneck.COMPUTE: it.compute,
+        Bottleneck.BANDWIDTH: it.bandwidth,
+        Bottleneck.COLLECTIVES: it.collectives,
+        Bottleneck.HOST: it.rest,
+    }
+    return max(shares, key=lambda bottleneck: shares[bottleneck])
 
 
 def _parts(it: Figures) -> str:
     at = f"at {it.compute:.0%} of the device's arithmetic and {it.bandwidth:.0%} of its memory bandwidth"
+    if it.collectives > 0:
+        exchanged = f"its GPUs exchange data for {it.collectives:.0%} of its time"
+        return f"{at}; {exchanged}; none of these explains {it.rest:.0%}"
     return f"{at}; neither explains {it.rest:.0%} of its time"
 
 

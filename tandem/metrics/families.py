@@ -162,6 +162,10 @@ STEP_BYTES = counter(
     "engine_memory_bytes_total", "Bytes of weights and KV that steps had to read, derived from their shapes."
 )
 STEP_FLOPS = counter("engine_flops_total", "Floating-point operations that steps had to do, derived from their shapes.")
+STEP_COLLECTIVES = counter(
+    "engine_collective_seconds_total",
+    "Predicted seconds of steps in which the worker's GPUs exchange sums, embeddings and logits; absent with one GPU.",
+)
 BANDWIDTH_UTILIZATION = gauge(
     "model_bandwidth_utilization_ratio",
     "Bytes per second that steps had to read / the device's memory bandwidth, over the last seconds with steps.",
@@ -313,6 +317,9 @@ WORKER_INFO = gauge(
     "role",
     "device",
     "dtype",
+)
+WORKER_RANKS = gauge(
+    "worker_ranks", "Number of the worker's ranks: GPUs, or processes on CPUs, among which its model is divided."
 )
 MODEL_INFO = gauge(
     "model_info", "1; the worker's model: parameters, KV cache, attention and experts, as text.", "summary"

@@ -18,6 +18,7 @@ def figures_of(interval: ScrapeInterval, worker: str) -> Figures:
         busy=min(1.0, _part(busy_s, interval.seconds)),
         compute=_part(interval.grown(f.STEP_FLOPS, **me), busy_s * now.total(f.DEVICE_FLOPS, **me)),
         bandwidth=_part(interval.grown(f.STEP_BYTES, **me), busy_s * now.total(f.DEVICE_BANDWIDTH, **me)),
+        collectives=_part(interval.grown(f.STEP_COLLECTIVES, **me), busy_s),
         kv_used=now.total(f.KV_USAGE, **me),
         holders=now.total(f.REQUESTS_RUNNING, **me) + now.total(f.OPEN_LEASES, **me),
         refused=interval.grown(f.KV_REFUSALS, **me),

@@ -5,6 +5,9 @@ from dataclasses import dataclass, replace
 
 from tandem.settings.invalid import refuse
 
+NVLINK_BYTES_PER_S = 4.5e11
+"""Bytes per second, in one direction, between two H200 of a host."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
@@ -18,6 +21,8 @@ class Ceilings:
     """Fixed seconds of each step: kernel launches and all other work except arithmetic and memory reads."""
     verify_s: float = 0.0
     """Additional fixed seconds of a step that verifies draft tokens: the device waits while the host plans the step."""
+    link_bytes_per_s: float = NVLINK_BYTES_PER_S
+    """Peak bytes per second, in one direction, between the device and another one of its host."""
 
     def shared(self, processes: int) -> "Ceilings":
         """Return the rates of one of `processes` processes that share the device equally."""

@@ -30,6 +30,7 @@ from tandem.engine.config.sharding import Rank
 from tandem.engine.device import parse_device
 from tandem.engine.kernels.base import is_cpu
 from tandem.engine.model_runner import Follower, ModelRunner
+from tandem.engine.model_sizes import step_collectives
 from tandem.engine.parallel.adapter_stream import AdapterSender, write_adapters
 from tandem.engine.parallel.collectives import Collectives, GlooCollectives
 from tandem.engine.parallel.step_stream import StepSender, received_steps
@@ -107,6 +108,12 @@ class RankGroup:
         runner.adapters.on_write = self._adapters.write
         pages = ranked_pages(runner.cache, runner.page_part, self.ranks, self._stages)
         runner.page_sums = GroupPageSums(pages, runner.page_sums, [rank.sums for rank in self._transports])
+        runner.device_name = f"{self.ranks} ranks, {runner.device_name}"
+        if not config.on_cpu:
+            limits = runner.roofline
+            collectives = step_collectives(runner.spec, self.ranks, runner.dtype.itemsize, limits.ceilings)
+            runner.roofline = replace(limits, collectives=collectives)
+            runner.cost_guess = collectives.added_to(runner.cost_guess)
         return runner
 
     @property

@@ -40,6 +40,7 @@ def test_a_group_answers_and_leaves_no_process(tmp_path: Path) -> None:
         assert len({tuple(answer) for answer in wanted}) == 3
         assert runner.draft_proposer is not None
         assert group.ended_rank() is None
+        assert runner.device_name == "3 ranks, cpu"
     finally:
         group.close()
     assert not torch.distributed.is_initialized()

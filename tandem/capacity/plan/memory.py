@@ -20,10 +20,10 @@ OVERHEAD_BYTES = 2 * GIB
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory of one worker, in bytes."""
+    """The memory of each GPU of a worker, in bytes."""
 
     device_bytes: float
-    """Memory that the worker may use, in bytes."""
+    """Memory of the GPU that the worker may use, in bytes."""
     weight_bytes: float
     kv_bytes_per_token: float
     draft_weight_bytes: float = 0.0

@@ -14,7 +14,10 @@ from tandem.capacity.simulation.strategy import Strategy, strategies
 from tandem.settings.slo import SloClass
 
 SIMULATED_MAX = 8
-"""Maximum number of simulated workers; larger clusters are scaled in proportion."""
+"""Maximum number of simulated workers; larger clusters are scaled in proportion.
+
+Each GPU of an expert-parallel worker is simulated as a worker, since it has its own requests.
+"""
 GUESSED = 0.8
 """The search for the knee starts at this fraction of the maximum rate that the cost model predicts."""
 
@@ -39,12 +42,28 @@ def trials(inputs: PlanInputs, split: Split) -> Iterator[TrialResult]:
     """Simulate each strategy, and yield its knee and its result at the planned load."""
     demand, targets = inputs.demand, inputs.targets
     slo = SloClass("plan", ttft_s=targets.ttft_s, itl_s=targets.gap_s)
-    workers = min(split.workers, SIMULATED_MAX)
-    times = split.workers / workers
-    prefill = min(max(1, round(split.prefill / times)), max(workers - 1, 1))
+    workers, prefill, times = _simulated(inputs, split)
     rate = demand.per_s / times
     mix = Mix(rate, demand.prompt_tokens, demand.answer_tokens, SIGMA, demand.cached)
     guess = max(GUESSED * rate / max(inputs.sizing.worst(split).value, 1e-3), 1e-3)
-    for strategy in strategies(workers, prefill):
-        trial = Trial(inputs.hardware, strategy, mix, slo, Network())
+    machine, prefill_machine = inputs.decode.hardware(demand), inputs.prefill.hardware(demand)
+    for strategy in strategies(workers, prefill, one_kind=inputs.one_kind):
+        trial = Trial(machine, strategy, mix, slo, Network(), prefill=prefill_machine)
         yield TrialResult(strategy, times, find_knee(trial.load, guess), trial.load(rate))
+
+
+def _simulated(inputs: PlanInputs, split: Split) -> tuple[int, int, float]:
+    """Return the number of simulated workers, how many of them prefill, and of how many workers each is one.
+
+    It is the number of at most `SIMULATED_MAX` workers whose split is nearest to that of all workers.
+    """
+    prefill = split.prefill * inputs.prefill.replicas
+    total = prefill + (split.decode + split.shared) * inputs.decode.replicas
+    share = prefill / total
+
+    def divided(workers: int) -> int:
+        return min(max(1, round(workers * share)), max(workers - 1, 1))
+
+    most = min(total, SIMULATED_MAX)
+    workers = min(range(most, min(most, 2) - 1, -1), key=lambda workers: abs(divided(workers) / workers - share))
+    return workers, divided(workers), total / workers

@@ -37,11 +37,14 @@ class Quantized:
     """Step costs by the roofline with the smaller number of bits."""
 
 
-def changes(sizing: Sizing, split: Split, forms: Iterable[Quantized]) -> Iterator[Change]:
-    """Yield one change for each quantized form: the load that it allows, and the best split for it."""
-    for form in forms:
-        changed = replace(sizing, prompts=_quantized(sizing.prompts, form), answers=_quantized(sizing.answers, form))
-        yield _change(form.name, sizing, changed, split)
+def changes(sizing: Sizing, split: Split, forms: Iterable[tuple[Quantized, Quantized]]) -> Iterator[Change]:
+    """Yield one change for each quantized form: the load that it allows, and the best split for it.
+
+    A form is given for prefill workers and for decode workers.
+    """
+    for prefill, decode in forms:
+        prompts, answers = _quantized(sizing.prompts, prefill), _quantized(sizing.answers, decode)
+        yield _change(decode.name, sizing, replace(sizing, prompts=prompts, answers=answers), split)
 
 
 def _quantized(facts: WorkerFacts, form: Quantized) -> WorkerFacts:

@@ -68,6 +68,8 @@ class WorkerFacts:
 
     Load ratios ignore the speedup, because draft tokens may not raise the throughput of a full batch.
     """
+    replicas: int = 1
+    """Number of a worker's parts that compute different requests; costs and capacity are those of each part."""
 
     def occupied(self, tokens: float, role: Role) -> float:
         """Return the part of `kv_tokens` that a request of `tokens` tokens occupies."""
@@ -96,6 +98,7 @@ def prefill_load_ratio(
 
     `backlog_s` is the work on queued prompts in addition to the new load, in device seconds per second.
     """
+    workers *= facts.replicas
     each_s = demand.prompt_seconds(StepCost(facts.cost), facts.chunk_tokens)
     busy = (demand.per_s * each_s + backlog_s) / workers
     cap = busy_cap(workers, each_s, targets.ttft_s)
@@ -146,7 +149,8 @@ def decode_load_ratio(demand: Demand, targets: LatencyTargets, facts: WorkerFact
     """Return the load ratio of `workers` decode workers."""
     fits = rows_that_fit(demand, targets, facts)
     step_s = StepCost(facts.cost).rows_seconds(fits.count, fits.count * demand.context_tokens)
-    return LoadRatio(demand.per_s * demand.answer_tokens / workers * step_s / fits.count, fits.limit)
+    per_s = demand.per_s * demand.answer_tokens / (workers * facts.replicas)
+    return LoadRatio(per_s * step_s / fits.count, fits.limit)
 
 
 def shared_load_ratio(
@@ -161,6 +165,7 @@ def shared_load_ratio(
     `backlog_s` is the work on queued prompts in addition to the new load, in device seconds per second.
     """
     cost, base_s = StepCost(facts.cost), facts.cost.base_s
+    workers *= facts.replicas
     per_s = demand.per_s / workers
     prompts_s = per_s * demand.prompt_seconds(cost, facts.chunk_tokens) + backlog_s / workers
     answers_s = per_s * demand.answer_tokens * cost.row_seconds(demand.context_tokens)

@@ -15,8 +15,15 @@ from tandem.cost_model.step_grid import gpu_grid
 from tandem.engine.cache.paged_cache import page_bytes
 from tandem.engine.config.kv import kv_groups, kv_windows
 from tandem.engine.config.model import ModelSpec
+from tandem.engine.config.sharding import Rank, computed_spec, rank_spec
 from tandem.engine.device import quantized_kv_dtype
-from tandem.engine.model_sizes import kv_bytes_per_token, model_sizes
+from tandem.engine.model_sizes import (
+    expert_exchange,
+    kv_bytes_per_token,
+    local_experts_sizes,
+    model_sizes,
+    step_collectives,
+)
 from tandem.engine.models.load_spec import quantized_at_load
 from tandem.engine.models.shapes import shape_config
 from tandem.protocol.cost_parameters import SECONDS
@@ -43,6 +50,8 @@ class Hardware:
     kv_element_bytes: float = ITEM_BYTES
     drafts: Drafts | None = None
     """The draft tokens of workers that decode; None = no speculative decoding."""
+    links: float = 1.0
+    """Number of network links of a worker, see `Device.links`."""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -66,7 +75,7 @@ class Hardware:
     @property
     def device(self) -> Device:
         """The simulated device of one worker."""
-        return Device(self.actual_cost, self.reported_cost, self.pages, self.page_tokens, self.page_bytes)
+        return Device(self.actual_cost, self.reported_cost, self.pages, self.page_tokens, self.page_bytes, self.links)
 
     @property
     def page_bytes(self) -> int:
@@ -100,10 +109,34 @@ def kv_page_bytes(model: ModelSpec, element_bytes: float = ITEM_BYTES) -> int:
     return round(kv_groups(model)[0].elements * GPU_PAGE_TOKENS * element_bytes)
 
 
-def roofline(model: ModelSpec, device: Ceilings = GPU, kv_element_bytes: float = ITEM_BYTES) -> CostParameters:
-    """Return the step cost at the device's ceilings, marked as measured so that policies rely on it."""
-    sizes = model_sizes(model, ITEM_BYTES, kv_element_bytes)
-    return replace(guess(sizes, device, gpu_grid(model.heads)), observed=1000)
+def roofline(
+    model: ModelSpec, device: Ceilings = GPU, kv_element_bytes: float = ITEM_BYTES, ranks: int = 1
+) -> CostParameters:
+    """Return the step cost at the device's ceilings, marked as measured so that policies rely on it.
+
+    If the model is divided among several ranks, the cost is that of a rank's part, plus the collective operations.
+    """
+    part = computed_spec(model, Rank(0, ranks))
+    cost = guess(model_sizes(part, ITEM_BYTES, kv_element_bytes), device, gpu_grid(part.heads))
+    if ranks > 1:
+        cost = step_collectives(model, ranks, ITEM_BYTES, device).added_to(cost)
+    return replace(cost, observed=1000)
+
+
+def expert_parallel_roofline(
+    model: ModelSpec, device: Ceilings, kv_element_bytes: float, gpus: int, *, two_batch_overlap: bool
+) -> CostParameters:
+    """Return the step cost of each of `gpus` GPUs over several hosts, which divide the experts among them.
+
+    Each GPU has its own requests. All GPUs have equally many tokens, and all experts are chosen equally often.
+    """
+    sizes, exchange = local_experts_sizes(model, gpus, ITEM_BYTES, kv_element_bytes), expert_exchange(model, gpus)
+    cost = guess(sizes, device)
+    if two_batch_overlap:
+        cost = exchange.overlapped_by(cost, (sizes.weight_bytes + sizes.expert_bytes) / device.bytes_per_s)
+    else:
+        cost = exchange.added_to(cost)
+    return replace(cost, observed=1000)
 
 
 def read_costs(file: Path, option: str = "--costs") -> CostParameters:
@@ -132,20 +165,24 @@ def hardware(
     device: Ceilings = GPU,
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
+    ranks: int = 1,
 ) -> Hardware:
     """Return a model on devices whose predicted step costs are `misjudged` times the real ones.
 
     The real costs are those of the file `costs` or, without it, the roofline of `device` for the quantized weights and
-    KV. Raises InvalidArgument if the KV cache is smaller than a page, or if the model does not support the
-    quantization.
+    KV. Each worker has `ranks` devices, with `kv_gib` GiB of KV pages each. Raises InvalidArgument if the KV cache is
+    smaller than a page, or if the model does not support the quantization or cannot be divided among the ranks.
     """
     model = quantized_at_load(shape_config(shape), quantization)
     element_bytes = kv_element_bytes(model, kv_cache_dtype)
     if not misjudged > 0:
         raise InvalidArgument("--misjudged", f"{misjudged:g} is not above 0")
-    actual_cost = roofline(model, device, element_bytes) if costs is None else read_costs(costs)
+    actual_cost = roofline(model, device, element_bytes, ranks) if costs is None else read_costs(costs)
     scaled = {name: getattr(actual_cost, name) * misjudged for name in SECONDS}
-    pages = int(kv_gib * 2**30 / kv_page_bytes(model, element_bytes))
+    rank_page_bytes = kv_page_bytes(rank_spec(model, ranks), element_bytes)
+    pages = int(kv_gib * 2**30 / rank_page_bytes)
     if pages < 1:
         raise InvalidArgument("--kv-gib", f"{kv_gib:g} is less than one KV page of {shape}")
-    return Hardware(model, shape, actual_cost, replace(actual_cost, **scaled), pages, kv_element_bytes=element_bytes)
+    links = kv_page_bytes(model, element_bytes) / rank_page_bytes
+    reported_cost = replace(actual_cost, **scaled)
+    return Hardware(model, shape, actual_cost, reported_cost, pages, kv_element_bytes=element_bytes, links=links)

@@ -57,6 +57,8 @@ class Trial:
     network: Network
     asks: bool = True
     seed: int = 0
+    prefill: Hardware | None = None
+    """The hardware of prefill workers; None = `machine`."""
 
     def load(self, rate: float) -> LoadFigures:
         """Run a load of `rate` requests per second on a new cluster."""
@@ -65,7 +67,7 @@ class Trial:
         slo = self.slo if self.asks else BEST_EFFORT
         mix = replace(self.mix, rate=rate)
         asked = list(mix.requests(seconds, slo, self.machine.model.max_context, seed=self.seed))
-        cluster = self.strategy.cluster(self.machine, self.network, self.slo)
+        cluster = self.strategy.cluster(self.machine, self.network, self.slo, self.prefill)
         outcomes = cluster.run(asked, seconds + DRAIN_S)
         return self._figures(rate, len(asked), outcomes, idle_s)
 

@@ -19,6 +19,8 @@ class Device:
     pages: int
     page_tokens: int
     page_bytes: int
+    links: float = 1.0
+    """Number of network links over which a worker sends or receives parts of its pages at the same time."""
 
 
 @dataclass(frozen=True, slots=True)

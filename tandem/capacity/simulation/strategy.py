@@ -35,8 +35,14 @@ class Strategy:
         """The number of all workers."""
         return self.prefill + self.decode + self.shared
 
-    def cluster(self, machine: Hardware, network: Network, slo: SloClass) -> VirtualCluster:
-        """Return a new simulated cluster; its router has the service class `slo` in addition to the default classes."""
+    def cluster(
+        self, machine: Hardware, network: Network, slo: SloClass, prefill: Hardware | None = None
+    ) -> VirtualCluster:
+        """Return a new simulated cluster; its router has the service class `slo` in addition to the default classes.
+
+        `prefill` is the hardware of prefill workers; None = `machine`, as for all other workers.
+        """
+        machines = {Role.PREFILL: prefill or machine, Role.DECODE: machine, Role.BOTH: machine}
         roles = [Role.PREFILL] * self.prefill + [Role.DECODE] * self.decode + [Role.BOTH] * self.shared
         folder = Path(machine.name)
         specs = [
@@ -48,9 +54,9 @@ class Strategy:
                     step_policy=self.step_policy,
                     step_budget=self.step_budget,
                 ),
-                machine.device,
-                machine.facts,
-                machine.drafts,
+                machines[role].device,
+                machines[role].facts,
+                machines[role].drafts,
             )
             for number, role in enumerate(roles)
         ]
@@ -59,16 +65,19 @@ class Strategy:
         return VirtualCluster(specs, config, network)
 
 
-def strategies(workers: int, prefill: int) -> tuple[Strategy, ...]:
+def strategies(workers: int, prefill: int, *, one_kind: bool = True) -> tuple[Strategy, ...]:
     """Return the strategies to compare for `workers` workers.
 
-    The disaggregated strategy, which needs at least two workers, has `prefill` prefill workers.
+    Without `one_kind`, prefill and decode workers differ in hardware, so that no worker can do both. The disaggregated
+    strategy, which needs at least two workers, has `prefill` prefill workers.
     """
     apart = Strategy(f"disaggregated {prefill}:{workers - prefill}", Mode.DISAGGREGATED, prefill, workers - prefill)
+    if not one_kind:
+        return (apart,)
     priority = PolicyName.DECODE_PRIORITY
     return (
         *((apart,) if workers > 1 else ()),
         Strategy("adaptive", Mode.ADAPTIVE, shared=workers, step_policy=priority),
         Strategy("colocated, decode-priority", Mode.COLOCATED, shared=workers, step_policy=priority),
-        Strategy("colocated, unchunked", Mode.COLOCATED, shared=workers),
+        Strategy("colocated, unchunked", Mode.COLOCATED, shared=workers, step_policy=PolicyName.UNCHUNKED),
     )

@@ -21,6 +21,8 @@ class DecodeEnd(Protocol):
     """The calls that a hand-over makes to a decode worker."""
 
     transport: InMemoryTransport
+    links: float
+    """Number of network links of the worker (`Device.links`)."""
 
     def allocate_pages(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
         """Return the ids of the pages that the prefill worker may write."""
@@ -40,10 +42,15 @@ class VirtualFabric:
         """For each sender, the time until which its network link is busy."""
 
     def _schedule(self, posted: InFlightWrite) -> None:
-        """Schedule the arrival of a write: bytes ÷ bandwidth after the sender's earlier writes, plus a fixed time."""
-        size = len(posted.write.local_pages) * self._workers[posted.sender].transport.layout.page_bytes
+        """Schedule the arrival of a write: bytes ÷ bandwidth after the sender's earlier writes, plus a fixed time.
+
+        The bandwidth is that of the links of the sender or the receiver, whichever has fewer.
+        """
+        sender, receiver = self._workers[posted.sender], self._workers[posted.write.peer]
+        size = len(posted.write.local_pages) * sender.transport.layout.page_bytes
         begun_at = max(self._clock.now, self._free_at[posted.sender])
-        self._free_at[posted.sender] = begun_at + size / self.network.bytes_per_s
+        bytes_per_s = self.network.bytes_per_s * min(sender.links, receiver.links)
+        self._free_at[posted.sender] = begun_at + size / bytes_per_s
         self._clock.at(self._free_at[posted.sender] + self.network.transfer_s, lambda: self._land(posted))
 
     def _land(self, posted: InFlightWrite) -> None:

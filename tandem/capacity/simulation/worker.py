@@ -82,7 +82,7 @@ class VirtualWorker:
 
         Without `jumps`, steps are simulated one by one.
         """
-        self.spec, self.peer = spec, spec.peer
+        self.spec, self.peer, self.links = spec, spec.peer, spec.device.links
         self._clock, self._publish = clock, publish
         self._reported_cost = StepCost(spec.device.reported_cost)
         self.pool = PagePool(spec.device.pages)

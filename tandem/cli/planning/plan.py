@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from tandem.capacity.plan.measured_knees import Compared
     from tandem.capacity.plan.speculation import Drafting
     from tandem.capacity.plan.trials import TrialResult
+    from tandem.capacity.plan.worker_kind import WorkerKind
     from tandem.capacity.planner.decision import Split
+    from tandem.capacity.planner.demand import Demand
 
 BATCHES = (1, 8, 32, 64, 128, 256)
 """The batch sizes of decode steps for which the effect of draft tokens is printed."""
@@ -37,39 +39,71 @@ def lines(inputs: PlanInputs, split: Split) -> Iterator[str]:
     """Yield the lines about the model, memory, step times, latency targets, cluster size and first bottleneck."""
     from tandem.capacity.simulation.hardware import ITEM_BYTES
     from tandem.cost_model.step_cost import StepCost
-    from tandem.engine.memory import GIB
     from tandem.engine.model_summary import model_summary
 
-    memory, demand, cost = inputs.memory, inputs.demand, StepCost(inputs.costs)
+    demand, computing, decoding = inputs.demand, inputs.prefill, inputs.decode
     prefill, decode = inputs.sizing.load_ratios(split)
-    alone_s = demand.lone_prompt_seconds(cost, inputs.facts.chunk_tokens)
-    for number, line in enumerate(model_summary(inputs.model, ITEM_BYTES, inputs.kv_element_bytes)):
+    alone_s = demand.lone_prompt_seconds(StepCost(computing.costs), computing.facts(demand).chunk_tokens)
+    for number, line in enumerate(model_summary(decoding.model, ITEM_BYTES, decoding.kv_element_bytes)):
         yield f"{'' if number else 'model':<10}{line}"
-    drafts = ""
-    if memory.draft_weight_bytes:
-        kv = f" and {memory.draft_kv_bytes_per_token / 1024:.0f} KiB" if memory.draft_kv_bytes_per_token else ""
-        drafts = f", for drafts {memory.draft_weight_bytes / GIB:.2f} GiB{kv}"
+    if inputs.one_kind:
+        yield memory_line(decoding, demand, "worker")
+    else:
+        yield memory_line(computing, demand, "prefill worker")
+        yield memory_line(decoding, demand, "decode worker")
     yield (
-        f"memory    weights {memory.weight_bytes / GIB:.1f} GiB, {memory.kv_bytes_per_token / 1024:.0f} KiB of KV a"
-        f" token{drafts}: {memory.kv_tokens:,.0f} tokens a worker, {memory.kv_tokens / demand.kv_tokens:.0f} such"
-        " requests"
-    )
-    yield (
-        f"steps     {cost.parameters.base_s * _MS:.1f} ms to decode one answer, {alone_s * _MS:.0f} ms to compute a"
-        f" prompt of {demand.computed_tokens:.0f} tokens ({'as fitted' if inputs.cost else 'by the roofline'})"
+        f"steps     {decoding.costs.base_s * _MS:.1f} ms to decode one answer, {alone_s * _MS:.0f} ms to compute a"
+        f" prompt of {demand.computed_tokens:.0f} tokens ({'as fitted' if decoding.cost else 'by the roofline'})"
     )
     yield f"targets   {inputs.targets.text}"
     (worse, first), (better, second) = sorted(
         ((prefill, "prefill"), (decode, "decode")), key=lambda pair: pair[0].value, reverse=True
     )
+    yield f"size      {size(inputs, split)}"
     if split.shared:
-        yield "size      1 worker, which computes prompts and decodes"
         yield f"bottleneck      it has {worse.text}"
     else:
-        yield f"size      {split.workers} workers, prefill:decode {split.prefill}:{split.decode}"
         yield f"bottleneck      {first} binds first, by its {worse.text}; {second} has {better.text}"
     if worse.value > _FULL:
         yield f"          too few for {demand.per_s:g} requests/s: targets hold up to {demand.per_s / worse.value:.3g}"
+    if computing.expert_parallel or decoding.expert_parallel:
+        yield "note      experts over several hosts are planned and simulated only: `tandem up` does not divide them"
+
+
+def memory_line(kind: WorkerKind, demand: Demand, what: str) -> str:
+    """Return the line about the memory of workers of one kind, which `what` names."""
+    from tandem.engine.memory import GIB
+
+    memory, drafts = kind.memory(demand), ""
+    if memory.draft_weight_bytes:
+        kv = f" and {memory.draft_kv_bytes_per_token / 1024:.0f} KiB" if memory.draft_kv_bytes_per_token else ""
+        drafts = f", for drafts {memory.draft_weight_bytes / GIB:.2f} GiB{kv}"
+    each = f"on each of {kind.gpus} GPUs " if kind.gpus > 1 else ""
+    part = f"GPU of a {what}" if kind.expert_parallel else what
+    return (
+        f"memory    {each}weights {memory.weight_bytes / GIB:.1f} GiB, {memory.kv_bytes_per_token / 1024:.0f} KiB of KV"
+        f" a token{drafts}: {memory.kv_tokens:,.0f} tokens a {part}, {memory.kv_tokens / demand.kv_tokens:.0f} such"
+        " requests"
+    )
+
+
+def size(inputs: PlanInputs, split: Split) -> str:
+    """Return the numbers of workers and GPUs as text."""
+    gpus = _count(inputs.gpus(split), "GPU")
+    if split.shared:
+        return f"1 worker of {gpus}, which computes prompts and decodes"
+    if inputs.one_kind:
+        each = _count(inputs.decode.gpus, "GPU")
+        return f"{split.workers} workers of {each} = {gpus}, prefill:decode {split.text}"
+    prefill, decode = _count(inputs.prefill.gpus, "GPU"), _count(inputs.decode.gpus, "GPU")
+    workers = (
+        f"{_count(split.prefill, 'prefill worker')} of {prefill} + {_count(split.decode, 'decode worker')} of {decode}"
+    )
+    return f"{workers} = {gpus}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def strategy_table(results: Iterable[TrialResult], rate: float) -> Table:
@@ -112,7 +146,10 @@ def speculation_lines(inputs: PlanInputs, drafting: Drafting) -> Iterator[str]:
         f"speculative decoding with {drafting.drafts} drafts, each accepted with probability {drafting.acceptance:g}"
         f" and proposed in {drafting.cost:.3g} of a step: {drafting.tokens:.2f} tokens a step"
     )
-    for name, costs in (("by the roofline", inputs.predicted_costs), ("by the measured steps", inputs.cost)):
+    for name, costs in (
+        ("by the roofline", inputs.decode.predicted_costs),
+        ("by the measured steps", inputs.decode.cost),
+    ):
         if costs is None:
             continue
         cost = StepCost(costs)
@@ -154,34 +191,61 @@ def plan(
         Path | None, typer.Option(help="Only compare knees with a measured table of benchmarks.strategies.")
     ] = None,
 ) -> None:
-    """Size a cluster: prefill:decode ratio, memory, latencies, and which bottleneck binds first."""
+    """Size a cluster: GPUs, prefill:decode ratio, memory, latencies, and which bottleneck binds first."""
     from dataclasses import replace
 
     from tandem.capacity.plan.inputs import PlanInputs
     from tandem.capacity.plan.speculation import Drafting
+    from tandem.capacity.plan.worker_kind import GROUP_SIZES, WorkerKind
 
     targets, demand = latency.targets(), asked.demand()
     if workers is not None:
         check_above_0("--workers", workers)
-    model = shape.config()
-    inputs = PlanInputs(
-        name=shape.name,
-        model=model,
-        device=gpu.kind(),
-        demand=demand,
-        targets=targets,
-        workers=workers,
-        cost=costs.fitted(),
-        kv_element_bytes=shape.kv_element_bytes(model),
-        draft=shape.draft_memory(model),
-    )
-    drafting = Drafting.parse("0.7,3" if speculate is None else speculate, inputs.draft_step_ratio)
+    model, fitted = shape.config(), costs.fitted()
+    searched = fitted is None and shape.draft is None and check is None
+    kinds = [
+        WorkerKind(
+            name=shape.name,
+            model=model,
+            device=device,
+            gpus=experts or ranks or 1,
+            group_sizes=GROUP_SIZES if searched and experts is None and ranks is None else (),
+            expert_parallel=experts is not None,
+            two_batch_overlap=gpu.two_batch_overlap,
+            cost=fitted,
+            kv_element_bytes=shape.kv_element_bytes(model),
+            draft=shape.draft_memory(model),
+        )
+        for device, experts, ranks in zip(
+            gpu.kinds(), gpu.expert_parallel_sizes, gpu.tensor_parallel_sizes, strict=True
+        )
+    ]
+    drafting = Drafting.parse("0.7,3" if speculate is None else speculate, kinds[1].draft_step_ratio(demand))
     if speculate is not None:
-        inputs = replace(inputs, drafting=drafting)
+        kinds = [replace(kind, drafting=drafting) for kind in kinds]
+    inputs = PlanInputs(kinds[0], kinds[1], demand, targets, workers)
+    _check_kinds(inputs, fitted=fitted is not None, compares=check is not None)
     if check is None:
-        _answer(inputs, drafting, simulate=simulate)
+        _answer(inputs.with_fewest_gpus(), drafting, simulate=simulate)
     else:
         _check(check, inputs)
+
+
+def _check_kinds(inputs: PlanInputs, *, fitted: bool, compares: bool) -> None:
+    """Raise InvalidArgument if an option does not allow these kinds of workers."""
+    from tandem.protocol.errors import InvalidArgument
+
+    wide = inputs.prefill.expert_parallel or inputs.decode.expert_parallel
+    special = wide or not inputs.one_kind
+    equal = "is for equal workers on one host each; leave out the GPUs and expert parallelism of a role"
+    for option, refused, why in (
+        ("--from", fitted and special, equal),
+        ("--check", compares and special, equal),
+        ("--workers", inputs.workers == 1 and not inputs.one_kind, "1 worker cannot have two kinds of GPUs; give 2"),
+        ("--two-batch-overlap", inputs.decode.two_batch_overlap and not wide, "is for expert parallelism"),
+    ):
+        if refused:
+            raise InvalidArgument(option, why)
 
 
 def _answer(inputs: PlanInputs, drafting: Drafting, *, simulate: bool) -> None:
@@ -196,7 +260,6 @@ def _answer(inputs: PlanInputs, drafting: Drafting, *, simulate: bool) -> None:
     from tandem.capacity.plan.trials import trials
     from tandem.cli.observe.status import WIDE
 
-    inputs.check()
     split = inputs.split()
     console = Console() if sys.stdout.isatty() else Console(width=WIDE)
     for line in lines(inputs, split):
@@ -220,7 +283,7 @@ def _check(file: Path, inputs: PlanInputs) -> None:
     from tandem.capacity.plan.measured_knees import check
 
     knees = []
-    for knee in check(file, inputs.hardware):
+    for knee in check(file, inputs.decode.hardware(inputs.demand)):
         knees.append(knee)
         print(comparison(knee), flush=True)
     print(f"{sum(knee.near for knee in knees)} of {len(knees)} knees within 20 % of the measured ones")

@@ -83,18 +83,62 @@ class ShapeOptions:
 
 @dataclass(frozen=True, slots=True)
 class GpuOptions:
-    """The options that describe the GPU of each worker."""
+    """The options that describe the GPUs of each worker."""
 
-    gpu: Annotated[str, typer.Option(help="Each worker's GPU: B200, H200, H100, A100-80, A100-40, L40S or L4.")] = (
-        "H200"
-    )
+    gpu: Annotated[
+        str, typer.Option(help="Each worker's GPU: B200, H200, H100, H800, A100-80, A100-40, L40S or L4.")
+    ] = "H200"
     ceilings: Annotated[
-        str, typer.Option(help="TFLOPS:GBPS by the data sheet, for another GPU; with --memory-gib.")
+        str,
+        typer.Option(help="TFLOPS:GBPS by the data sheet, for another GPU, with an H200's NVLink; with --memory-gib."),
     ] = ""
     memory_gib: Annotated[float | None, typer.Option(help="Its memory; default: that of the GPU, or 80.")] = None
+    prefill_gpu: Annotated[str | None, typer.Option(help="GPU of prefill workers, if it is another one.")] = None
+    decode_gpu: Annotated[str | None, typer.Option(help="GPU of decode workers, if it is another one.")] = None
+    tensor_parallel_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="GPUs of each worker; default: 1, 2, 4 or 8, with which the fewest GPUs serve the load."
+        ),
+    ] = None
+    prefill_tensor_parallel_size: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of each prefill worker; default: --tensor-parallel-size.")
+    ] = None
+    decode_tensor_parallel_size: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of each decode worker; default: --tensor-parallel-size.")
+    ] = None
+    prefill_expert_parallel_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="GPUs over several hosts of each prefill worker, which divide the experts."),
+    ] = None
+    decode_expert_parallel_size: Annotated[
+        int | None, typer.Option(min=1, help="As --prefill-expert-parallel-size, of each decode worker.")
+    ] = None
+    two_batch_overlap: Annotated[
+        bool, typer.Option("--two-batch-overlap", help="Exchange one half of a step while the other is computed.")
+    ] = False
 
-    def kind(self) -> DeviceKind:
-        """Return the GPU with its peak rates and its memory. Raises InvalidArgument, which names the option."""
+    @property
+    def tensor_parallel_sizes(self) -> tuple[int | None, int | None]:
+        """The numbers of GPUs of prefill and of decode workers; None = the one that needs the fewest GPUs."""
+        every = self.tensor_parallel_size
+        return self.prefill_tensor_parallel_size or every, self.decode_tensor_parallel_size or every
+
+    @property
+    def expert_parallel_sizes(self) -> tuple[int | None, int | None]:
+        """The numbers of GPUs among which prefill and decode workers divide the experts; None = they do not."""
+        return self.prefill_expert_parallel_size, self.decode_expert_parallel_size
+
+    def kinds(self) -> tuple[DeviceKind, DeviceKind]:
+        """Return the GPUs of prefill and of decode workers. Raises InvalidArgument, which names the option."""
+        from tandem.cost_model.devices import device_kind
+
+        return (
+            device_kind("--prefill-gpu", self.prefill_gpu) if self.prefill_gpu else self._kind(),
+            device_kind("--decode-gpu", self.decode_gpu) if self.decode_gpu else self._kind(),
+        )
+
+    def _kind(self) -> DeviceKind:
         from dataclasses import replace
 
         from tandem.cost_model.devices import DeviceKind, device_kind

@@ -173,6 +173,32 @@ def _grouped(spec: ModelSpec, numbers: list[int]) -> list[tuple[int, ...]]:
     return [tuple(numbers[layer] for layer in group.layers) for group in groups]
 
 
+def computed_spec(spec: ModelSpec, rank: Rank) -> ModelSpec:
+    """Return the spec of the matrices that one rank computes: `own_spec`, and its rows of the output layer.
+
+    `spec` is that of the whole model.
+    """
+    return replace(own_spec(spec, rank), vocab_size=len(rank.rows(spec.vocab_size)))
+
+
+def local_experts_spec(spec: ModelSpec, gpus: int) -> ModelSpec:
+    """Return the spec of what each of `gpus` GPUs holds if each has whole experts, and all of the other weights.
+
+    The number of a layer's experts is rounded up: some GPUs then hold copies of experts. Raises InvalidArgument if the
+    model has no experts.
+    """
+    networks = [layer.feed_forward for layer in spec.layers]
+    if not any(isinstance(network, MixtureOfExperts) for network in networks):
+        raise InvalidArgument("model", "it has no experts that could be divided among GPUs; give another model.")
+    layers = (
+        replace(layer, feed_forward=replace(network, local=range(-(-network.experts // gpus))))
+        if isinstance(network, MixtureOfExperts)
+        else layer
+        for layer, network in zip(spec.layers, networks, strict=True)
+    )
+    return replace(spec, layers=tuple(layers))
+
+
 def _attention(attention: Attention, ranks: int) -> Attention:
     heads = _divided("attention heads", attention.shape.heads, ranks)
     if not isinstance(attention, GroupedQueryAttention):

@@ -1,7 +1,7 @@
 """Collective operations on tensors between the ranks of a group."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -36,17 +36,12 @@ class Collectives(ABC):
         self.all_reduce(part)
         total += part
 
-    def rows_per_sum(self, total: Tensor) -> int | None:
-        """Return the number of rows of `total` after which a sum over the ranks should begin beside the computation.
+    def sums_in_place(self, total: Tensor) -> bool:
+        """Return True if one term should be added to `total` on one rank, and `total` then summed over the ranks.
 
-        None = the whole tensor is summed at once.
+        This saves an addition after the sum.
         """
-        return None
-
-    def begin_all_reduce(self, part: Tensor) -> Callable[[], None]:
-        """Begin to replace `part` by its sum over the stage's ranks; return a function that waits for the sum."""
-        self.all_reduce(part)
-        return lambda: None
+        return False
 
     @abstractmethod
     def broadcast(self, values: Tensor) -> None:

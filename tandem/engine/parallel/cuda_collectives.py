@@ -1,7 +1,7 @@
 """Collective operations between GPUs of one host: one-shot all-reduce for small tensors, NCCL for the others."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -21,8 +21,6 @@ ONE_SHOT_BYTES = 1 << 21
 On two H200, NCCL is faster for more: 35 us against 36 for 4 MiB, but 29 against 18 for 2 MiB
 (docs/decisions/tensor_parallelism.md).
 """
-PARTS = 4
-"""Number of parts in which the products of a long prompt are computed, each while the part before it is summed."""
 
 
 class CudaCollectives(Collectives):
@@ -98,16 +96,9 @@ class CudaCollectives(Collectives):
         """Add the sum to `total`; in one shot, one kernel does both."""
         self._reduce(part, total)
 
-    def rows_per_sum(self, total: Tensor) -> int | None:
-        """Return the number of rows of one of `PARTS` parts, if one-shot sums would be too small for each of them."""
-        if self._suspended or total.nbytes < PARTS * self.one_shot_bytes:
-            return None
-        return -(-len(total) // PARTS)
-
-    def begin_all_reduce(self, part: Tensor) -> Callable[[], None]:
-        """Begin a sum with NCCL on its own stream; the returned function lets the current stream wait for it."""
-        work = dist.all_reduce(part, group=self._stage, async_op=True)
-        return lambda: work.wait() and None
+    def sums_in_place(self, total: Tensor) -> bool:
+        """Return True for tensors that NCCL sums; the kernel of one-shot sums adds to `total` itself."""
+        return not self._suspended and total.nbytes > self.one_shot_bytes
 
     def _reduce(self, part: Tensor, total: Tensor | None) -> None:
         if not self._suspended and part.nbytes <= self.one_shot_bytes:

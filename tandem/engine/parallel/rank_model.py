@@ -47,19 +47,14 @@ class RankProducts(Products):
 
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
         """Add the sum of the terms of all ranks to `hidden` in place."""
-        rows = self._collectives.rows_per_sum(hidden)
-        if rows is None:
+        if not self._collectives.sums_in_place(hidden):
             self._collectives.all_reduce_add(self._base.linear(x, linear), hidden)
             return
-        sums = []
-        for inputs, part in zip(torch.split(x, rows), torch.split(hidden, rows), strict=True):
-            if self._collectives.rank.number > 0:
-                # The first rank of the stage has the residual stream in its term.
-                part.zero_()
-            self._base.linear_add(inputs, linear, part)
-            sums.append(self._collectives.begin_all_reduce(part))
-        for wait in sums:
-            wait()
+        if self._collectives.rank.number > 0:
+            # The term of the stage's first rank has the residual stream, which the sum must have once.
+            hidden.zero_()
+        self._base.linear_add(x, linear, hidden)
+        self._collectives.all_reduce(hidden)
 
     def experts(self, hidden: Tensor, layer: ExpertsLayer, slots: Tensor, out: Tensor) -> None:
         """Compute this rank's term of the experts' output, and add the sum over all ranks to `out` in place."""

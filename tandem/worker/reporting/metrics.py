@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from prefill_worker.page_writes import WritingTime
 from tandem.cost_model.roofline import Roofline
+from tandem.cost_model.step_collectives import StepCollectives
 from tandem.cost_model.step_work import StepWork
 from tandem.engine.speculation.proposer import DRAFT_SOURCES, DRAFTS_MAX, DraftSource
 from tandem.metrics import families as f
@@ -150,6 +151,14 @@ class WorkerMetrics:
 
         return record
 
+    def collective_seconds(self, collectives: StepCollectives) -> float:
+        """Return the predicted time in seconds of the collective operations of all steps."""
+        cost = collectives.added_to(CostParameters(0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
+        prompts = self._prefill_steps.count + self._mixed_steps.count
+        rows, tokens = self._decode_tokens.value, self._prefill_tokens.value
+        steps_s = (self._decode_steps.count + prompts) * cost.base_s + prompts * cost.prompt_base_s
+        return steps_s + rows * cost.row_s + tokens * cost.token_s
+
     def _engine_facts(self) -> Facts:
         used = self.utilization
         return {
@@ -180,6 +189,13 @@ def engine_facts(engine: ModelRunner, role: Callable[[], str]) -> Facts:
         f.GRAPH_PADDED_TOKENS: graphs.padded_tokens,
         f.EXPERT_TOKENS: engine.expert_tokens.read(),
     }
+
+
+def rank_facts(metrics: WorkerMetrics, collectives: StepCollectives | None, ranks: int) -> Facts:
+    """Return the metrics of a worker's ranks: their number and, on GPUs, the time of their collective operations."""
+    if collectives is None:
+        return {f.WORKER_RANKS: ranks}
+    return {f.WORKER_RANKS: ranks, f.STEP_COLLECTIVES: metrics.collective_seconds(collectives)}
 
 
 def worker_facts(report: WorkerReport, transport: Transport) -> Facts:

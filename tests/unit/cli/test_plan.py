@@ -68,16 +68,15 @@ def test_8_bit_kv_takes_its_bytes_with_scales() -> None:
 
 def test_effects_are_those_of_steps_with_the_bits_that_are_held() -> None:
     """Embeddings stay in 16 bits, and scales take 4 bytes a row or a head."""
-    from tandem.capacity.plan.inputs import PlanInputs
-    from tandem.capacity.planner.demand import Demand, LatencyTargets
+    from tandem.capacity.plan.worker_kind import WorkerKind
+    from tandem.capacity.planner.demand import Demand
     from tandem.capacity.simulation.hardware import roofline
     from tandem.cost_model.devices import device_kind
     from tandem.engine.models.load_spec import quantized_at_load
     from tandem.engine.models.shapes import shape_config
 
     model, device = shape_config("llama-3-8b"), device_kind("--gpu", "H200")
-    inputs = PlanInputs("llama-3-8b", model, device, Demand(20.0, 2000, 500), LatencyTargets(1.0, 0.025))
-    weights, kv, both = inputs.quantized_forms()
+    weights, kv, both = WorkerKind("llama-3-8b", model, device).quantized_forms(Demand(20.0, 2000, 500))
     layers = 32 * (4096 * (6144 + 4096 + 3 * 14336))
     rows = 32 * (6144 + 4096 + 2 * 14336 + 4096)
     assert weights.memory.weight_bytes == pytest.approx(4 * 128256 * 4096 + layers + 4 * rows)
@@ -137,6 +136,54 @@ def test_it_sizes_a_cluster_for_a_load() -> None:
     assert "prefill:decode" in result.stdout
 
 
+def size_of(*options: str) -> str:
+    """Returns the line about the number of workers."""
+    result = run(*LOAD, "--no-simulate", *options)
+    assert result.exit_code == 0, result.stderr
+    return next(line for line in result.stdout.splitlines() if line.startswith("size"))
+
+
+def test_it_says_how_many_gpus_a_model_that_fits_none_needs() -> None:
+    targets = ["--slo-itl", "50", "--slo-ttft", "2000"]
+    assert "6 workers of 2 GPUs = 12 GPUs, prefill:decode" in size_of("--shape", "llama-3-70b", *targets)
+    assert "workers of 4 GPUs = " in size_of("--shape", "llama-3-70b", "--tensor-parallel-size", "4", *targets)
+    size = size_of("--shape", "llama-3-70b", "--decode-tensor-parallel-size", "4", *targets)
+    assert "4 prefill workers of 2 GPUs + 2 decode workers of 4 GPUs = 16 GPUs" in size
+
+
+@pytest.mark.usefixtures("short_loads")
+def test_prefill_and_decode_workers_may_have_different_gpus() -> None:
+    pools = ["--prefill-gpu", "H100", "--decode-gpu", "H200"]
+    assert "1 prefill worker of 1 GPU + 1 decode worker of 1 GPU = 2 GPUs" in size_of(*pools)
+    short = ["--prompt-tokens", "500", "--answer-tokens", "20", "--rate", "30", "--tensor-parallel-size", "2"]
+    result = run(*short, *pools)
+    assert result.exit_code == 0, result.stderr
+    (row,) = [line for line in result.stdout.splitlines() if line.startswith("disaggregated 1:1")]
+    assert float(row.split()[2]) > 5
+    assert "colocated, unchunked" not in result.stdout, "no worker does both"
+
+
+def test_experts_may_be_divided_among_gpus_of_several_hosts() -> None:
+    model = [
+        "--shape",
+        "deepseek-v3",
+        "--quantization",
+        "fp8",
+        "--gpu",
+        "H800",
+        "--slo-itl",
+        "50",
+        "--slo-ttft",
+        "5000",
+    ]
+    sizes = ["--prefill-expert-parallel-size", "32", "--decode-expert-parallel-size", "144"]
+    assert "1 prefill worker of 32 GPUs + 1 decode worker of 144 GPUs = 176 GPUs" in size_of(*model, *sizes)
+    for options in (["--two-batch-overlap"], ["--check", "/nowhere.json", *sizes]):
+        refused = run(*model, *options)
+        assert refused.exit_code == 2
+        assert refused.stderr.startswith(f"error: {options[0]}: ")
+
+
 def test_more_load_takes_more_workers_and_longer_answers_more_of_them_that_decode() -> None:
     def split(*options: str) -> tuple[int, int]:
         line = next(line for line in run(*options, "--no-simulate").stdout.splitlines() if line.startswith("size"))
@@ -174,7 +221,7 @@ def test_simulated_workers_draft_if_asked() -> None:
 def test_one_worker_does_both() -> None:
     result = run("--prompt-tokens", "500", "--answer-tokens", "20", "--rate", "3", "--workers", "1")
     assert result.exit_code == 0, result.stderr
-    assert "1 worker, which computes prompts and decodes" in result.stdout
+    assert "1 worker of 1 GPU, which computes prompts and decodes" in result.stdout
     assert "disaggregated" not in result.stdout
     assert "adaptive" in result.stdout
 
@@ -195,9 +242,13 @@ def test_fitted_costs_take_the_place_of_the_roofline(tmp_path: Path) -> None:
         (["--rate", "0"], "--rate"),
         (["--cached", "1"], "--cached"),
         (["--shape", "nobody's"], '--shape: "nobody\'s" is none of deepseek-v2-lite'),
-        (["--shape", "qwen3-32b", "--gpu", "L4"], "--gpu"),
-        (["--slo-itl", "1"], "--slo-itl: a single request has"),
-        (["--slo-ttft", "20"], "--slo-ttft: a prompt of 2000 tokens alone takes"),
+        (["--shape", "qwen3-32b", "--gpu", "L4", "--tensor-parallel-size", "2"], "--gpu"),
+        (["--slo-itl", "0.5"], "--slo-itl: a single request has"),
+        (["--slo-ttft", "5"], "--slo-ttft: a prompt of 2000 tokens alone takes"),
+        (["--tensor-parallel-size", "3"], "--tensor-parallel-size: 32 attention heads cannot be divided among 3 ranks"),
+        (["--prefill-gpu", "H800X"], "--prefill-gpu"),
+        (["--decode-gpu", "H100", "--workers", "1"], "--workers: 1 worker cannot have two kinds of GPUs"),
+        (["--decode-gpu", "H100", "--check", "/nowhere.json"], "--check: is for equal workers on one host each"),
         (["--prompt-tokens", "9000"], "--prompt-tokens"),
         (["--ceilings", "fast"], "--ceilings"),
         (["--from", "/nowhere.json"], "--from"),
@@ -247,15 +298,15 @@ def test_a_table_is_compared_row_by_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "remedies"),
     [
-        (["--shape", "qwen3-32b", "--gpu", "L40S"], "with --quantization int8 or --gpu A100-80; as it is, it takes 2"),
-        (["--gpu", "L4", "--prompt-tokens", "60000"], "--quantization int8 or --gpu A100-40; as it is, it takes 2"),
-        (["--shape", "qwen3-32b", "--gpu", "L4"], "it fits with --gpu A100-80; as it is, it takes 4 of these GPUs"),
+        (["--shape", "qwen3-32b", "--gpu", "L40S"], "--quantization int8 or --tensor-parallel-size 2 or --gpu A100-80"),
+        (["--gpu", "L4", "--prompt-tokens", "60000"], "int8 or --tensor-parallel-size 2 or --gpu A100-40"),
+        (["--shape", "qwen3-32b", "--gpu", "L4"], "it fits with --tensor-parallel-size 4 or --gpu A100-80"),
         (["--shape", "qwen3-32b", "--gpu", "L4", "--memory-gib", "2"], "it fits with --gpu A100-80"),
         (["--shape", "qwen3-32b", "--prompt-tokens", "5000000"], "it fits in fewer bits neither, and on no known GPU"),
     ],
 )  # fmt: skip
 def test_a_model_that_does_not_fit_is_refused_with_what_would_fit(options: list[str], remedies: str) -> None:
-    refused = run("--no-simulate", *options)
+    refused = run("--no-simulate", "--tensor-parallel-size", "1", *options)
     assert refused.exit_code
     assert remedies in " ".join(refused.stderr.split())
 

@@ -6,6 +6,7 @@ import json
 import shlex
 import socket
 import subprocess
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from tandem.protocol.errors import InvalidArgument
 from tandem.settings.cluster import ClusterSettings
 from tandem.settings.options import read_options
 from tandem.settings.planner import Limits, PlannerMode, PlannerSettings, Range
-from tests.unit.deploy.chart import EXAMPLES, Chart, containers, driver, one, pods
+from tests.unit.deploy.chart import EXAMPLES, Chart, Manifest, containers, driver, one, pods
+from tests.unit.deploy.test_chart_refusals import GROUPS
 
 TANDEM: Any = typer.main.get_command(app)
 
@@ -40,7 +42,23 @@ def ray_start(params: dict[str, str], *fixed: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_tandem_up_asks_for_the_places_that_pods_offer(chart: Chart, example: str) -> None:
-    manifests = chart.example(example)
+    check_places(chart.example(example))
+
+
+def test_workers_of_several_gpus_get_the_gpus_of_a_pod(chart: Chart) -> None:
+    """A Ray bundle of a worker has all its GPUs, so that they are on one node."""
+    manifests = chart.render("--set", f"{GROUPS},groups.both.gpu.count=8")
+    assert parsed(driver(manifests)["command"])[1]["tensor_parallel_size"] == 4
+    check_places(manifests)
+    sizes = "serving.prefillTensorParallelSize=4,serving.decodeTensorParallelSize=2"
+    manifests = chart.render("--set", f"{sizes},groups.prefill.gpu.count=4,groups.decode.gpu.count=2")
+    options = parsed(driver(manifests)["command"])[1]
+    assert (options["prefill_tensor_parallel_size"], options["decode_tensor_parallel_size"]) == (4, 2)
+    check_places(manifests)
+
+
+def check_places(manifests: Sequence[Manifest]) -> None:
+    """Checks that `tandem up` needs as many Ray resources as all pods have."""
     name, options = parsed(driver(manifests)["command"])
     assert name == "up"
     config = ClusterSettings.of(
@@ -50,6 +68,9 @@ def test_tandem_up_asks_for_the_places_that_pods_offer(chart: Chart, example: st
         decode=options["decode"] or 1,
         workers=options["workers"] or 1,
         device=options["device"],
+        tensor_parallel_size=options["tensor_parallel_size"] or 1,
+        prefill_tensor_parallel_size=options["prefill_tensor_parallel_size"],
+        decode_tensor_parallel_size=options["decode_tensor_parallel_size"],
         ray_address=options["address"],
         places_timeout_s=options["places_timeout"],
         start_timeout_s=options["start_timeout"],

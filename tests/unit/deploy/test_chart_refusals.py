@@ -9,6 +9,10 @@ import pytest
 from tests.unit.deploy.chart import CHART, Chart, HelmError, one
 
 SHARED = "serving.mode=adaptive,groups.both.replicas=2"
+GROUPS = (
+    "serving.mode=colocated,serving.tensorParallelSize=4,groups.prefill.replicas=0,groups.decode.replicas=0,"
+    "groups.both.replicas=1,groups.both.places.prefill=2,groups.both.places.decode=2"
+)
 GATEWAY = "gateway.enabled=true,gateway.parentRefs[0].name=public"
 
 
@@ -30,7 +34,14 @@ GATEWAY = "gateway.enabled=true,gateway.parentRefs[0].name=public"
         ("planner.mode=maybe", r"'/planner/mode': value must be one of 'off', 'dry-run', 'on'"),
         ("planner.workers=8", r"'/planner/workers': '?8'? does not match pattern|got number, want string"),
         ("serving.mode=adaptive", r"serving.mode adaptive needs pods with places of both roles: set groups.both"),
-        ("groups.decode.gpu.count=0", r"groups.decode: 1 workers in a pod need as many GPUs, gpu.count is 0"),
+        ("groups.decode.gpu.count=0", r"groups.decode: the workers of a pod need 1 GPUs .*, gpu.count is 0"),
+        ("serving.tensorParallelSize=0", r"'/serving/tensorParallelSize': minimum: got 0, want 1"),
+        ("serving.decodeTensorParallelSize=2", r"groups.decode: the workers of a pod need 2 GPUs .*, gpu.count is 1"),
+        (f"{GROUPS},serving.prefillTensorParallelSize=2", r"serving.prefillTensorParallelSize is for serving.mode"),
+        (
+            f"{GROUPS},groups.both.gpu.count=7",
+            r"groups.both: the workers of a pod need 8 GPUs .*, gpu.count is 7",
+        ),
         ("drain.seconds=150", r"drain.gracePeriodSeconds \(180\) has to be at least 60 more than drain.seconds"),
         ("model.source=pvc", r"model.source pvc needs model.pvc.claimName"),
         ("model.source=hostPath", r"model.source hostPath needs model.hostPath"),

@@ -15,6 +15,7 @@ from tandem.protocol.errors import InvalidArgument
 
 BILLIONS = {
     "deepseek-v2-lite": 15.7,
+    "deepseek-v3": 671.0,
     "deepseek-v3-4-layers": 15.1,
     "gemma-3-12b": 11.8,
     "gemma-3-27b": 27.0,

@@ -17,8 +17,9 @@ from tandem.metrics.bottlenecks import (
 )
 
 IDLE = Figures(
-    steps=99, busy=0.1, compute=0.1, bandwidth=0.1, kv_used=0.2, holders=2, refused=0, preempted=0, decoding=2,
-    batch_limit=64, transferring=0.0, arriving=0.0, others_transferring=0.0, prompts_waiting=0, requests_waiting=0,
+    steps=99, busy=0.1, compute=0.1, bandwidth=0.1, collectives=0.0, kv_used=0.2, holders=2, refused=0, preempted=0,
+    decoding=2, batch_limit=64, transferring=0.0, arriving=0.0, others_transferring=0.0, prompts_waiting=0,
+    requests_waiting=0,
 )  # fmt: skip
 BELOW = 1e-6
 
@@ -52,6 +53,15 @@ def test_a_worker_with_little_to_do() -> None:
 def test_what_takes_most_of_its_steps(compute: float, bandwidth: float, expected: Bottleneck) -> None:
     assert bottleneck(busy=COMPUTING, compute=compute, bandwidth=bandwidth) is expected
     assert bottleneck(busy=COMPUTING - BELOW, compute=compute, bandwidth=bandwidth) is Bottleneck.NONE
+
+
+def test_exchanges_between_gpus_are_a_share_of_their_own() -> None:
+    group = replace(IDLE, busy=1.0, compute=0.2, bandwidth=0.25, collectives=0.3, requests_waiting=1)
+    diagnosis = diagnose(group)
+    assert diagnosis.bottleneck is Bottleneck.COLLECTIVES
+    assert "its GPUs exchange data for 30% of its time; none of these explains 25%" in diagnosis.because
+    assert "--tensor-parallel-size" in diagnosis.change
+    assert diagnose(replace(group, collectives=0.2)).bottleneck is Bottleneck.HOST, "35 % are the host's"
 
 
 def test_pages() -> None:

@@ -67,6 +67,12 @@ tandem/release: {{ .Release.Name }}
 
 {{/* Checks that depend on two values, which the schema cannot express. */}}
 {{- define "tandem.check" -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $setting := printf "%sTensorParallelSize" $role -}}
+{{- if and (index $.Values.serving $setting) (ne $.Values.serving.mode "disaggregated") -}}
+{{- fail (printf "serving.%s is for serving.mode disaggregated: set serving.tensorParallelSize" $setting) -}}
+{{- end -}}
+{{- end -}}
 {{- if eq .Values.serving.mode "disaggregated" -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- if lt (int (include "tandem.places" (dict "root" $ "role" $role))) 1 -}}
@@ -77,13 +83,16 @@ tandem/release: {{ .Release.Name }}
 {{- fail (printf "serving.mode %s needs pods with places of both roles: set groups.both.replicas" .Values.serving.mode) -}}
 {{- end -}}
 {{- range $name, $group := .Values.groups -}}
-{{- $most := max $group.places.prefill $group.places.decode -}}
-{{- if eq $.Values.serving.mode "disaggregated" -}}{{- $most = add $group.places.prefill $group.places.decode -}}{{- end -}}
+{{- $all := $.Values.serving.tensorParallelSize -}}
+{{- $gpus := mul $all (max $group.places.prefill $group.places.decode) -}}
+{{- if eq $.Values.serving.mode "disaggregated" -}}
+{{- $gpus = add (mul $group.places.prefill ($.Values.serving.prefillTensorParallelSize | default $all)) (mul $group.places.decode ($.Values.serving.decodeTensorParallelSize | default $all)) -}}
+{{- end -}}
 {{- if lt (int (include "tandem.maxReplicas" $group)) (int $group.replicas) -}}
 {{- fail (printf "groups.%s.maxReplicas is less than replicas, %d" $name (int $group.replicas)) -}}
 {{- end -}}
-{{- if and (gt (int (include "tandem.maxReplicas" $group)) 0) (eq $.Values.serving.device "cuda") (gt (int $most) (int $group.gpu.count)) -}}
-{{- fail (printf "groups.%s: %d workers in a pod need as many GPUs, gpu.count is %d" $name (int $most) (int $group.gpu.count)) -}}
+{{- if and (gt (int (include "tandem.maxReplicas" $group)) 0) (eq $.Values.serving.device "cuda") (gt (int $gpus) (int $group.gpu.count)) -}}
+{{- fail (printf "groups.%s: the workers of a pod need %d GPUs (places × tensor parallel size), gpu.count is %d" $name (int $gpus) (int $group.gpu.count)) -}}
 {{- end -}}
 {{- end -}}
 {{- if gt (add .Values.drain.seconds 60) (int .Values.drain.gracePeriodSeconds) -}}

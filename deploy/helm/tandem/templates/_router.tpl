@@ -13,6 +13,15 @@
 - --model={{ .Values.model.path }}
 - --device={{ .Values.serving.device }}
 - --mode={{ .Values.serving.mode }}
+{{- if gt (int .Values.serving.tensorParallelSize) 1 }}
+- --tensor-parallel-size={{ .Values.serving.tensorParallelSize | int }}
+{{- end }}
+{{- with .Values.serving.prefillTensorParallelSize | int }}
+- --prefill-tensor-parallel-size={{ . }}
+{{- end }}
+{{- with .Values.serving.decodeTensorParallelSize | int }}
+- --decode-tensor-parallel-size={{ . }}
+{{- end }}
 {{- if eq .Values.serving.mode "disaggregated" }}
 - --prefill={{ include "tandem.places" (dict "root" . "role" "prefill") }}
 - --decode={{ include "tandem.places" (dict "root" . "role" "decode") }}

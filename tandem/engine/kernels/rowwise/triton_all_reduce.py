@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tandem.engine.kernels.triton_launch import launch_dependents, overlaps_launches, wait_for_inputs
 
-PROGRAMS = 64
+PROGRAMS = 256
 """The number of programs of every launch. All of them count the calls, so the number must not change."""
-_BLOCK = 2048
+_BLOCK = 512
 """The number of 32-bit words that a program sends or adds at a time."""
 
 
@@ -62,7 +62,7 @@ class OneShot:
             ADD=total is not None,
             BLOCK=_BLOCK,
             PDL=self._pdl,
-            num_warps=8,
+            num_warps=4,
             launch_pdl=self._pdl,
         )
 

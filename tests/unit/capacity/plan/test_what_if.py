@@ -18,16 +18,16 @@ ANSWERS = Sizing(Demand(20.0, 100, 400), TARGETS, FACTS, replace(FACTS, kv_token
 """A memory with ten thousand tokens of KV, which is the limit that binds."""
 
 
-def forms(memory: Memory) -> list[Quantized]:
+def forms(memory: Memory) -> list[tuple[Quantized, Quantized]]:
     """Half of the bytes of weights, of KV and of both, in steps that take as long as they read."""
 
-    def form(name: str, weights: float, kv: float) -> Quantized:
+    def form(name: str, weights: float, kv: float) -> tuple[Quantized, Quantized]:
         smaller = replace(
             memory, weight_bytes=memory.weight_bytes * weights, kv_bytes_per_token=memory.kv_bytes_per_token * kv
         )
         before = CostParameters(base_s=1e-3, context_s=1e-6, free_tokens=100)
         after = replace(before, base_s=weights * 1e-3, context_s=kv * 1e-6, free_tokens=round(weights * 100))
-        return Quantized(name, smaller, before, after)
+        return (Quantized(name, smaller, before, after),) * 2
 
     return [form("weights in 8 bits", 0.5, 1.0), form("KV in 8 bits", 1.0, 0.5), form("both", 0.5, 0.5)]
 

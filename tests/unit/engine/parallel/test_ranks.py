@@ -208,11 +208,11 @@ def test_prompts_are_scored_on_the_first_rank(ranks: int, stages: int, tmp_path:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_sums_of_parts_of_the_rows_are_those_of_all_rows(
+def test_a_term_that_is_added_before_the_sum_counts_once(
     stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on GPUs with long prompts, where a part is summed while the next one is computed."""
-    monkeypatch.setattr(ThreadCollectives, "rows_per_sum", lambda _, total: 4 if len(total) > 4 else None)
+    """As on GPUs with long prompts."""
+    monkeypatch.setattr(ThreadCollectives, "sums_in_place", lambda _, total: len(total) > 4)
     assert_same_logits(tiny_engine_config(write_tiny_model(tmp_path, "llama3")), 2, stages=stages)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tandem.cost_model.roofline import ModelSizes, Roofline
-from tandem.cost_model.step_cost import StepCost
+from tandem.cost_model.step_collectives import StepCollectives
+from tandem.cost_model.step_cost import CostParameters, StepCost
 from tandem.cost_model.step_work import StepWork, chunk_pairs
 from tandem.engine.graph_use import GraphUse
 from tandem.metrics import families as f
@@ -33,7 +34,7 @@ from tandem.protocol.messages import (
 from tandem.settings.ceilings import Ceilings
 from tandem.settings.engine import EngineSettings
 from tandem.worker.loop import StepMeter
-from tandem.worker.reporting.metrics import Utilization, WorkerMetrics, engine_facts, worker_facts
+from tandem.worker.reporting.metrics import Utilization, WorkerMetrics, engine_facts, rank_facts, worker_facts
 from tests.worker_pair import WorkerPair, until
 
 SIZES = ModelSizes(
@@ -81,6 +82,20 @@ def test_steps_are_counted_by_what_was_in_them(metrics: WorkerMetrics) -> None:
     over = registry.histogram(f.STEP_OVER_PREDICTED, "decode")
     assert over.total == pytest.approx(0.5 / StepCost(UNMEASURED).seconds(DECODE))
     assert [registry.histogram(f.STEP_OVER_PREDICTED, phase).count for phase in ("prefill", "mixed")] == [1, 1]
+
+
+def test_a_worker_of_several_gpus_reports_their_exchanges(metrics: WorkerMetrics) -> None:
+    """The time is what the cost model adds to these steps."""
+    group = StepCollectives(2, 65, 8192, 128_256, 4.5e11)
+    works = DECODE, PROMPT, StepWork(3, 6.0, 4, 90)
+    for work in works:
+        metrics.step(work, 1.0, 1.0)
+    none = CostParameters(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    seconds = sum(StepCost(group.added_to(none)).seconds(work) for work in works)
+    facts = rank_facts(metrics, group, 2)
+    assert facts[f.WORKER_RANKS] == 2
+    assert facts[f.STEP_COLLECTIVES] == pytest.approx(seconds)
+    assert rank_facts(metrics, None, 1) == {f.WORKER_RANKS: 1}
 
 
 def test_utilization_is_of_the_newest_steps() -> None:

@@ -1,0 +1,259 @@
+"""Workers of one kind: the model and the GPUs of each worker, and the costs and capacity that follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from tandem.capacity.plan.memory import NO_DRAFT_MEMORY, DraftMemory, Memory
+from tandem.capacity.plan.speculation import Drafting
+from tandem.capacity.plan.what_if import Quantized
+from tandem.capacity.planner.demand import Demand, LatencyTargets
+from tandem.capacity.planner.load_ratio import WorkerFacts
+from tandem.capacity.simulation.hardware import (
+    ITEM_BYTES,
+    Hardware,
+    expert_parallel_roofline,
+    kv_bytes_per_held_token,
+    kv_element_bytes,
+    kv_page_bytes,
+    roofline,
+)
+from tandem.cost_model.devices import DEVICES, DeviceKind
+from tandem.cost_model.step_cost import StepCost
+from tandem.engine.config import EngineConfig
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.config.quantization import Codes
+from tandem.engine.config.sharding import Rank, local_experts_spec, rank_spec
+from tandem.engine.memory import GIB
+from tandem.engine.model_sizes import matrix_bytes
+from tandem.engine.models.load_spec import quantized_at_load
+from tandem.engine.models.rank_parameters import rank_bytes
+from tandem.protocol.cost_parameters import CostParameters
+from tandem.protocol.errors import InvalidArgument
+from tandem.settings.engine import GPU_BATCH_REQUESTS
+
+SETTINGS = EngineConfig.of(Path("model"))
+"""The default engine settings, which all planned workers have."""
+GROUP_SIZES = (1, 2, 4, 8)
+"""The numbers of GPUs of a worker that are compared if none is given: up to those of a common host."""
+_HELPS = "more workers do not help: relax the target, or take a faster --gpu or a smaller model"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerKind:
+    """Workers of one kind: each has a model that is divided among `gpus` GPUs.
+
+    With `expert_parallel`, these are the GPUs of several hosts: each holds a part of the experts, all other weights and
+    the KV of its own requests. Otherwise they are ranks of one host (tensor parallelism).
+    """
+
+    name: str
+    model: ModelSpec
+    device: DeviceKind
+    gpus: int = 1
+    group_sizes: tuple[int, ...] = ()
+    """The numbers of GPUs among which `PlanInputs.with_fewest_gpus` chooses; empty = `gpus` is given."""
+    cost: CostParameters | None = None
+    """Fitted step costs; None = those of the device's roofline."""
+    expert_parallel: bool = False
+    two_batch_overlap: bool = False
+    """True if expert-parallel GPUs compute one half of each step while the other half is exchanged."""
+    kv_element_bytes: float = ITEM_BYTES
+    """Bytes of one KV element, including its share of a quantization scale."""
+    draft: DraftMemory = NO_DRAFT_MEMORY
+    """The memory of the draft model or of the draft heads."""
+    drafting: Drafting | None = None
+    """Speculative decoding in the simulated workers; None = without it."""
+
+    @property
+    def costs(self) -> CostParameters:
+        """The step costs: the fitted ones or, without any, those of the roofline."""
+        return self.cost or self.predicted_costs
+
+    @property
+    def predicted_costs(self) -> CostParameters:
+        """The step costs from the device's roofline."""
+        return self._roofline(self.model, self.kv_element_bytes)
+
+    def _roofline(self, model: ModelSpec, kv_element_bytes: float) -> CostParameters:
+        ceilings = self.device.ceilings
+        if not self.expert_parallel:
+            return roofline(model, ceilings, kv_element_bytes, self.gpus)
+        return expert_parallel_roofline(
+            model, ceilings, kv_element_bytes, self.gpus, two_batch_overlap=self.two_batch_overlap
+        )
+
+    @property
+    def replicas(self) -> int:
+        """The number of a worker's GPUs that compute different requests."""
+        return self.gpus if self.expert_parallel else 1
+
+    def _part(self, model: ModelSpec) -> ModelSpec:
+        """Return the spec of the part of a model that each GPU holds."""
+        return local_experts_spec(model, self.gpus) if self.expert_parallel else rank_spec(model, self.gpus)
+
+    def draft_step_ratio(self, demand: Demand) -> float:
+        """Return the duration of a one-request decode step of the draft model ÷ that of the main model.
+
+        It is that of the roofline, and 0 without a draft model.
+        """
+        if self.draft.model is None:
+            return 0.0
+        context = round(demand.context_tokens)
+        costs = roofline(self.draft.model, self.device.ceilings), self.predicted_costs
+        drafted_s, step_s = (StepCost(parameters).decode_step_seconds(1, context) for parameters in costs)
+        return drafted_s / step_s
+
+    def memory(self, demand: Demand) -> Memory:
+        """Return the memory of each GPU."""
+        return self._memory(demand, self.model, self.kv_element_bytes)
+
+    def _memory(self, demand: Demand, model: ModelSpec, kv_element_bytes: float) -> Memory:
+        part = self._part(model)
+        a_token = kv_bytes_per_held_token(part, demand.kv_tokens, kv_element_bytes)
+        device_bytes = self.device.memory_gib * GIB * SETTINGS.gpu_memory_fraction
+        weights, draft = matrix_bytes(part, ITEM_BYTES), self.draft
+        if self.gpus > self.replicas:
+            # The first rank has the most: the whole embedding, and its part of the output layer.
+            weights = rank_bytes(model, Rank(0, self.gpus), torch.bfloat16, on_cpu=False)
+        return Memory(device_bytes, weights, a_token, draft.weight_bytes, draft.kv_bytes_per_token(demand))
+
+    def facts(self, demand: Demand) -> WorkerFacts:
+        """Return the costs and capacity of one worker, or of each GPU of an expert-parallel worker."""
+        kv_tokens, longest = self.memory(demand).kv_tokens, self.model.max_context
+        step_tokens = SETTINGS.max_step_tokens
+        return WorkerFacts(self.costs, kv_tokens, GPU_BATCH_REQUESTS, step_tokens, longest, replicas=self.replicas)
+
+    def hardware(self, demand: Demand) -> Hardware:
+        """Return the hardware of a simulated worker, which is one GPU of an expert-parallel worker."""
+        gpu_page_bytes = kv_page_bytes(self._part(self.model), self.kv_element_bytes)
+        pages = int(self.memory(demand).kv_bytes / gpu_page_bytes)
+        links = kv_page_bytes(self.model, self.kv_element_bytes) / gpu_page_bytes
+        fitted, drafts = replace(self.costs, observed=1000), None
+        if self.drafting is not None:
+            drafts = self.drafting.simulated(StepCost(fitted), round(demand.context_tokens))
+        return Hardware(
+            self.model,
+            self.name,
+            fitted,
+            fitted,
+            pages,
+            kv_element_bytes=self.kv_element_bytes,
+            drafts=drafts,
+            links=links,
+        )
+
+    def quantized_forms(self, demand: Demand) -> Iterator[Quantized]:
+        """Yield the model with 8-bit weights, with 8-bit KV and with both, with their step costs by the roofline.
+
+        Weights and KV that are already quantized are left out.
+        """
+        packed = None if self.model.quantization else quantized_at_load(self.model, Codes.INT8)
+        kv = self._narrower_kv()
+        for name, model, element_bytes in (
+            ("weights in 8 bits", packed, self.kv_element_bytes),
+            ("KV in 8 bits", self.model, kv),
+            ("both", packed, kv),
+        ):
+            if model is not None and element_bytes is not None:
+                after = self._roofline(model, element_bytes)
+                yield Quantized(name, self._memory(demand, model, element_bytes), self.predicted_costs, after)
+
+    def _narrower_kv(self) -> float | None:
+        """Return the bytes of an 8-bit KV element.
+
+        Returns None if the KV is already that narrow, or if 8-bit KV is unsupported.
+        """
+        try:
+            element_bytes = kv_element_bytes(self.model, "int8")
+        except InvalidArgument:
+            return None
+        return element_bytes if element_bytes < self.kv_element_bytes else None
+
+    def groups(self) -> Iterator[WorkerKind]:
+        """Yield these workers with each number of `group_sizes` that divides the model, or with the given number.
+
+        Raises InvalidArgument if the given number does not divide the model.
+        """
+        if not self.group_sizes:
+            self._part(self.model)
+            yield self
+        for gpus in self.group_sizes:
+            try:
+                rank_spec(self.model, gpus)
+            except InvalidArgument:
+                continue
+            yield replace(self, gpus=gpus)
+
+    def _fits(self, demand: Demand, memory: Memory) -> bool:
+        return memory.kv_tokens >= demand.kv_tokens
+
+    def _what_fits(self, demand: Demand) -> str:
+        """Return the end of an error message: the options with which a mean request fits, if there are any.
+
+        These are a quantization, a number of GPUs for each worker, and a GPU with more memory.
+        """
+        kv = self._narrower_kv()
+        fitting = [
+            " ".join([f"--quantization {codes}"] * (model is not self.model) + ["--kv-cache-dtype int8"] * narrow)
+            for codes, model in self._weight_forms()
+            for narrow in ([False, True] if kv else [False])
+            if self._fits(demand, self._memory(demand, model, kv if kv and narrow else self.kv_element_bytes))
+        ]
+        all_sizes = replace(self, group_sizes=GROUP_SIZES)
+        groups = [kind.gpus for kind in all_sizes.groups() if self._fits(demand, kind.memory(demand))]
+        larger = [
+            name for name, kind in DEVICES.items() if self._fits(demand, replace(self, device=kind).memory(demand))
+        ]
+        larger.sort(key=lambda name: DEVICES[name].memory_gib)
+        choices = [
+            *fitting[:1],
+            *(f"--tensor-parallel-size {gpus}" for gpus in groups[:1] if not self.expert_parallel),
+            *(f"--gpu {name}" for name in larger[:1]),
+        ]
+        if choices:
+            return f"it fits with {' or '.join(choices)}"
+        return "it fits in fewer bits neither, and on no known GPU"
+
+    def _weight_forms(self) -> Iterator[tuple[str, ModelSpec]]:
+        """Yield the model as it is and, if it is not quantized, with 8-bit and with 4-bit weights.
+
+        Each is preceded by the value of `--quantization` that gives it, "" for the model as it is.
+        """
+        yield "", self.model
+        if self.model.quantization is None:
+            for codes in (Codes.INT8, Codes.INT4):
+                yield codes.value, quantized_at_load(self.model, codes)
+
+    def check_memory(self, demand: Demand) -> None:
+        """Raise InvalidArgument if a mean request does not fit into a worker's memory or into the model's context."""
+        memory = self.memory(demand)
+        if not self._fits(demand, memory):
+            weights = (memory.weight_bytes + memory.draft_weight_bytes) / GIB
+            place = "" if self.gpus == 1 else f" on each of {self.gpus} GPUs"
+            missing = f"{memory.kv_tokens:.0f} tokens of KV fit beside {weights:.0f} GiB of weights{place}"
+            message = f"{missing}, and a request has {demand.kv_tokens:.0f}; {self._what_fits(demand)}"
+            raise InvalidArgument("--gpu", message)
+        if demand.kv_tokens > self.model.max_context:
+            message = (
+                f"prompt and answer have {demand.kv_tokens:.0f} tokens, {self.name} takes {self.model.max_context}"
+            )
+            raise InvalidArgument("--prompt-tokens", message)
+
+    def check_prefill(self, demand: Demand, targets: LatencyTargets) -> None:
+        """Raise InvalidArgument if even a prompt that is computed alone misses its TTFT target."""
+        alone_s = demand.lone_prompt_seconds(StepCost(self.costs), SETTINGS.max_step_tokens)
+        if alone_s > targets.ttft_s:
+            message = f"a prompt of {demand.computed_tokens:.0f} tokens alone takes {alone_s * 1e3:.0f} ms to compute"
+            raise InvalidArgument("--slo-ttft", f"{message}; {_HELPS}")
+
+    def check_decode(self, demand: Demand, targets: LatencyTargets) -> None:
+        """Raise InvalidArgument if even the steps of a single request miss its ITL target."""
+        step_s = StepCost(self.costs).decode_step_seconds(1, round(demand.context_tokens))
+        if step_s > targets.gap_s:
+            message = f"a single request has {step_s * 1e3:.1f} ms between its tokens"
+            raise InvalidArgument("--slo-itl", f"{message}; {_HELPS}")

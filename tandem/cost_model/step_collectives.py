@@ -1,0 +1,71 @@
+"""The time of the collective operations between the ranks of a worker (tensor parallelism) in one step.
+
+Every layer sums the terms of all ranks twice, the embeddings are broadcast, and the logits of sampled tokens are
+gathered. The times were measured on two H200 (docs/decisions/tensor_parallelism.md). For other GPUs the bandwidths are
+the same fractions of their links. For more ranks the bytes grow as the algorithms say, and the latencies are assumed to
+stay the same; neither has been measured.
+"""
+
+from dataclasses import dataclass, replace
+
+from tandem.protocol.cost_parameters import CostParameters
+
+_ONE_SHOT_S, _ONE_SHOT_SHARE = 3.3e-6, 0.33
+"""Latency in seconds of a sum in one shot, and its bytes per second ÷ those of the link in one direction.
+
+Measured in µs for 8 KiB, 256 KiB and 2 MiB: 3.3, 4.8 and 18; predicted 3.4, 5.1 and 17.
+"""
+_NCCL_S, _NCCL_SHARE = 19e-6, 0.58
+"""Latency and share of the link of a sum by NCCL. Measured in µs for 4 and 8 MiB: 35 and 51; predicted 35 and 51."""
+_GATHER_S, _GATHER_SHARE = 6e-6, 0.23
+"""Latency and share of the link of gathered logits.
+
+Measured in µs for 1 and 32 rows of llama-3-8b: 7 and 46; predicted 7 and 46.
+"""
+_ROWS = 128
+"""The cost of sums per decode row is that of a straight line up to this number of rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCollectives:
+    """The collective operations of each step of a worker with `ranks` ranks.
+
+    `link_bytes_per_s` is the bandwidth in one direction between two GPUs of a host.
+    """
+
+    ranks: int
+    sums: int
+    """Number of sums in a step, the broadcast of the embeddings included, which is a sum with zeros."""
+    hidden_bytes: int
+    """Bytes of a token's hidden state, which a sum adds."""
+    logits_bytes: int
+    """Bytes of the logits of a row that each rank computes."""
+    link_bytes_per_s: float
+
+    def added_to(self, cost: CostParameters) -> CostParameters:
+        """Return the cost of a rank's steps, `cost`, plus that of the collective operations."""
+        others = self.ranks - 1
+        gather_row_s = others * self.logits_bytes / (_GATHER_SHARE * self.link_bytes_per_s)
+        few, many = self._sum_seconds(1), self._sum_seconds(_ROWS)
+        # The first tokens are free of arithmetic, but not of sums.
+        free_s = self._nccl_seconds(cost.free_tokens) - few
+        return replace(
+            cost,
+            base_s=cost.base_s + self.sums * few + _GATHER_S,
+            prompt_base_s=cost.prompt_base_s + self.sums * free_s,
+            token_s=cost.token_s + self.sums * (self._nccl_seconds(1) - _NCCL_S),
+            row_s=cost.row_s + self.sums * (many - few) / (_ROWS - 1) + gather_row_s,
+        )
+
+    def _sum_seconds(self, tokens: int) -> float:
+        """Return the time of a sum of the hidden states of decode rows, by the faster algorithm.
+
+        In one shot, each rank sends its term to each other rank.
+        """
+        sent = (self.ranks - 1) * tokens * self.hidden_bytes
+        return min(_ONE_SHOT_S + sent / (_ONE_SHOT_SHARE * self.link_bytes_per_s), self._nccl_seconds(tokens))
+
+    def _nccl_seconds(self, tokens: int) -> float:
+        """Return the time of a sum by NCCL, whose ring sends 2 · (ranks - 1) ÷ ranks of the bytes."""
+        sent = 2 * (self.ranks - 1) / self.ranks * tokens * self.hidden_bytes
+        return _NCCL_S + sent / (_NCCL_SHARE * self.link_bytes_per_s)
