@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kv_transfer.nixl_backend.transport import NixlTransport
+from kv_transfer.ranks.group_transport import GroupTransport
 from tandem.cost_model.roofline import CPU
 from tandem.engine.model_runner import ModelRunner
 from tandem.protocol.ending import answer_tokens
@@ -105,8 +106,10 @@ def test_what_is_wrong_with_it_is_among_what_it_announces(model: Path) -> None:
     assert worker is not None
     assert engine is not None
     process._call(refuse(worker.peers))
-    assert isinstance(worker.transport, NixlTransport)
-    worker.transport._ucx_transports.warnings = ("KV pages go over TCP",)
+    assert isinstance(worker.transport, GroupTransport)
+    (rank,) = worker.transport._ranks
+    assert isinstance(rank, NixlTransport)
+    rank._ucx_transports.warnings = ("KV pages go over TCP",)
     worker.admission._budget._lost.not_ready = "too many pages are lost"
     info = process._info(engine, worker, "")
     assert info.not_ready == "too many pages are lost"
