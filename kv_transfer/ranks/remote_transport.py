@@ -138,6 +138,8 @@ class RemoteTransport(Transport):
         self._sending = threading.Lock()
         self._numbers = itertools.count()
         self._pending: dict[int, Future[Any]] = {}
+        self.reports = 0
+        """Number of reports that the rank has sent, one every `STATUS_S` seconds while its process runs."""
         self._opened: Future[_Opened] = Future()
         self._reader: threading.Thread | None = None
 
@@ -261,6 +263,7 @@ class RemoteTransport(Transport):
                 self._on_notice(message)
             case _Status():
                 self._status = message
+                self.reports += 1
             case _Opened():
                 self._status = message.status
                 self._opened.set_result(message)

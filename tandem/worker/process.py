@@ -245,16 +245,16 @@ class WorkerProcess:
         )
 
     async def _watch(self, group: RankGroup) -> None:
-        """Kill this process once another rank has ended: the ranks live and die together.
+        """Kill this process once another rank has ended or hangs: the ranks live and die together.
 
         A step that waits for the other rank on a GPU could not be ended in any other way.
         """
-        while (ended := group.ended_rank()) is None:  # noqa: ASYNC110
+        while (failed := group.ended_rank() or group.silent_rank()) is None:  # noqa: ASYNC110
             await asyncio.sleep(RANK_LOOK_S)
         if not self._registered:
             await asyncio.sleep(RANK_GRACE_S)
-        log.critical("rank %d of %s has ended; this worker ends with it", ended, self._me.worker_id)
-        group.remove_folder()
+        log.critical("rank %d of %s has ended or hangs; this worker ends with it", failed, self._me.worker_id)
+        group.kill()
         os.kill(os.getpid(), signal.SIGKILL)
 
     async def _check_device(self) -> None:
@@ -269,6 +269,9 @@ class WorkerProcess:
         return left
 
     async def _close(self) -> None:
+        if self._watching is not None:
+            # Ranks are silent once their transports are closed.
+            self._watching.cancel()
         if self._controller is not None:
             await self._controller.unregister()
             await self._controller.close()
@@ -278,8 +281,6 @@ class WorkerProcess:
             await self._server.stop(None)
         if self._metrics is not None:
             await self._metrics.close()
-        if self._watching is not None:
-            self._watching.cancel()
         if self._group is not None:
             await asyncio.to_thread(self._group.close)
         self._controller = self._worker = self._server = self._engine = self._group = None

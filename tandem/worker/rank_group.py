@@ -2,7 +2,7 @@
 
 All ranks live and die together. A follower kills itself when the first rank's process ends, because a step that waits
 for another rank on a GPU cannot be ended in any other way. The first rank learns from `ended_rank`, or from an error of
-the next step, that a follower has ended.
+the next step, that a follower has ended, and from `silent_rank` that one hangs.
 """
 
 import contextlib
@@ -47,6 +47,11 @@ START_TIMEOUT_S = 600.0
 The first exchange waits for the rank that loads its part of the model last.
 """
 END_TIMEOUT_S = 5.0
+SILENT_LOOKS = 10
+"""Number of calls of `silent_rank` without a report after which a follower hangs.
+
+Calls are counted, not seconds, because a host that is busy delays the first rank as it delays the others.
+"""
 
 
 class RankGroup:
@@ -64,6 +69,8 @@ class RankGroup:
         """
         self._config, self.ranks, self._stages = config, ranks * stages, stages
         self._transports: list[RemoteTransport] = []
+        self._reports: dict[int, tuple[int, int]] = {}
+        """The number of reports of each follower, and of calls of `silent_rank` since the last one."""
         _check_devices(config.device, self.ranks, "tensor_parallel_size" if stages == 1 else "pipeline_parallel_size")
         self._folder = tempfile.TemporaryDirectory(prefix="tandem-ranks-")
         meeting = Path(self._folder.name) / "meeting"
@@ -109,9 +116,10 @@ class RankGroup:
         pages = ranked_pages(runner.cache, runner.page_part, self.ranks, self._stages)
         runner.page_sums = GroupPageSums(pages, runner.page_sums, [rank.sums for rank in self._transports])
         runner.device_name = f"{self.ranks} ranks, {runner.device_name}"
-        if not config.on_cpu:
+        tensor_ranks = self.ranks // self._stages
+        if not config.on_cpu and tensor_ranks > 1:
             limits = runner.roofline
-            collectives = step_collectives(runner.spec, self.ranks, runner.dtype.itemsize, limits.ceilings)
+            collectives = step_collectives(runner.spec, tensor_ranks, runner.dtype.itemsize, limits.ceilings)
             runner.roofline = replace(limits, collectives=collectives)
             runner.cost_guess = collectives.added_to(runner.cost_guess)
         return runner
@@ -124,6 +132,24 @@ class RankGroup:
     def ended_rank(self) -> int | None:
         """Return the number of a follower that has ended; None if all are alive."""
         return next((number for number, process in enumerate(self._processes, 1) if not process.is_alive()), None)
+
+    def silent_rank(self) -> int | None:
+        """Return the number of a follower that has sent no report since `SILENT_LOOKS` calls; None if there is none.
+
+        Called at equal intervals. Followers report from the time at which their transports are open.
+        """
+        for number, rank in enumerate(self._transports, 1):
+            known, looks = self._reports.get(number, (0, 0))
+            self._reports[number] = (rank.reports, 1 if rank.reports > known else looks + 1)
+            if rank.reports and looks >= SILENT_LOOKS and rank.reports == known:
+                return number
+        return None
+
+    def kill(self) -> None:
+        """Kill the followers, because one of them hangs or has ended."""
+        for process in self._processes:
+            process.kill()
+        self.remove_folder()
 
     def close(self) -> None:
         """End the followers. Idempotent."""

@@ -1,4 +1,4 @@
-"""SIGKILL of any rank of a worker: its ranks end together, and every request gets the tokens of a quiet cluster.
+"""A rank of a worker hangs or is killed: its ranks end together, and every request gets the tokens of a quiet cluster.
 
 TANDEM_RANK_DEATHS is the number of random deaths in `make soak`.
 """
@@ -33,18 +33,18 @@ def followers(pid: int) -> list[psutil.Process]:
     return [child for child in psutil.Process(pid).children() if "--multiprocessing-fork" in child.cmdline()]
 
 
-async def killed_amid(cluster: Any, pid: int) -> list[Stream]:
+async def struck_amid(cluster: Any, pid: int, fault: signal.Signals) -> list[Stream]:
     async with Client(cluster.grpc_address) as client:
         streams = [client.ask(question) for question in QUESTIONS]
         await asyncio.gather(*(stream.reached(IN_DECODE) for stream in streams))
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, fault)
         streams.append(client.ask(LATER))
         await asyncio.gather(*(stream.task for stream in streams))
         return streams
 
 
 @pytest.mark.timeout(600)
-def test_no_answer_is_lost_with_a_rank_and_all_ranks_restart(
+def test_no_answer_is_lost_when_a_rank_hangs_or_dies_and_all_ranks_restart(
     running_cluster: Callable[..., Any], small_model: Path
 ) -> None:
     cluster = running_cluster(
@@ -57,10 +57,11 @@ def test_no_answer_is_lost_with_a_rank_and_all_ranks_restart(
         kv_cache_bytes=1 << 27,
     )
     expected = asyncio.run(undisturbed(cluster.grpc_address, [*QUESTIONS, LATER]))
-    for killed in (1, 0):
+    for fault in (signal.SIGSTOP, signal.SIGKILL):
         before = cluster.worker("decode")
         (follower,) = followers(before.pid)
-        streams = asyncio.run(killed_amid(cluster, follower.pid if killed else before.pid))
+        struck = follower.pid if fault is signal.SIGSTOP else before.pid
+        streams = asyncio.run(struck_amid(cluster, struck, fault))
         for stream, tokens in zip(streams, expected, strict=True):
             stream.check(tokens)
         after = restarted(cluster, before)
