@@ -26,7 +26,7 @@ SIZES = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512,
 TOKENS = [[token % 150 for token in prompt] for prompt in PROMPTS]
 CHUNK, PAGES = 50, 9
 """Tokens of a chunk, and pages of a prompt."""
-WHOLE_EXPERTS = {"moe_intermediate_size": 129}
+WHOLE_EXPERTS = {"moe_intermediate_size": 129, "head_dim": 64}
 
 
 def answers_of(runner: ModelRunner) -> list[list[int]]:
