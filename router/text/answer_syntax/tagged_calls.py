@@ -128,7 +128,10 @@ def _read_parameters(reader: AnswerReader, parts: AnswerParts, schema: Mapping[s
 
 
 def read_glm45(reader: AnswerReader, parts: AnswerParts, schemas: Schemas) -> Steps[None]:
-    """Read the calls of GLM-4.5 to 4.7: `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`."""
+    """Read the calls of GLM-4.5 to 4.7.
+
+    They write `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`.
+    """
     while (yield from reader.until((_CALL,), parts.content)):
         name: list[str] = []
         tag = yield from reader.until((_KEY, _CALL_END), name.append)

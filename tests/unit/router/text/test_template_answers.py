@@ -116,7 +116,7 @@ GEMMA_VALUE = (
 MODELS = (
     Model(
         "DeepSeek V3.1",
-        f"{D_BEGIN}{in_each_call(f'{D_CALL}{{{{ f.name }}}}{D_SEP}{JSON}{D_CALL_END}')}{D_END}",
+        D_BEGIN + in_each_call(f"{{{{ '{D_CALL}' + f.name + '{D_SEP}' + f.arguments + '{D_CALL_END}' }}}}") + D_END,
         "{% if on %}<think>{{ r }}{% endif %}</think>",
         "{{ '<think>' if on else '</think>' }}",
         (D_BEGIN, D_END, D_CALL, D_CALL_END, D_SEP),
