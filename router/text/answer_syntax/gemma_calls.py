@@ -46,6 +46,8 @@ def _read_object(reader: AnswerReader, parts: AnswerParts) -> Steps[bool]:
     parts.arguments("{")
     while closings:
         yield from reader.space()
+        if comma and (yield from reader.literal(",")):
+            yield from reader.space()
         if (yield from reader.literal(closings[-1])):
             parts.arguments(closings.pop())
         else:
@@ -61,8 +63,6 @@ def _read_object(reader: AnswerReader, parts: AnswerParts) -> Steps[bool]:
             if not (yield from _read_scalar(reader, parts)):
                 return False
         comma = ", "
-        yield from reader.space()
-        yield from reader.literal(",")
     return True
 
 

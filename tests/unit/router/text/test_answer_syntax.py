@@ -145,6 +145,7 @@ CASES: list[tuple[str, str, str, Expected]] = [
     ("gemma4", "gemma4", "<|channel>thoughtful", ("<|channel>thoughtful", "", [])),
     ("gemma4", "", f"<|tool_call>call:f{{{QUOTE}a{QUOTE} : 1, b:[2,],c:x y,}}",
      ("", "", [("f", '{"a": 1, "b": [2], "c": "x y"}')])),
+    ("gemma4", "", "<|tool_call>call:g{}, <tool_call|>", (", <tool_call|>", "", [("g", "{}")])),
     ("gemma4", "", "<|tool_call>call:f{a:4", ("", "", [("f", '{"a": ')])),
     ("gemma4", "", f"<|tool_call>call:f{{a:{QUOTE}cu", ("", "", [("f", '{"a": "cu')])),
     ("gemma4", "", "<|tool_call>call:f{a:[1}<tool_call|>", ("}<tool_call|>", "", [("f", '{"a": [1, ')])),
