@@ -5,15 +5,23 @@ from __future__ import annotations
 from router.config import RouterConfig
 from router.requests.answer_format import AnswerFormat
 from router.requests.request import ClientRequest, Conversation
-from router.text.answer_syntax.formats import FORCED_CALLS, AnswerSyntax, choose_calls, choose_reasoning
-from router.text.answer_syntax.reasoning import THINK
+from router.text.answer_syntax.formats import (
+    FORCED_CALLS,
+    AnswerSyntax,
+    choose_calls,
+    choose_reasoning,
+    reasoning_opening,
+)
 from router.text.tokenizer import Tokenizer
 from router.text.tools import ToolChoice, ToolOptions
 from tandem.protocol.errors import InvalidArgument
 from tandem.tokenizers.grammar_process import GrammarKind
 
 _TAIL_TOKENS = 8
-"""Number of tokens at the end of the prompt in which `<think>` is searched: one per character and one for a newline."""
+"""Number of tokens at the end of the prompt in which the opening tag of the reasoning is searched.
+
+`<think>` may be a token per character, and a line break may follow. Other opening tags are special tokens.
+"""
 
 
 class AnswerSyntaxes:
@@ -54,7 +62,8 @@ class AnswerSyntaxes:
         if not calls and not reasoning:
             return None
         tail = b"".join(map(self._tokenizer.token_bytes, ids[-_TAIL_TOKENS:])).rstrip()
-        opened = tail.endswith(THINK.encode())
+        opening = reasoning_opening(reasoning).rstrip().encode()
+        opened = bool(opening) and tail.endswith(opening)
         syntax = AnswerSyntax(calls, reasoning, opened, tools.schemas, tools.parallel)
         return syntax.keeping(self._tokenizer.special_ids(syntax.markers))
 

@@ -150,7 +150,17 @@ def _joined(pieces: Iterable[str]) -> str:
 
 
 class _DeadlineEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """A Jinja environment that checks the deadline in each loop iteration and macro call; nothing else takes long."""
+    """A Jinja environment that checks the deadline in each loop iteration and macro call; nothing else takes long.
+
+    A mapping that a template appends to a text becomes JSON: the templates of DeepSeek V3.1 append the arguments of an
+    earlier call, which they expect as text, whereas most templates need them parsed.
+    """
+
+    intercepted_binops = frozenset({"+"})
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        appended = isinstance(left, str) and isinstance(right, Mapping)
+        return super().call_binop(context, operator, left, _tojson(right) if appended else right)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
         template = super()._parse(source, name, filename)

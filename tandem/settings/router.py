@@ -121,14 +121,15 @@ class RouterSettings(Settings):
     )
     tool_call_parser: str = setting(
         "auto",
-        help="Form of the model's tool calls: hermes, llama3_json, mistral, deepseek_v3, qwen3_coder, glm45 or openai;"
-        " auto: by its chat template; none: tools are rejected unless a call is required.",
+        help="Form of the model's tool calls: hermes, llama3_json, mistral, deepseek_v3, deepseek_v32, kimi_k2,"
+        " qwen3_coder, minimax_m2, glm45, gemma4 or openai; auto: by its chat template; none: tools are rejected unless"
+        " a call is required.",
         topic=Topic.REQUESTS,
     )
     reasoning_parser: str = setting(
         "auto",
-        help="Form of the model's reasoning: qwen3, deepseek_r1 or openai_gptoss; auto: by its chat template; none: it"
-        " stays in the content.",
+        help="Form of the model's reasoning: qwen3, deepseek_r1, mistral, gemma4 or openai_gptoss; auto: by its chat"
+        " template; none: it stays in the content.",
         topic=Topic.REQUESTS,
     )
     strict_requests: bool = setting(

@@ -5,19 +5,20 @@ from __future__ import annotations
 import secrets
 import string
 import uuid
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from functools import partial
 
-from router.text.answer_syntax import reasoning, tagged_calls, tool_calls
+from router.text.answer_syntax import gemma_calls, reasoning, tagged_calls, tool_calls
 from router.text.answer_syntax.parser import AnswerParser, AnswerParts
 from router.text.answer_syntax.reader import AnswerReader, Steps
 from tandem.protocol.errors import InvalidArgument
 
 AUTO, NONE = "auto", "none"
-_HARMONY_CALLS, _HARMONY = "openai", "openai_gptoss"
+_HARMONY_CALLS, _HARMONY, _HARMONY_SIGN = "openai", "openai_gptoss", "<|channel|>"
 _OPENED = "deepseek_r1"
 """The reasoning parser for models whose answers always start inside the reasoning block."""
-_MISTRAL = "mistral"
+_MISTRAL, _GEMMA = "mistral", "gemma4"
 _MISTRAL_ID_CHARS = 9
 """The number of characters of a call id that Mistral's chat templates accept."""
 
@@ -26,32 +27,65 @@ _CALLS: Mapping[str, Callable[[AnswerReader, AnswerParts, tagged_calls.Schemas],
     "llama3_json": tool_calls.read_llama,
     _MISTRAL: tool_calls.read_mistral,
     "deepseek_v3": tool_calls.read_deepseek,
-    "qwen3_coder": tagged_calls.read_qwen3_coder,
+    "deepseek_v32": partial(tagged_calls.read_xml, tags=tagged_calls.DEEPSEEK_DSML),
+    "kimi_k2": tool_calls.read_kimi,
+    "qwen3_coder": partial(tagged_calls.read_xml, tags=tagged_calls.QWEN_CODER),
+    "minimax_m2": partial(tagged_calls.read_xml, tags=tagged_calls.MINIMAX),
     "glm45": tagged_calls.read_glm45,
+    _GEMMA: gemma_calls.read_gemma,
 }
-_MARKERS: Mapping[str, tuple[str, ...]] = {
+_CALL_MARKERS: Mapping[str, tuple[str, ...]] = {
     "llama3_json": (tool_calls.PYTHON_TAG,),
     _MISTRAL: (tool_calls.TOOL_CALLS, tool_calls.ARGS, tool_calls.CALL_ID),
-    "deepseek_v3": (
-        tool_calls.CALLS_BEGIN,
-        tool_calls.CALLS_END,
-        tool_calls.CALL_BEGIN,
-        tool_calls.CALL_END,
-        tool_calls.SEPARATOR,
-    ),
-    "qwen3_coder": tagged_calls.CODER_TAGS,
+    "deepseek_v3": astuple(tool_calls.DEEPSEEK),
+    "deepseek_v32": (tagged_calls.DSML,),
+    "kimi_k2": astuple(tool_calls.KIMI),
+    "qwen3_coder": (tagged_calls.QWEN_CODER.block, tagged_calls.QWEN_CODER.block_end),
+    "minimax_m2": (tagged_calls.MINIMAX.block, tagged_calls.MINIMAX.block_end),
     "glm45": tagged_calls.GLM_TAGS,
-    "qwen3": (reasoning.THINK, reasoning.THINK_END),
-    _OPENED: (reasoning.THINK, reasoning.THINK_END),
+    _GEMMA: (gemma_calls.CALL, gemma_calls.CALL_END, gemma_calls.QUOTE),
+    _HARMONY_CALLS: reasoning.HARMONY,
+}
+_THINKING: Mapping[str, reasoning.Tags] = {
+    "qwen3": reasoning.THINK,
+    _OPENED: reasoning.THINK,
+    _MISTRAL: reasoning.MISTRAL_THINK,
+    _GEMMA: reasoning.GEMMA_THINK,
+}
+"""For each reasoning parser but gpt-oss's, the tags around the reasoning."""
+_REASONING_MARKERS: Mapping[str, tuple[str, ...]] = {
+    **_THINKING,
+    _GEMMA: reasoning.GEMMA_CHANNEL,
     _HARMONY: reasoning.HARMONY,
 }
-"""For each parser, the markers that some tokenizers have as special tokens."""
-_TAGGED = {"qwen3_coder": "<function=", "glm45": "<arg_key>"}
-"""For each parser of tagged calls, the text by which a chat template with such `<tool_call>` blocks is recognized."""
+"""For each parser, the markers that some tokenizers have as special tokens; so is `_CALL_MARKERS`."""
+_CALLS_OF_TEMPLATES: Sequence[tuple[str, tuple[str, ...]]] = (
+    (_HARMONY_CALLS, (_HARMONY_SIGN,)),
+    ("deepseek_v3", (tool_calls.DEEPSEEK.call_begin,)),
+    ("deepseek_v32", (tagged_calls.DSML,)),
+    ("kimi_k2", ("tool_declare<|im_middle|>",)),
+    (_MISTRAL, (tool_calls.TOOL_CALLS,)),
+    ("minimax_m2", (tagged_calls.MINIMAX.block,)),
+    (_GEMMA, (gemma_calls.CALL,)),
+    ("qwen3_coder", ("<tool_call>", "<function=")),
+    ("glm45", ("<tool_call>", "<arg_key>")),
+    ("hermes", ("<tool_call>",)),
+    ("llama3_json", (tool_calls.PYTHON_TAG,)),
+    ("llama3_json", ('"parameters": ',)),
+)
+"""The tool call parser of a chat template is that of the first row whose texts all occur in the template."""
+_REASONING_OF_TEMPLATES: Sequence[tuple[str, str]] = (
+    (_HARMONY, _HARMONY_SIGN),
+    (_GEMMA, reasoning.GEMMA_CHANNEL[1]),
+    (_MISTRAL, reasoning.MISTRAL_THINK[0]),
+    ("qwen3", reasoning.THINK[0]),
+    ("qwen3", reasoning.THINK[1]),
+)
+"""The reasoning parser of a chat template is that of the first row whose text occurs in the template."""
 FORCED_CALLS = "llama3_json"
 """The parser of tool calls that a grammar forces (`tandem.tokenizers.grammars.of_tool_calls`), for all models."""
 TOOL_CALL_PARSERS = (*_CALLS, _HARMONY_CALLS)
-REASONING_PARSERS = ("qwen3", _OPENED, _HARMONY)
+REASONING_PARSERS = (*_THINKING, _HARMONY)
 
 
 def choose_calls(option: str, template: str) -> str:
@@ -61,15 +95,7 @@ def choose_calls(option: str, template: str) -> str:
     """
     if option != AUTO:
         return "" if option == NONE else _known("tool_call_parser", option, TOOL_CALL_PARSERS)
-    if "<|channel|>" in template:
-        return _HARMONY_CALLS
-    if tool_calls.CALL_BEGIN in template:
-        return "deepseek_v3"
-    if tool_calls.TOOL_CALLS in template:
-        return _MISTRAL
-    if "<tool_call>" in template:
-        return next((name for name, tag in _TAGGED.items() if tag in template), "hermes")
-    return "llama3_json" if tool_calls.PYTHON_TAG in template or '"parameters": ' in template else ""
+    return next((name for name, texts in _CALLS_OF_TEMPLATES if all(text in template for text in texts)), "")
 
 
 def choose_reasoning(option: str, template: str) -> str:
@@ -79,9 +105,12 @@ def choose_reasoning(option: str, template: str) -> str:
     """
     if option != AUTO:
         return "" if option == NONE else _known("reasoning_parser", option, REASONING_PARSERS)
-    if "<|channel|>" in template:
-        return _HARMONY
-    return "qwen3" if reasoning.THINK in template or reasoning.THINK_END in template else ""
+    return next((name for name, text in _REASONING_OF_TEMPLATES if text in template), "")
+
+
+def reasoning_opening(name: str) -> str:
+    """Return the opening tag of the reasoning parser `name`; "" if it has none."""
+    return _THINKING[name][0] if name in _THINKING else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +135,7 @@ class AnswerSyntax:
     @property
     def markers(self) -> tuple[str, ...]:
         """The markers that the tool call parser and the reasoning parser look for."""
-        harmony = reasoning.HARMONY if self.calls == _HARMONY_CALLS else ()
-        return (*_MARKERS.get(self.calls, ()), *_MARKERS.get(self.reasoning, ()), *harmony)
+        return (*_CALL_MARKERS.get(self.calls, ()), *_REASONING_MARKERS.get(self.reasoning, ()))
 
     def keeping(self, kept: Mapping[int, str]) -> AnswerSyntax:
         """Return a copy of the syntax with `kept` set."""
@@ -124,7 +152,7 @@ class AnswerSyntax:
             return
         if self.reasoning:
             opened = self.opened or self.reasoning == _OPENED
-            yield from reasoning.read_thinking(reader, parts, opened=opened)
+            yield from reasoning.read_thinking(reader, parts, _THINKING[self.reasoning], opened=opened)
         if self.calls:
             yield from _CALLS[self.calls](reader, parts, self.tools)
         else:

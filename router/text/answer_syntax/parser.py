@@ -55,12 +55,12 @@ class AnswerParts:
         """Add text to the answer's reasoning."""
         self._reasoning.append(text)
 
-    def begin_call(self, name: str) -> None:
-        """Begin a tool call of the function `name`."""
+    def begin_call(self, name: str, call_id: str = "") -> None:
+        """Begin a tool call of the function `name`; `call_id` is the id that the model has written, "" = none."""
         self._join_arguments()
         self.count += 1
         if self._kept:
-            self._calls.append(CallDelta(self.count - 1, self._make_id(), name))
+            self._calls.append(CallDelta(self.count - 1, call_id or self._make_id(), name))
 
     def arguments(self, text: str) -> None:
         """Add text to the arguments of the last tool call."""

@@ -18,7 +18,7 @@ Steps = Generator[None, None, _T]
 
 _UNQUOTED = re.compile(r"[\s\w+\-.,:]*")
 _QUOTED = re.compile(r'[^"\\]*')
-_CLOSING = {"{": "}", "[": "]"}
+CLOSING = {"{": "}", "[": "]"}
 
 
 class AnswerReader:
@@ -84,6 +84,16 @@ class AnswerReader:
                 return "".join(parts)
             yield
 
+    def before(self, signs: str) -> Steps[str]:
+        """Read and return the text before the next of the characters `signs`; "" if the answer ends first."""
+        parts = []
+        while True:
+            at = min((at for sign in signs if (at := self._text.find(sign)) >= 0), default=len(self._text))
+            parts.append(self._take(at))
+            if self._text or self._over:
+                return "".join(parts) if self._text else ""
+            yield
+
     def json(self, scan: JsonScan, to: Callable[[str], None]) -> Steps[bool]:
         """Read the rest of a JSON value, whose beginning `scan` has seen, and call `to` with its text.
 
@@ -139,8 +149,8 @@ class JsonScan:
         sign = text[at]
         if sign == '"' and self._open:
             self._quoted = True
-        elif sign in _CLOSING:
-            self._open.append(_CLOSING[sign])
+        elif sign in CLOSING:
+            self._open.append(CLOSING[sign])
         elif self._open and sign == self._open[-1]:
             self._open.pop()
             self.complete = not self._open

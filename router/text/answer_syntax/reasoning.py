@@ -1,4 +1,4 @@
-"""The syntaxes in which models write their reasoning: `<think>` blocks, and the channels of gpt-oss."""
+"""The syntaxes in which models write their reasoning: a block between two tags, and the channels of gpt-oss."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ import re
 from router.text.answer_syntax.parser import AnswerParts
 from router.text.answer_syntax.reader import AnswerReader, Steps
 
-THINK, THINK_END = "<think>", "</think>"
+Tags = tuple[str, str]
+"""The opening and the closing tag of the reasoning."""
+THINK: Tags = ("<think>", "</think>")
+MISTRAL_THINK: Tags = ("[THINK]", "[/THINK]")
+GEMMA_CHANNEL: Tags = ("<|channel>", "<channel|>")
+GEMMA_THINK: Tags = (f"{GEMMA_CHANNEL[0]}thought\n", GEMMA_CHANNEL[1])
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 HARMONY = (_START, _CHANNEL, _MESSAGE, "<|constrain|>", *_ENDS)
@@ -15,14 +20,14 @@ _RECIPIENT = re.compile(r"\bto=functions\.([\w.-]+)")
 _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis\b")
 
 
-def read_thinking(reader: AnswerReader, parts: AnswerParts, *, opened: bool) -> Steps[None]:
-    """Read a `<think>` block at the beginning of the answer; `opened` is True if the prompt ends with `<think>`."""
+def read_thinking(reader: AnswerReader, parts: AnswerParts, tags: Tags, *, opened: bool) -> Steps[None]:
+    """Read reasoning at the beginning of the answer; `opened` is True if the prompt ends with the opening tag."""
     if not opened:
         space = yield from reader.space()
-        if not (yield from reader.literal(THINK)):
+        if not (yield from reader.literal(tags[0])):
             parts.content(space)
             return
-    yield from reader.until((THINK_END,), parts.reasoning)
+    yield from reader.until(tags[1:], parts.reasoning)
     yield from reader.space()
 
 

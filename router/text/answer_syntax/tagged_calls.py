@@ -1,6 +1,6 @@
 """The syntaxes in which models write each argument of a tool call between tags; the arguments are converted to JSON.
 
-The tags do not show a value's type, so the type is taken from the function's schema. Strings have no quotes.
+Strings have no quotes. Where the tags do not show a value's type, it is taken from the function's schema.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from router.text.answer_syntax.json_call import read_end
@@ -18,12 +19,44 @@ Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON schemas of the functions' parameters, by function name."""
 _NAME = re.compile(r"[\w.-]+")
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
-_FUNCTION, _FUNCTION_END = "<function=", "</function>"
-_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+
+
+@dataclass(frozen=True, slots=True)
+class XmlTags:
+    """The tags of a block of calls in which each call and each argument has an element of its own, as in XML.
+
+    `call` and `parameter` are the opening tags up to the name of the function or the parameter. Qwen3-Coder writes
+    `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
+    """
+
+    block: str
+    block_end: str
+    call: str
+    call_end: str
+    parameter: str
+    parameter_end: str
+    own_lines: bool = False
+    """True if a line break after the opening tag of a value and one before its closing tag are not part of it."""
+
+
+QWEN_CODER = XmlTags(_CALL, _CALL_END, "<function=", "</function>", "<parameter=", "</parameter>", own_lines=True)
+MINIMAX = XmlTags(
+    "<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="', "</invoke>", '<parameter name="', "</parameter>"
+)
+DSML = "｜DSML｜"
+DEEPSEEK_DSML = XmlTags(
+    f"<{DSML}function_calls>",
+    f"</{DSML}function_calls>",
+    f'<{DSML}invoke name="',
+    f"</{DSML}invoke>",
+    f'<{DSML}parameter name="',
+    f"</{DSML}parameter>",
+)
 _KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
-CODER_TAGS = (_CALL, _CALL_END)
 GLM_TAGS = (_CALL, _CALL_END, _KEY, _KEY_END, _VALUE, _VALUE_END)
 _STRING = frozenset({"string"})
+_DECLARED = {'string="true"': _STRING, 'string="false"': frozenset[str]()}
+"""For each attribute by which DeepSeek declares a value's type, the JSON types; empty = the text is JSON."""
 _WORDS = {"boolean": {"True": "true", "False": "false"}, "null": {"None": "null"}}
 """For each JSON type, Python's spellings of its values, which models also write, mapped to JSON's spellings."""
 _TYPES: Mapping[type, tuple[str, ...]] = {
@@ -38,59 +71,67 @@ _TYPES: Mapping[type, tuple[str, ...]] = {
 """The JSON schema types of each Python type."""
 
 
-def read_qwen3_coder(reader: AnswerReader, parts: AnswerParts, schemas: Schemas) -> Steps[None]:
-    """Read Qwen3-Coder's calls: `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
+def read_xml(reader: AnswerReader, parts: AnswerParts, schemas: Schemas, *, tags: XmlTags) -> Steps[None]:
+    """Read the calls of Qwen3-Coder, Qwen3.5, Nemotron 3, MiniMax-M2 and DeepSeek V3.2, which differ in their tags.
 
-    A line break after the opening tag of a value and one before its closing tag are not part of the value. A
-    `<function=…>` without `<tool_call>` before it counts as a call only if the client offers the function.
+    A call without the tag of a block before it counts as a call only if the client offers the function.
     """
-    while marker := (yield from reader.until((_CALL, _FUNCTION), parts.content)):
-        before, marked = [marker], marker == _CALL
-        if marked:
+    while marker := (yield from reader.until((tags.block, tags.call), parts.content)):
+        before, in_block = [marker], marker == tags.block
+        if in_block:
             before.append((yield from reader.space()))
-            before.append((yield from reader.literal(_FUNCTION)))
+            before.append((yield from reader.literal(tags.call)))
         if not before[-1]:
             parts.content("".join(before))
-            continue
-        name: list[str] = []
-        end = yield from reader.until((">", "<", "\n"), name.append)
-        called = "".join(name).strip()
-        if end != ">" or not _NAME.fullmatch(called) or not (marked or called in schemas):
-            parts.content("".join([*before, *name, end]))
-            continue
-        parts.begin_call(called)
-        if (yield from _read_parameters(reader, parts, schemas.get(called, {}))):
-            if marked:
-                yield from read_end(reader, parts, _CALL_END)
+        while before[-1]:
+            name: list[str] = []
+            end = yield from reader.until((">", "<", "\n"), name.append)
+            called = "".join(name).removesuffix('"').strip()
+            if end != ">" or not _NAME.fullmatch(called) or not (in_block or called in schemas):
+                parts.content("".join([*before, *name, end]))
+                break
+            parts.begin_call(called)
+            if not (yield from _read_parameters(reader, parts, schemas.get(called, {}), tags)):
+                break
             yield from reader.space()
+            before = [(yield from reader.literal(tags.call))]
+            if in_block and not before[0]:
+                yield from read_end(reader, parts, tags.block_end)
+                yield from reader.space()
 
 
-def _read_parameters(reader: AnswerReader, parts: AnswerParts, schema: Mapping[str, Any]) -> Steps[bool]:
+def _read_parameters(reader: AnswerReader, parts: AnswerParts, schema: Mapping[str, Any], tags: XmlTags) -> Steps[bool]:
     """Read the parameters of a call up to the end of the function.
 
     Returns False if invalid text or the answer's end comes first.
     """
+    line_break = "\n" if tags.own_lines else ""
+    ends = f"{line_break}{tags.parameter_end}", tags.parameter_end
     opening = "{"
     while True:
         yield from reader.space()
-        tag = yield from reader.literal(_PARAMETER, _FUNCTION_END)
-        if tag != _PARAMETER:
+        tag = yield from reader.literal(tags.parameter, tags.call_end)
+        if tag != tags.parameter:
             if tag:
                 parts.arguments("{}" if opening == "{" else "}")
             return bool(tag)
         key: list[str] = []
         if not (yield from reader.until((">",), key.append)):
             return False
-        yield from reader.literal("\n")
-        ends = f"\n{_PARAMETER_END}", _PARAMETER_END
-        parts.arguments(f"{opening}{_quoted(''.join(key))}: ")
-        if not (yield from _read_value(reader, parts, _types_of(schema, "".join(key)), ends)):
+        yield from reader.literal(line_break)
+        named, _, declared = "".join(key).partition('"')
+        types = _DECLARED.get(declared.strip())
+        parts.arguments(f"{opening}{quoted(named)}: ")
+        if not (yield from _read_value(reader, parts, _types_of(schema, named) if types is None else types, ends)):
             return False
         opening = ", "
 
 
 def read_glm45(reader: AnswerReader, parts: AnswerParts, schemas: Schemas) -> Steps[None]:
-    """Read GLM-4.5's calls: `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`."""
+    """Read the calls of GLM-4.5 to 4.7.
+
+    They write `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`.
+    """
     while (yield from reader.until((_CALL,), parts.content)):
         name: list[str] = []
         tag = yield from reader.until((_KEY, _CALL_END), name.append)
@@ -117,7 +158,7 @@ def _read_pairs(reader: AnswerReader, parts: AnswerParts, schema: Mapping[str, A
         if not (yield from reader.literal(_VALUE)):
             return False
         named = "".join(key).strip()
-        parts.arguments(f"{opening}{_quoted(named)}: ")
+        parts.arguments(f"{opening}{quoted(named)}: ")
         if not (yield from _read_value(reader, parts, _types_of(schema, named), (_VALUE_END,))):
             return False
         opening = ", "
@@ -131,16 +172,24 @@ def _read_pairs(reader: AnswerReader, parts: AnswerParts, schema: Mapping[str, A
 def _read_value(reader: AnswerReader, parts: AnswerParts, types: frozenset[str], ends: tuple[str, ...]) -> Steps[bool]:
     """Read a value up to one of `ends`, and add it to the arguments as JSON of one of `types`.
 
-    A string is passed on while it is generated. Returns False if the answer ends first.
+    Returns False if the answer ends first.
     """
     if types == _STRING:
-        parts.arguments('"')
-        marker = yield from reader.until(ends, lambda text: parts.arguments(_quoted(text)[1:-1]))
-        parts.arguments('"' if marker else "")
-        return bool(marker)
+        return (yield from read_string(reader, parts, ends))
     text: list[str] = []
     marker = yield from reader.until(ends, text.append)
-    parts.arguments(_as_json("".join(text), types) if marker else "")
+    parts.arguments(as_json("".join(text), types) if marker else "")
+    return bool(marker)
+
+
+def read_string(reader: AnswerReader, parts: AnswerParts, ends: tuple[str, ...]) -> Steps[bool]:
+    """Read a text up to one of `ends`, and add it to the arguments as a JSON string while it is generated.
+
+    Returns False if the answer ends first.
+    """
+    parts.arguments('"')
+    marker = yield from reader.until(ends, lambda text: parts.arguments(quoted(text)[1:-1]))
+    parts.arguments('"' if marker else "")
     return bool(marker)
 
 
@@ -170,7 +219,7 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _as_json(text: str, types: frozenset[str]) -> str:
+def as_json(text: str, types: frozenset[str]) -> str:
     """Return a value between tags as JSON, of one of `types` if possible.
 
     Python's `True`, `False` and `None` become JSON if `types` has their type. Text that is JSON stays unchanged if its
@@ -183,14 +232,15 @@ def _as_json(text: str, types: frozenset[str]) -> str:
     try:
         parsed = json.loads(value, parse_constant=_no_constant)
     except (ValueError, RecursionError):
-        return _quoted(text)
+        return quoted(text)
     fits_type = not types.isdisjoint(_TYPES[type(parsed)]) and not isinstance(parsed, str)
-    return value if fits_type or "string" not in types else _quoted(text)
+    return value if fits_type or "string" not in types else quoted(text)
 
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """Return `text` as a JSON string."""
     return json.dumps(text, ensure_ascii=False)

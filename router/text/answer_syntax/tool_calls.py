@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from router.text.answer_syntax.json_call import read_call, read_end
 from router.text.answer_syntax.parser import AnswerParts
@@ -13,8 +14,30 @@ _NAME = re.compile(r"[\w.-]+")
 _HERMES, _HERMES_END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-CALL_BEGIN, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+
+
+@dataclass(frozen=True, slots=True)
+class SectionMarkers:
+    """The markers of a section of calls, each of which is a header, a separator and the arguments as JSON."""
+
+    begin: str
+    end: str
+    call_begin: str
+    call_end: str
+    separator: str
+
+
+DEEPSEEK = SectionMarkers(
+    "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+)
+KIMI = SectionMarkers(
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_call_argument_begin|>",
+)
+_KIMI_ID = re.compile(r"(?:functions\.)?([\w.-]+):\d+")
 
 
 def read_hermes(reader: AnswerReader, parts: AnswerParts, _names: Collection[str]) -> Steps[None]:
@@ -89,7 +112,7 @@ def _read_named(reader: AnswerReader, parts: AnswerParts, before: list[str]) -> 
 
 
 def _read_arguments(
-    reader: AnswerReader, parts: AnswerParts, name: str, before: list[str], *, marked: bool = True
+    reader: AnswerReader, parts: AnswerParts, name: str, before: list[str], *, marked: bool = True, call_id: str = ""
 ) -> Steps[bool]:
     """Read the arguments of a call whose `name` has been read; return False if the text is not a call.
 
@@ -101,34 +124,50 @@ def _read_arguments(
     if not marked or _NAME.fullmatch(name.strip()) is None or not (yield from reader.ahead("{")):
         parts.content("".join(before))
         return False
-    parts.begin_call(name.strip())
+    parts.begin_call(name.strip(), call_id)
     yield from reader.json(JsonScan(), parts.arguments)
     return True
 
 
 def read_deepseek(reader: AnswerReader, parts: AnswerParts, _names: Collection[str]) -> Steps[None]:
     """Read the calls of DeepSeek V3 and R1, whose arguments are in a ```json fence, and of V3.1, which has no fence."""
-    while (yield from reader.until((CALLS_BEGIN,), parts.content)):
-        before = [CALLS_BEGIN, (yield from reader.space())]
-        while (yield from reader.literal(CALL_BEGIN)):
-            called = yield from _read_fenced(reader, parts, [*before, CALL_BEGIN])
+    yield from _read_sections(reader, parts, DEEPSEEK)
+
+
+def read_kimi(reader: AnswerReader, parts: AnswerParts, _names: Collection[str]) -> Steps[None]:
+    """Read Kimi K2's calls, whose header is the call's id: `functions.NAME:NUMBER`.
+
+    The id is kept, because Kimi's chat template writes the ids of earlier calls into the prompt.
+    """
+    yield from _read_sections(reader, parts, KIMI)
+
+
+def _read_sections(reader: AnswerReader, parts: AnswerParts, markers: SectionMarkers) -> Steps[None]:
+    while (yield from reader.until((markers.begin,), parts.content)):
+        before = [markers.begin, (yield from reader.space())]
+        while (yield from reader.literal(markers.call_begin)):
+            called = yield from _read_in_section(reader, parts, [*before, markers.call_begin], markers)
             before = [(yield from reader.space())] if called else []
-        if (yield from reader.literal(CALLS_END)):
-            before = [*before, CALLS_END] if CALLS_BEGIN in before else []
+        if (yield from reader.literal(markers.end)):
+            before = [*before, markers.end] if markers.begin in before else []
             yield from reader.space()
         parts.content("".join(before))
 
 
-def _read_fenced(reader: AnswerReader, parts: AnswerParts, before: list[str]) -> Steps[bool]:
-    name: list[str] = []
-    marker = yield from reader.until((SEPARATOR,), name.append)
-    before = [*before, *name, marker]
-    fence = ""
-    if "".join(name).strip() == "function":
-        name = []
-        before_fence = yield from reader.until(("```json",), name.append)
-        before, marker, fence = [*before, *name, before_fence], before_fence, "```"
-    called = yield from _read_arguments(reader, parts, "".join(name), before, marked=bool(marker))
+def _read_in_section(
+    reader: AnswerReader, parts: AnswerParts, before: list[str], markers: SectionMarkers
+) -> Steps[bool]:
+    header: list[str] = []
+    marker = yield from reader.until((markers.separator,), header.append)
+    before = [*before, *header, marker]
+    name, call_id, fence = "".join(header).strip(), "", ""
+    if match := _KIMI_ID.fullmatch(name):
+        name, call_id = match.group(1), name
+    elif name == "function":
+        header = []
+        marker = yield from reader.until(("```json",), header.append)
+        before, name, fence = [*before, *header, marker], "".join(header), "```"
+    called = yield from _read_arguments(reader, parts, name, before, marked=bool(marker), call_id=call_id)
     if called:
-        yield from read_end(reader, parts, *([fence] if fence else []), CALL_END)
+        yield from read_end(reader, parts, *([fence] if fence else []), markers.call_end)
     return called

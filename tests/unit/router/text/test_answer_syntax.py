@@ -47,6 +47,25 @@ GLM = "<tool_call>f\n" + "".join(
     for key, value in (("city", 'São "P"\n'), ("days", "many"), ("deep", "None"), ("code", "null"), ("other", "[1.5]"))
 )
 GLM_F = '{"city": "São \\"P\\"\\n", "days": "many", "deep": null, "code": null, "other": [1.5]}'
+KIMI_BEGIN, KIMI_CALL, KIMI_JSON, KIMI_CALL_END, KIMI_END = (
+    f"<|tool_{name}|>"
+    for name in ("calls_section_begin", "call_begin", "call_argument_begin", "call_end", "calls_section_end")
+)
+MINIMAX = (
+    '<minimax:tool_call>\n<invoke name="f">\n<parameter name="city"> São "P"\n</parameter>\n'
+    '<parameter name="days">3</parameter>\n<parameter name="deep">{"a": [1]}</parameter>\n</invoke>\n'
+    '<invoke name="g"></invoke>\n</minimax:tool_call>'
+)
+MINIMAX_F = '{"city": " São \\"P\\"\\n", "days": 3, "deep": {"a": [1]}}'
+DSML = "｜DSML｜"
+DSML_BEGIN, DSML_END = f"<{DSML}function_calls>\n", f"</{DSML}function_calls>"
+DSML_CALL, DSML_CALL_END = f'<{DSML}invoke name="{{}}">\n', f"</{DSML}invoke>\n"
+DSML_VALUE = f'<{DSML}parameter name="{{}}" string="{{}}">{{}}</{DSML}parameter>\n'
+QUOTE = '<|"|>'
+GEMMA = (
+    f'<|tool_call>call:f{{city:{QUOTE}São }}<"\n{QUOTE},deep:{{a:[1.5,{{}},None],b:{{c:{QUOTE}{QUOTE}}}}},sure:true}}'
+)
+GEMMA_F = '{"city": "São }<\\"\\n", "deep": {"a": [1.5, {}, null], "b": {"c": ""}}, "sure": true}'
 Expected = tuple[str, str, list[tuple[str, str]]]
 CASES: list[tuple[str, str, str, Expected]] = [
     ("hermes", "", f"Sure.\n<tool_call>\n{ONE}\n</tool_call>\n<tool_call>{TWO}</tool_call>", ("Sure.\n", "", [F, G])),
@@ -97,6 +116,44 @@ CASES: list[tuple[str, str, str, Expected]] = [
     ("glm45", "", "<tool_call>f<arg_key>days</arg_key><arg_value>3", ("", "", [("f", '{"days": ')])),
     ("glm45", "", "<tool_call>not a call</tool_call>.", ("<tool_call>not a call</tool_call>.", "", [])),
     ("glm45", "", "<tool_call>f<arg_key>a</arg_key>no", ("no", "", [("f", "")])),
+    ("kimi_k2", "qwen3",
+     f"<think>Hm</think>Ok {KIMI_BEGIN}{KIMI_CALL}functions.f:0{KIMI_JSON}{F[1]}{KIMI_CALL_END}\n"
+     f"{KIMI_CALL}g{KIMI_JSON} {G[1]}{KIMI_CALL_END}{KIMI_END}\nyes", ("Ok yes", "Hm", [F, G])),
+    ("kimi_k2", "", f'{KIMI_BEGIN}{KIMI_CALL}functions.f:12{KIMI_JSON}{{"a": "cu', ("", "", [("f", '{"a": "cu')])),
+    ("kimi_k2", "", f"{KIMI_BEGIN}{KIMI_CALL}no call:0{KIMI_JSON}{{}}{KIMI_END}",
+     (f"{KIMI_BEGIN}{KIMI_CALL}no call:0{KIMI_JSON}{{}}{KIMI_END}", "", [])),
+    ("kimi_k2", "", f"{KIMI_CALL}f:0{KIMI_JSON}{{}}", (f"{KIMI_CALL}f:0{KIMI_JSON}{{}}", "", [])),
+    ("minimax_m2", "qwen3", f"<think>Hm\n</think>\n\nOk\n{MINIMAX}\n yes",
+     ("Ok\nyes", "Hm\n", [("f", MINIMAX_F), ("g", "{}")])),
+    ("minimax_m2", "", f"{MINIMAX}{MINIMAX}", ("", "", [("f", MINIMAX_F), ("g", "{}")] * 2)),
+    ("minimax_m2", "", '<minimax:tool_call><invoke name="f"><parameter name="city">Par',
+     ("", "", [("f", '{"city": "Par')])),
+    ("minimax_m2", "", '<minimax:tool_call> none </minimax:tool_call> <invoke name="other">',
+     ('<minimax:tool_call> none </minimax:tool_call> <invoke name="other">', "", [])),
+    ("deepseek_v32", "qwen3",
+     "<think>Hm</think>Ok\n\n" + DSML_BEGIN + DSML_CALL.format("f") + DSML_VALUE.format("city", "true", ' "1" ')
+     + DSML_VALUE.format("other", "false", '{"a": [1]}') + DSML_VALUE.format("code", "false", "7")
+     + DSML_VALUE.format("days", "false", "no JSON") + DSML_CALL_END + DSML_CALL.format("g") + DSML_CALL_END + DSML_END,
+     ("Ok\n\n", "Hm",
+      [("f", '{"city": " \\"1\\" ", "other": {"a": [1]}, "code": 7, "days": "no JSON"}'), ("g", "{}")])),
+    ("deepseek_v32", "", f"{DSML_BEGIN}{DSML_CALL.format('f')}<{DSML}parameter name=\"city\" string=\"true\">Pa",
+     ("", "", [("f", '{"city": "Pa')])),
+    ("deepseek_v32", "", f"<{DSML}function_calls> and <{DSML}", (f"<{DSML}function_calls> and <{DSML}", "", [])),
+    ("gemma4", "gemma4",
+     f"<|channel>thought\nHm\n<channel|>Ok {GEMMA}<tool_call|><|tool_call>call:g{{}}<tool_call|> yes",
+     ("Ok yes", "Hm\n", [("f", GEMMA_F), ("g", "{}")])),
+    ("gemma4", "gemma4", "<|channel>thoughtful", ("<|channel>thoughtful", "", [])),
+    ("gemma4", "", f"<|tool_call>call:f{{{QUOTE}a{QUOTE} : 1, b:[2,],c:x y,}}",
+     ("", "", [("f", '{"a": 1, "b": [2], "c": "x y"}')])),
+    ("gemma4", "", "<|tool_call>call:g{}, <tool_call|>", (", <tool_call|>", "", [("g", "{}")])),
+    ("gemma4", "", "<|tool_call>call:f{a:4", ("", "", [("f", '{"a": ')])),
+    ("gemma4", "", f"<|tool_call>call:f{{a:{QUOTE}cu", ("", "", [("f", '{"a": "cu')])),
+    ("gemma4", "", "<|tool_call>call:f{a:[1}<tool_call|>", ("}<tool_call|>", "", [("f", '{"a": [1, ')])),
+    ("gemma4", "", "<|tool_call>f{} <|tool_call>call:not a call{}",
+     ("<|tool_call>f{} <|tool_call>call:not a call{}", "", [])),
+    ("mistral", "mistral", f"[THINK]Hm [TOOL_CALLS][/THINK]Ok[TOOL_CALLS]f[ARGS]{F[1]}[TOOL_CALLS]g[ARGS]{G[1]}",
+     ("Ok", "Hm [TOOL_CALLS]", [F, G])),
+    ("mistral", "mistral", "No [THINK]", ("No [THINK]", "", [])),
 ]  # fmt: skip
 
 
@@ -144,13 +201,24 @@ def test_arguments_come_while_they_are_generated() -> None:
 
 @pytest.mark.parametrize(
     ("name", "begun"),
-    [("qwen3_coder", "<function=f>\n<parameter=city>\nPar"), ("glm45", "f<arg_key>city</arg_key><arg_value>Par")],
+    [
+        ("qwen3_coder", "<tool_call><function=f>\n<parameter=city>\nPar"),
+        ("glm45", "<tool_call>f<arg_key>city</arg_key><arg_value>Par"),
+        ("minimax_m2", '<minimax:tool_call><invoke name="f"><parameter name="city">Par'),
+        ("deepseek_v32", f'{DSML_BEGIN}{DSML_CALL.format("f")}<{DSML}parameter name="city" string="true">Par'),
+        ("gemma4", f"<|tool_call>call:f{{city:{QUOTE}Par"),
+    ],
 )
 def test_strings_between_tags_come_while_they_are_generated(name: str, begun: str) -> None:
     parser = AnswerSyntax(name, tools=TOOLS).parser()
-    (call,) = parser.feed(f"<tool_call>{begun}").calls
+    (call,) = parser.feed(begun).calls
     assert (call.name, call.arguments) == ("f", '{"city": "Par')
     assert parser.feed('is"').calls[0].arguments == 'is\\"'
+
+
+def test_gemma_may_nest_values_without_limit() -> None:
+    text = f"<|tool_call>call:f{{a:{'[' * 5_000}{']' * 5_000}}}<tool_call|>"
+    assert parsed("gemma4", "", [text]) == ("", "", [("f", f'{{"a": {"[" * 5_000}{"]" * 5_000}}}')])
 
 
 def test_one_call_without_parallel() -> None:
