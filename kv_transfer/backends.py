@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from kv_transfer.base import NoticeHandler, Transport
+from kv_transfer.base import NoticeHandler, RankTransport
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_backend.agent import load_nixl
 from kv_transfer.nixl_backend.transport import NixlTransport
@@ -35,7 +35,7 @@ def open_transport(
     on_notice: NoticeHandler,
     *,
     trusted_network: bool = False,
-) -> Transport:
+) -> RankTransport:
     """Open a transport over the page pool that `layout` describes.
 
     The caller closes the transport before it frees the pool's memory. Without `trusted_network`, peers must be on this

@@ -63,11 +63,8 @@ class Sender(ABC):
     """Writes this worker's pages to the memory of peers."""
 
     @abstractmethod
-    def add_peer(self, description: PeerDescription, ranges: Sequence[ByteRange] = ()) -> None:
-        """Register a peer. A later incarnation of the same worker replaces an earlier one.
-
-        Writes to the peer copy the `ranges` of each page, or whole pages if there are none.
-        """
+    def add_peer(self, description: PeerDescription) -> None:
+        """Register a peer. A later incarnation of the same worker replaces an earlier one."""
 
     @abstractmethod
     def remove_peer(self, peer: PeerRef) -> None:
@@ -151,3 +148,11 @@ class Transport(Sender, Receiver):
     @abstractmethod
     def close(self) -> None:
         """Wait for a bounded time for writes in flight, deregister the pool and stop the thread. Idempotent."""
+
+
+class RankTransport(Transport):
+    """The transport of one rank of a worker, which may copy parts of pages."""
+
+    @abstractmethod
+    def add_peer(self, description: PeerDescription, ranges: Sequence[ByteRange] = ()) -> None:
+        """Register a rank of a peer: writes to it copy the `ranges` of each page, or whole pages if there are none."""

@@ -12,7 +12,7 @@ A test sends a write as follows:
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from kv_transfer.base import NoticeHandler, PageWrite, Transport, WriteDone
+from kv_transfer.base import NoticeHandler, PageWrite, RankTransport, WriteDone
 from kv_transfer.in_memory_fabric import InFlightWrite, InMemoryFabric
 from kv_transfer.layout import KVLayout
 from kv_transfer.ordered_writes import hold
@@ -21,7 +21,7 @@ from tandem.protocol.errors import FailedPrecondition, TransferFailed
 from tandem.protocol.messages import PeerDescription, PeerRef
 
 
-class InMemoryTransport(Transport):
+class InMemoryTransport(RankTransport):
     """A transport that sends over an `InMemoryFabric`.
 
     The caller owns the pool's memory, which must outlive `close`.

@@ -33,7 +33,7 @@ class KVLayout:
     scale_bytes: int = 0
     """Size in bytes of the scale of one token's codes, per head and part.
 
-    The scales of a page follow its codes, by head.
+    The scales of the tokens follow the codes of the same head, layer and part.
     """
 
     @property

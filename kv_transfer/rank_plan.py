@@ -76,9 +76,9 @@ class RankedPages:
 
 
 def even_stages(layers: int, stages: int) -> tuple[tuple[int, ...], ...]:
-    """Return the numbers of each stage's layers, by the number of the stage's ranks.
+    """Return the numbers of each stage's layers; stage 0, that of the first rank, has the last layers.
 
-    The first rank has the last layers: it computes the logits and samples. If `layers` cannot be divided, some stages
+    The first rank computes the logits and samples. If `layers` cannot be divided, some stages
     have one layer more than others.
     """
     starts = [-(-stage * layers // stages) for stage in range(stages + 1)]
@@ -99,6 +99,19 @@ class ByteRange:
     """The offset in the source page, in bytes."""
     target_start: int
     bytes: int
+
+    @property
+    def reversed(self) -> "ByteRange":
+        """The same range with source and target exchanged."""
+        return ByteRange(
+            self.target_rank,
+            self.source_rank,
+            self.target_page,
+            self.source_page,
+            self.target_start,
+            self.source_start,
+            self.bytes,
+        )
 
     @property
     def source_end(self) -> int:

@@ -19,7 +19,7 @@ from functools import partial
 
 from google.protobuf.message import DecodeError
 
-from kv_transfer.base import NoticeHandler, PageWrite, Transport, WriteDone
+from kv_transfer.base import NoticeHandler, PageWrite, RankTransport, WriteDone
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_backend.agent import UCX, PoolAgent, agent_name
 from kv_transfer.nixl_backend.peers import Links
@@ -68,7 +68,7 @@ CLOSE_TIMEOUT_S = 5.0
 _CLOSED = "this worker's transport is closed"
 
 
-class NixlTransport(Transport):
+class NixlTransport(RankTransport):
     """A transport over a registered page pool: its NIXL agent, the peers, and the writes of pages.
 
     The engine owns the pool's memory, which must outlive `close`. Creating the transport raises FailedPrecondition if

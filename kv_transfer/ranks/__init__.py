@@ -1,1 +1,1 @@
-"""Transfers between workers whose ranks divide a model, which each worker may do differently."""
+"""Transfers between workers that divide a model among ranks, each in its own way."""

@@ -5,20 +5,19 @@ Each of them has a notice, and the receiver has the KV once the last notice has 
 """
 
 import threading
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 
-from kv_transfer.base import NoticeHandler, PageWrite, Transport, WriteDone
-from kv_transfer.ordered_writes import hold
-from kv_transfer.rank_plan import ByteRange, RankedPages, even_stages, plan_handoff, why_not
-from tandem.protocol.errors import FailedPrecondition, TransferFailed
+from kv_transfer.base import NoticeHandler, PageWrite, RankTransport, Transport, WriteDone
+from kv_transfer.rank_plan import ByteRange, RankedPages, even_stages, plan_handoff
+from kv_transfer.ranks.remote_transport import STATUS_S
+from tandem.protocol.errors import FailedPrecondition
 from tandem.protocol.messages import PeerDescription, PeerRef, TransferNotice
 
 _RANK_MARK = "#"
 """Separates a worker's id from the number of one of its ranks."""
+SLACK_S = 2 * STATUS_S
 
 
 def rank_peer(worker: PeerRef, rank: int) -> PeerRef:
@@ -50,7 +49,7 @@ class GroupTransport(Transport):
         self,
         me: PeerRef,
         pages: RankedPages,
-        open_ranks: Sequence[Callable[[NoticeHandler], Transport]],
+        open_ranks: Sequence[Callable[[NoticeHandler], RankTransport]],
         on_notice: NoticeHandler,
     ) -> None:
         """Open the transports of the ranks, in the order of their numbers; `pages` is this worker's division of pages.
@@ -58,45 +57,42 @@ class GroupTransport(Transport):
         Raises the errors of opening a transport; those that were opened before are then closed.
         """
         self._me, self._pages, self._on_notice = me, pages, on_notice
-        self._ranks: list[Transport] = []
         self._links: dict[str, _Link] = {}
         self._gate = threading.Lock()
-        self._polled_s = 0.0
-        try:
-            for open_rank in open_ranks:
-                self._ranks.append(open_rank(self._receive))
-        except BaseException:
-            self.close()
-            raise
+        self._ranks = _open_all(open_ranks, self._receive)
         self.backend = self._ranks[0].backend
-        self._polls = [0.0] * len(self._ranks)
+        self._polled_s = 0.0
+        self._polls = [rank.transport_poll_s() for rank in self._ranks]
+        self._uncounted = [0.0] * len(self._ranks)
 
-    def add_peer(self, description: PeerDescription, ranges: Sequence[ByteRange] = ()) -> None:
-        """Register a worker with all its ranks; `ranges` must be empty, because they follow from both layouts.
+    def add_peer(self, description: PeerDescription) -> None:
+        """Register a worker with all its ranks.
 
-        Raises FailedPrecondition if KV cannot be handed over to the peer's layout, or as the ranks' transports do.
+        Raises FailedPrecondition if the peer's pages do not have the size that follows from its layout, or as the
+        ranks' transports do.
         """
-        assert not ranges
         peer = description.peer
-        targets = [replace(description, other_ranks=()), *description.other_ranks]
         known = self._links.get(peer.worker_id)
         if known is not None and known.peer.incarnation > peer.incarnation:
             return
-        layout = _layout_of(self._pages, targets)
-        planned = _ranges_of_pairs(self._pages, layout, peer.worker_id)
-        for number, target in enumerate(targets):
-            if target.page_bytes != layout.page_bytes(number):
+        theirs = [replace(description, other_ranks=()), *description.other_ranks]
+        layout = self._layout_of(theirs)
+        for number, rank in enumerate(theirs):
+            if rank.page_bytes != layout.page_bytes(number):
                 raise FailedPrecondition(
-                    f"pages of {target.peer.worker_id} have {target.page_bytes} bytes instead of"
+                    f"pages of {rank.peer.worker_id} have {rank.page_bytes} bytes instead of"
                     f" {layout.page_bytes(number)}; start both workers with the same model and page settings"
                 )
         if known is not None and known.peer != peer:
             self.remove_peer(known.peer)
-        for (source, number), parts in planned.items():
-            whole = len(self._ranks) == len(targets) == 1
-            self._ranks[source].add_peer(targets[number], () if whole else parts)
-        pairs = tuple((source, targets[number].peer) for source, number in planned)
-        self._links[peer.worker_id] = _Link(peer, len(targets), pairs)
+        written = _ranges_of_pairs(plan_handoff(self._pages, layout))
+        # A rank that only receives from a rank knows it too, so that it polls often while they connect.
+        received = _ranges_of_pairs(part.reversed for part in plan_handoff(layout, self._pages))
+        for (own, number), ranges in (received | written).items():
+            whole = len(self._ranks) == len(theirs) == 1
+            self._ranks[own].add_peer(theirs[number], () if whole else ranges)
+        pairs = tuple((own, theirs[number].peer) for own, number in written)
+        self._links[peer.worker_id] = _Link(peer, len(theirs), pairs)
 
     def remove_peer(self, peer: PeerRef) -> None:
         """Remove this incarnation of a worker, and all earlier ones, from all ranks."""
@@ -108,28 +104,23 @@ class GroupTransport(Transport):
                 rank.remove_peer(rank_peer(peer, target))
 
     def write(self, write: PageWrite, deadline_s: float) -> "Future[WriteDone]":
-        """Post the writes of all pairs of ranks, and return a future that ends when the last of them has ended."""
+        """Post the writes of all pairs of ranks, and return a future that ends when the last of them has ended.
+
+        The write of a pair follows the pair's own earlier writes: the receiver waits for the notices of all pairs.
+        """
         link = self._links.get(write.peer.worker_id)
         if link is None or len(link.pairs) == 1:
             return self._ranks[0].write(write, deadline_s)
-        future: Future[WriteDone] = Future()
-        future.set_running_or_notify_cancel()
-        hold(write.after, partial(self._begin, link, write, time.monotonic() + deadline_s, future))
-        return future
-
-    def _begin(self, link: _Link, write: PageWrite, deadline: float, done: "Future[WriteDone]", why_not: str) -> None:
-        if why_not:
-            done.set_exception(TransferFailed(f"write to {write.peer.worker_id}: {why_not}; prefill again"))
-            return
         parts = []
-        for number, (source, target) in enumerate(link.pairs):
+        for number, (own, target) in enumerate(link.pairs):
             notice = write.notice
             if notice is not None:
-                sender = rank_peer(self._me, source)
+                sender = rank_peer(self._me, own)
                 notice = replace(notice, prefill=sender, part=number, parts=len(link.pairs))
-            part = replace(write, peer=replace(target, incarnation=write.peer.incarnation), notice=notice, after=())
-            parts.append(self._ranks[source].write(part, deadline - time.monotonic()))
-        _JoinedWrites(parts, done)
+            peer = replace(target, incarnation=write.peer.incarnation)
+            after = [earlier.parts[number] for earlier in write.after if isinstance(earlier, _JoinedWrites)]
+            parts.append(self._ranks[own].write(replace(write, peer=peer, notice=notice, after=after), deadline_s))
+        return _JoinedWrites(parts)
 
     def describe(self) -> PeerDescription:
         """Return the descriptions of all ranks: that of the first, which has the others in `other_ranks`."""
@@ -145,10 +136,16 @@ class GroupTransport(Transport):
             rank.expect(leases)
 
     def transport_poll_s(self) -> float:
-        """Return a time that has grown, between any two calls, by at most the polling time of every rank."""
+        """Return a time that grows only while every rank polls; between calls by at most `SLACK_S` more than a rank's.
+
+        The slack is needed because the ranks' reports are of different times.
+        """
         with self._gate:
             before, self._polls = self._polls, [rank.transport_poll_s() for rank in self._ranks]
-            self._polled_s += min(now - then for now, then in zip(self._polls, before, strict=True))
+            grown = [rest + now - then for rest, now, then in zip(self._uncounted, self._polls, before, strict=True)]
+            step = min(grown)
+            self._uncounted = [min(more - step, SLACK_S) for more in grown]
+            self._polled_s += step
             return self._polled_s
 
     def transport_name(self) -> str:
@@ -173,9 +170,22 @@ class GroupTransport(Transport):
         return tuple(dict.fromkeys(warning for rank in self._ranks for warning in rank.warnings()))
 
     def close(self) -> None:
-        """Close the transports of all ranks."""
-        for rank in self._ranks:
-            rank.close()
+        """Close the transports of all ranks, all at once."""
+        with ThreadPoolExecutor(len(self._ranks)) as threads:
+            list(threads.map(lambda rank: rank.close(), self._ranks))
+
+    def _layout_of(self, theirs: Sequence[PeerDescription]) -> RankedPages:
+        """Return the division of a peer's pages; the handshake has checked that pages of both whole models are equal.
+
+        Raises FailedPrecondition if the stages have different numbers of ranks, or more stages than layers.
+        """
+        stages, layers = 1 + max(rank.stage for rank in theirs), sum(map(len, self._pages.stages))
+        if len(theirs) % stages or stages > layers:
+            raise FailedPrecondition(
+                f"{theirs[0].peer.worker_id} has {len(theirs)} ranks in {stages} stages of {layers} layers; run the"
+                " same release of Tandem on both"
+            )
+        return replace(self._pages, tensor_ranks=len(theirs) // stages, stages=even_stages(layers, stages))
 
     def _receive(self, notice: TransferNotice) -> None:
         """Pass on a notice as one from the sender's worker, not from its rank."""
@@ -183,11 +193,13 @@ class GroupTransport(Transport):
         self._on_notice(notice if worker == notice.prefill else replace(notice, prefill=worker))
 
 
-class _JoinedWrites:
-    """Ends a write of a group when the writes of all pairs of ranks have ended, so that all of them are quiescent."""
+class _JoinedWrites(Future[WriteDone]):
+    """The writes of all pairs of ranks: it ends when all of them have ended, so that all of them are quiescent."""
 
-    def __init__(self, parts: "Sequence[Future[WriteDone]]", done: "Future[WriteDone]") -> None:
-        self._parts, self._done = parts, done
+    def __init__(self, parts: "Sequence[Future[WriteDone]]") -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()
+        self.parts = parts
         self._running = len(parts)
         self._gate = threading.Lock()
         for part in parts:
@@ -198,30 +210,34 @@ class _JoinedWrites:
             self._running -= 1
             if self._running:
                 return
-        error = next((error for part in self._parts if (error := part.exception()) is not None), None)
+        error = next((error for part in self.parts if (error := part.exception()) is not None), None)
         if error is not None:
-            self._done.set_exception(error)
+            self.set_exception(error)
             return
-        done = [part.result() for part in self._parts]
+        done = [part.result() for part in self.parts]
         ended = max(part.ended_nanos for part in done)
         begun = min(part.begun_nanos for part in done)
-        self._done.set_result(WriteDone(sum(part.bytes for part in done), ended - begun, ended))
+        self.set_result(WriteDone(sum(part.bytes for part in done), ended - begun, ended))
 
 
-def _layout_of(own: RankedPages, ranks: Sequence[PeerDescription]) -> RankedPages:
-    """Return the division of a peer's pages. The handshake has checked that pages of both whole models are equal."""
-    stages = 1 + max(rank.stage for rank in ranks)
-    layers = sum(map(len, own.stages))
-    return replace(own, tensor_ranks=len(ranks) // stages, stages=even_stages(layers, stages))
+def _open_all(
+    openers: "Sequence[Callable[[NoticeHandler], RankTransport]]", on_notice: NoticeHandler
+) -> list[RankTransport]:
+    """Open the transports of all ranks at once. Raises the error of the first that fails, and closes the others."""
+    with ThreadPoolExecutor(len(openers)) as threads:
+        opening = [threads.submit(open_rank, on_notice) for open_rank in openers]
+    failed = next((error for future in opening if (error := future.exception()) is not None), None)
+    if failed is not None:
+        for future in opening:
+            if future.exception() is None:
+                future.result().close()
+        raise failed
+    return [future.result() for future in opening]
 
 
-def _ranges_of_pairs(
-    source: RankedPages, target: RankedPages, worker_id: str
-) -> dict[tuple[int, int], tuple[ByteRange, ...]]:
-    """Return the ranges of a page that each pair of ranks copies. Raises FailedPrecondition if there is no plan."""
-    if (reason := why_not(source, target)) is not None:
-        raise FailedPrecondition(f"no KV can be handed over to {worker_id}: {reason}; start both with equal settings")
+def _ranges_of_pairs(plan: Iterable[ByteRange]) -> dict[tuple[int, int], tuple[ByteRange, ...]]:
+    """Return the ranges of a page that each pair of a source and a target rank copies."""
     pairs: dict[tuple[int, int], list[ByteRange]] = {}
-    for part in plan_handoff(source, target):
+    for part in plan:
         pairs.setdefault((part.source_rank, part.target_rank), []).append(part)
     return {pair: tuple(parts) for pair, parts in pairs.items()}

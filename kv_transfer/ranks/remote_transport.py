@@ -4,8 +4,10 @@ The rank's process runs `serve_transport`, which opens a transport over the rank
 arrive. `RemoteTransport` makes the calls. Both processes are on one host, so times of `time.monotonic` are the same.
 """
 
+import contextlib
 import itertools
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,11 +17,11 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kv_transfer.base import NoticeHandler, PageWrite, Transport, WriteDone
+from kv_transfer.base import NoticeHandler, PageWrite, RankTransport, WriteDone
 from kv_transfer.checksums import PageSums
 from kv_transfer.ordered_writes import hold
 from kv_transfer.rank_plan import ByteRange
-from tandem.protocol.errors import TransferFailed, Unavailable
+from tandem.protocol.errors import TransferFailed
 from tandem.protocol.messages import PeerDescription, PeerRef, TransferNotice
 
 log = logging.getLogger(__name__)
@@ -27,7 +29,7 @@ log = logging.getLogger(__name__)
 OPEN_TIMEOUT_S = 120.0
 """Maximum time in seconds until the rank's transport is open."""
 CLOSE_TIMEOUT_S = 15.0
-STATUS_S = 0.5
+STATUS_S = 0.1
 """Interval in seconds at which the rank reports its status."""
 _OPENING = -1
 """The number of the result of an `_Open` that failed."""
@@ -43,7 +45,7 @@ class _Status:
     warnings: tuple[str, ...]
 
     @classmethod
-    def of(cls, transport: Transport) -> "_Status":
+    def of(cls, transport: RankTransport) -> "_Status":
         return cls(
             transport.transport_poll_s(),
             transport.transport_name(),
@@ -126,18 +128,44 @@ class _Result:
     error: str | None = None
 
 
-class RemoteTransport(Transport):
-    """The transport of a rank in another process. Any thread may call it, after `open`.
+class _Outbox:
+    """Sends messages to the other end of a pipe on a thread, so that no caller waits for the other end to read."""
 
-    The owner of the pipe's other end is a process that lives and dies with this one: if the pipe closes, all results
-    that are outstanding fail, and the worker ends for other reasons.
+    def __init__(self, pipe: Connection, name: str) -> None:
+        self._pipe = pipe
+        self._messages: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, message: object) -> None:
+        """Send a message after those that were put before; without effect once the other end is closed."""
+        self._messages.put(message)
+
+    def close(self) -> None:
+        """Send what was put before, and end the thread; return when both are done, or after `CLOSE_TIMEOUT_S`."""
+        self._messages.put(None)
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            for message in iter(self._messages.get, None):
+                self._pipe.send(message)
+
+
+class RemoteTransport(RankTransport):
+    """The transport of a rank in another process. Any thread may call it, after `open`; no call waits for the rank.
+
+    If the pipe closes, all results that are outstanding fail. The rank's process ends then, and the worker with it.
     """
 
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-        self._sending = threading.Lock()
+    def __init__(self, pipe: Connection, rank: int) -> None:
+        self._pipe, self._rank = pipe, rank
+        self._outbox = _Outbox(pipe, f"to rank {rank}")
+        self._gate = threading.Lock()
         self._numbers = itertools.count()
-        self._pending: dict[int, Future[Any]] = {}
+        self._pending: dict[int, Future[Any]] | None = {}
+        """The results that are outstanding, by number; None once the pipe is closed."""
+        self._expects = False
         self.reports = 0
         """Number of reports that the rank has sent, one every `STATUS_S` seconds while its process runs."""
         self._opened: Future[_Opened] = Future()
@@ -149,24 +177,26 @@ class RemoteTransport(Transport):
         Raises TransferFailed if the transport cannot be opened, or not in time.
         """
         self._on_notice = on_notice
-        self._reader = threading.Thread(target=self._read, name="rank transport", daemon=True)
+        self._reader = threading.Thread(target=self._read, name=f"from rank {self._rank}", daemon=True)
         self._reader.start()
-        self._send(_Open())
+        self._outbox.put(_Open())
         try:
             opened = self._opened.result(OPEN_TIMEOUT_S)
         except TimeoutError:
-            raise TransferFailed(f"a rank has not opened its transport within {OPEN_TIMEOUT_S:g} s") from None
+            raise TransferFailed(
+                f"rank {self._rank} has not opened its transport within {OPEN_TIMEOUT_S:g} s; try `tandem doctor`"
+            ) from None
         self.backend, self._facts = opened.backend, opened.facts
         self._description, self._open_ports = opened.description, opened.open_ports
         return self
 
     def add_peer(self, description: PeerDescription, ranges: Sequence[ByteRange] = ()) -> None:
         """Register a peer; what the rank's transport refuses is only logged there."""
-        self._send(_AddPeer(description, tuple(ranges)))
+        self._outbox.put(_AddPeer(description, tuple(ranges)))
 
     def remove_peer(self, peer: PeerRef) -> None:
         """Remove this incarnation of a peer and earlier ones."""
-        self._send(_RemovePeer(peer))
+        self._outbox.put(_RemovePeer(peer))
 
     def write(self, write: PageWrite, deadline_s: float) -> "Future[WriteDone]":
         """Post a write once the writes in `after` have ended; it is held in this process until then."""
@@ -194,8 +224,10 @@ class RemoteTransport(Transport):
         return self._description
 
     def expect(self, leases: int) -> None:
-        """Set the number of leases for which a notice or a write may arrive."""
-        self._send(_Expect(leases))
+        """Set whether a notice or a write may arrive; the transport does not need the number."""
+        if bool(leases) != self._expects:
+            self._expects = bool(leases)
+            self._outbox.put(_Expect(leases))
 
     def transport_poll_s(self) -> float:
         """Return the polling time that the rank has reported last."""
@@ -222,24 +254,23 @@ class RemoteTransport(Transport):
         return self._status.warnings
 
     def close(self) -> None:
-        """Close the rank's transport, and wait for it for a bounded time."""
+        """Close the rank's transport, wait for it for a bounded time, and fail the results that are outstanding."""
         if self._reader is not None:
-            self._send(_Close())
+            self._outbox.put(_Close())
             self._reader.join(CLOSE_TIMEOUT_S)
+            self._fail_all()
+        self._outbox.close()
 
     def _request(self, future: "Future[Any]", message: Callable[[int], object]) -> None:
         number = next(self._numbers)
-        self._pending[number] = future
-        if not self._send(message(number)) and self._pending.pop(number, None) is not None:
-            future.set_exception(Unavailable("a rank of this worker has ended, and the worker ends with it"))
-
-    def _send(self, message: object) -> bool:
-        with self._sending:
-            try:
-                self._pipe.send(message)
-            except OSError:
-                return False
-        return True
+        with self._gate:
+            is_open = self._pending is not None
+            if self._pending is not None:
+                self._pending[number] = future
+        if is_open:
+            self._outbox.put(message(number))
+        else:
+            future.set_exception(self._gone())
 
     def _read(self) -> None:
         """Receive results, notices and reports until the rank closes its end."""
@@ -251,11 +282,26 @@ class RemoteTransport(Transport):
             try:
                 self._take(message)
             except Exception:
-                log.exception("a message of a rank's transport could not be processed")
-        error = TransferFailed("a rank of this worker has ended, and the worker ends with it")
-        for future in (self._opened, *self._pending.values()):
-            if not future.done():
-                future.set_exception(error)
+                log.exception("a message of rank %d could not be processed", self._rank)
+        self._fail_all()
+
+    def _fail_all(self) -> None:
+        with self._gate:
+            pending, self._pending = self._pending or {}, None
+        if not self._opened.done():
+            self._opened.set_exception(self._gone())
+        for future in pending.values():
+            future.set_exception(self._gone())
+
+    def _gone(self) -> TransferFailed:
+        return TransferFailed(f"rank {self._rank} of this worker has closed its transport; prefill again")
+
+    def _pop(self, number: int) -> "Future[Any] | None":
+        """Return the future of a result, which nobody else completes then."""
+        if number == _OPENING:
+            return self._opened
+        with self._gate:
+            return None if self._pending is None else self._pending.pop(number, None)
 
     def _take(self, message: object) -> None:
         match message:
@@ -268,14 +314,16 @@ class RemoteTransport(Transport):
                 self._status = message.status
                 self._opened.set_result(message)
             case _Result():
-                future = self._opened if message.number == _OPENING else self._pending.pop(message.number)
+                future = self._pop(message.number)
+                if future is None:
+                    return
                 if message.error is not None:
                     future.set_exception(TransferFailed(message.error))
                 else:
                     future.set_result(message.value)
 
 
-def serve_transport(pipe: Connection, open_transport: Callable[[NoticeHandler], Transport], sums: PageSums) -> None:
+def serve_transport(pipe: Connection, open_transport: Callable[[NoticeHandler], RankTransport], sums: PageSums) -> None:
     """Open a rank's transport when the first rank asks for it, and carry out its calls until it closes the transport.
 
     Runs on a thread of the rank's process. `sums` computes the rank's part of the checksums of its pages.
@@ -286,48 +334,50 @@ def serve_transport(pipe: Connection, open_transport: Callable[[NoticeHandler], 
 class _TransportServer:
     """The rank's end of the pipe."""
 
-    def __init__(self, pipe: Connection, open_transport: Callable[[NoticeHandler], Transport], sums: PageSums) -> None:
+    def __init__(
+        self, pipe: Connection, open_transport: Callable[[NoticeHandler], RankTransport], sums: PageSums
+    ) -> None:
         self._pipe, self._open_transport, self._sums = pipe, open_transport, sums
-        self._sending = threading.Lock()
+        self._outbox = _Outbox(pipe, "to the first rank")
         self._summing = ThreadPoolExecutor(1, thread_name_prefix="page sums")
 
     def run(self) -> None:
         try:
-            self._pipe.recv()
-            transport = self._open_transport(self._send)
+            self._pipe.recv()  # an `_Open`
+            transport = self._open()
+            if transport is not None:
+                try:
+                    self._serve(transport)
+                finally:
+                    transport.close()
         except (EOFError, OSError):
-            return
-        except Exception as error:
-            self._send(_Result(_OPENING, None, str(error)))
-            return
-        self._send(
-            _Opened(
-                transport.backend,
-                transport.describe(),
-                transport.facts(),
-                transport.open_ports(),
-                _Status.of(transport),
-            )
-        )
-        try:
-            self._serve(transport)
+            log.info("the first rank has closed its end")
         finally:
-            transport.close()
             self._summing.shutdown(wait=False)
+            self._outbox.close()
             self._pipe.close()
 
-    def _serve(self, transport: Transport) -> None:
+    def _open(self) -> RankTransport | None:
+        """Open the transport and report it, or report why it cannot be opened, and return None."""
+        try:
+            transport = self._open_transport(self._outbox.put)
+            facts = transport.facts(), transport.open_ports(), _Status.of(transport)
+            self._outbox.put(_Opened(transport.backend, transport.describe(), *facts))
+        except Exception as error:
+            self._outbox.put(_Result(_OPENING, None, str(error) or repr(error)))
+            return None
+        return transport
+
+    def _serve(self, transport: RankTransport) -> None:
+        """Carry out calls until the first rank closes the transport. Raises EOFError or OSError if it has ended."""
         status_at = 0.0
         while True:
             if time.monotonic() >= status_at:
                 status_at = time.monotonic() + STATUS_S
-                self._send(_Status.of(transport))
-            try:
-                if not self._pipe.poll(STATUS_S):
-                    continue
-                message = self._pipe.recv()
-            except (EOFError, OSError):
-                return
+                self._outbox.put(_Status.of(transport))
+            if not self._pipe.poll(STATUS_S):
+                continue
+            message = self._pipe.recv()
             if isinstance(message, _Close):
                 return
             try:
@@ -335,7 +385,7 @@ class _TransportServer:
             except Exception:
                 log.exception("a call of the first rank failed")
 
-    def _carry_out(self, transport: Transport, message: object) -> None:
+    def _carry_out(self, transport: RankTransport, message: object) -> None:
         match message:
             case _Write():
                 local, remote, begin_by = message.local_pages, message.remote_pages, message.begin_by
@@ -354,20 +404,13 @@ class _TransportServer:
     def _report(self, number: int, written: "Future[WriteDone]") -> None:
         error = written.exception()
         if error is None:
-            self._send(_Result(number, written.result()))
+            self._outbox.put(_Result(number, written.result()))
         else:
-            self._send(_Result(number, None, str(error)))
+            self._outbox.put(_Result(number, None, str(error)))
 
     def _sum(self, request: _Sums) -> None:
         try:
-            self._send(_Result(request.number, tuple(self._sums(request.pages, request.filled))))
+            self._outbox.put(_Result(request.number, tuple(self._sums(request.pages, request.filled))))
         except Exception as error:
             log.exception("pages could not be summed")
-            self._send(_Result(request.number, None, f"pages could not be summed: {error!r}"))
-
-    def _send(self, message: object) -> None:
-        with self._sending:
-            try:
-                self._pipe.send(message)
-            except OSError:
-                log.info("the first rank has closed its end")
+            self._outbox.put(_Result(request.number, None, f"pages could not be summed: {error!r}"))

@@ -62,7 +62,7 @@ class ClusterSettings(Settings):
     )
     workers: int = setting(
         1,
-        help="Workers that do both; default: one for each GPU.",
+        help="Workers that do both; default: one for each GPU, or for each --tensor-parallel-size of them.",
         topic=Topic.FIRST,
         position=1,
         automatic=None,
@@ -120,9 +120,9 @@ class ClusterSettings(Settings):
     )
     """`auto` is the Ray cluster that this host belongs to.
 
-    Workers run on the nodes that offer their role; with `cuda` each worker takes one GPU of its node. Every node must
-    have the model in the same folder. Router and controller stay on this host; workers and controller listen on the
-    address of their node.
+    Workers run on the nodes that offer their role; with `cuda` each worker takes GPUs of its node, one for each rank.
+    Every node must have the model in the same folder. Router and controller stay on this host; workers and controller
+    listen on the address of their node.
     """
     places_timeout_s: float = setting(
         0.0,
@@ -264,6 +264,14 @@ class ClusterSettings(Settings):
     def worker_count(self) -> int:
         """The number of workers of all roles."""
         return self.prefill + self.decode if self._disaggregated else self.workers
+
+    def worker_counts(self) -> "dict[Role, int]":
+        """The number of workers of each role in the cluster's mode."""
+        from tandem.protocol.messages import Role
+
+        if self._disaggregated:
+            return {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
+        return {Role.BOTH: self.workers}
 
     def quantization_of(self, role: "Role") -> str | None:
         """The quantization of workers of this role: the role's own setting, or that of all workers."""

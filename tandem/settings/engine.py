@@ -123,8 +123,8 @@ class EngineSettings(Settings):
     )
     kv_cache_bytes: int | None = setting(
         None,
-        help=f"KV page pool of each worker, or of each of its ranks; default: {CPU_KV_CACHE_BYTES // GIB} on CPU; on"
-        " GPUs what is left of --memory-fraction.",
+        help=f"KV page pool of each worker, or of each rank of a worker; default: {CPU_KV_CACHE_BYTES // GIB} on CPU;"
+        " on GPUs what is left of --memory-fraction.",
         topic=Topic.ENGINE,
         option="kv-cache-gib",
         kind=float | None,

@@ -91,7 +91,7 @@ class RankGroup:
             process.start()
             for end in (following_steps, following_adapters, following_calls):
                 end.close()
-            self._transports.append(RemoteTransport(calls))
+            self._transports.append(RemoteTransport(calls, number))
             self._processes.append(process)
         self._steps = StepSender([steps for steps, _ in leading_ends])
         self._adapters = AdapterSender([adapters for _, adapters in leading_ends])
@@ -253,7 +253,16 @@ def _follow(
 
 
 def _start_thread(run: Callable[..., None], *arguments: object) -> None:
-    threading.Thread(target=run, args=arguments, name=run.__name__.strip("_"), daemon=True).start()
+    """Run a function on a thread of a follower; if it fails, end the process, because the rank lacks a service then."""
+
+    def run_or_end() -> None:
+        try:
+            run(*arguments)
+        except BaseException:
+            log.exception("a thread of this rank has failed, and the rank ends with it")
+            os._exit(1)
+
+    threading.Thread(target=run_or_end, name=run.__name__.strip("_"), daemon=True).start()
 
 
 def _end_with_parent(folder: Path) -> None:

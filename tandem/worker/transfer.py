@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from kv_transfer.backends import open_transport
-from kv_transfer.base import NoticeHandler, Transport
+from kv_transfer.base import NoticeHandler, RankTransport, Transport
 from kv_transfer.layout import KVLayout
 from kv_transfer.rank_plan import RankedPages, even_stages
 from kv_transfer.ranks.group_transport import GroupTransport, rank_peer
@@ -13,7 +13,7 @@ from tandem.engine.cache.paged_cache import PagedCache
 from tandem.engine.config.sharding import PagePart
 from tandem.protocol.messages import PeerRef
 
-OpenTransport = Callable[[NoticeHandler], Transport]
+OpenTransport = Callable[[NoticeHandler], RankTransport]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,9 @@ class RankTransfer:
         name = rank_peer(self.me, rank)
         return partial(open_transport, self.backend, layout_of(cache), name, trusted_network=self.trusted_network)
 
-    def group_opener(self, cache: PagedCache, part: PagePart, others: Sequence[OpenTransport] = ()) -> OpenTransport:
+    def group_opener(
+        self, cache: PagedCache, part: PagePart, others: Sequence[OpenTransport] = ()
+    ) -> Callable[[NoticeHandler], Transport]:
         """Return the function that opens the transport of all ranks: the first, with `cache`, and the `others`."""
         openers = [self.opener(0, cache), *others]
         return partial(GroupTransport, self.me, ranked_pages(cache, part, len(openers), self.stages), openers)

@@ -1,6 +1,8 @@
 """Checks that `tandem up` makes before it starts anything: listeners, device, memory. Each error names its option."""
 
+import contextlib
 import os
+from typing import TYPE_CHECKING
 
 import psutil
 from rich.console import Console
@@ -12,11 +14,15 @@ from tandem.net.address import address_of, is_loopback
 from tandem.net.security.credentials import check_guarded
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.messages import Role
-from tandem.protocol.mode import Mode
 from tandem.settings.cluster import ClusterSettings
 from tandem.settings.engine import GIB, GPU_PAGE_TOKENS
 
+if TYPE_CHECKING:
+    from tandem.engine.config.model import ModelSpec
+
 LOOPBACK = "127.0.0.1"
+_SIZES_SHOWN = 16
+"""The largest tensor parallel size that a refusal names."""
 
 
 def check_listeners(config: ClusterSettings) -> None:
@@ -68,7 +74,7 @@ def check_device(config: ClusterSettings) -> None:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         raise InvalidArgument("--device", f"{config.engine.device} asked for, PyTorch sees no GPU; use --device cpu")
-    ranks = max(config.ranks_of(role) for role in Role)
+    ranks = max(config.ranks_of(role) for role in config.worker_counts())
     if ranks > count:
         raise InvalidArgument(
             "--tensor-parallel-size" if config.engine.pipeline_parallel_size == 1 else "--prefill-pipeline-size",
@@ -92,13 +98,13 @@ def check_memory(config: ClusterSettings) -> None:
     """
     if not config.engine.on_cpu or config.engine.kv_pool_bytes is None or config.ray_address:
         return
-    workers = config.worker_count
+    ranks = sum(count * config.ranks_of(role) for role, count in config.worker_counts().items())
     pool_gib, free = config.engine.kv_pool_bytes / GIB, psutil.virtual_memory().available / GIB
-    if workers * pool_gib > free:
+    if ranks * pool_gib > free:
         raise InvalidArgument(
             "--kv-cache-gib",
-            f"{workers} workers with {pool_gib:g} GiB each do not fit into the {free:.2f} GiB of memory that are free; "
-            f"choose less than {free / workers:.2f}",
+            f"{_workers_of(config)} with {pool_gib:g} GiB each do not fit into the {free:.2f} GiB of memory that are"
+            f" free; choose less than {free / ranks:.2f}",
         )
 
 
@@ -122,7 +128,7 @@ def check_page(config: ClusterSettings) -> None:
     shape = bounded(load_spec(config.served.model), config.engine.max_model_len)
     page_tokens = parse_page_tokens(engine, device)
     # The fewer ranks, the larger the page of each.
-    shape = rank_spec(shape, min(config.tensor_ranks_of(role) for role in Role))
+    shape = rank_spec(shape, min(config.tensor_ranks_of(role) for role in config.worker_counts()))
     needed = cache_bytes(shape, 1, page_tokens, parse_kv_dtype(engine, device, shape))
     pages = split_kv(engine, shape, page_tokens, device, config.engine.kv_pool_bytes).target or 0
     if pages < needed:
@@ -169,7 +175,7 @@ def check_weights(config: ClusterSettings) -> None:
     import torch
 
     from tandem.engine.adapters.load import slot_bytes
-    from tandem.engine.config.sharding import Rank, own_spec
+    from tandem.engine.config.sharding import Rank
     from tandem.engine.device import parse_dtype
     from tandem.engine.models.load_spec import bounded, load_spec, quantized_at_load
     from tandem.engine.models.rank_parameters import rank_bytes
@@ -179,17 +185,12 @@ def check_weights(config: ClusterSettings) -> None:
     # quantized.
     stored = bounded(load_spec(config.served.model), config.engine.max_model_len)
     shapes = {role: quantized_at_load(stored, config.quantization_of(role)) for role in Role}
-    # Rejects a model that cannot be divided.
-    divided = {
-        role: own_spec(stored, Rank.of(0, config.tensor_ranks_of(role), config.stages_of(role))) for role in Role
-    }
+    counts = config.worker_counts()
+    divided = {role: _divided(config, role, stored) for role in counts}
     if not config.engine.on_cpu or config.ray_address:
         return
     engine, device = _engine(config), torch.device("cpu")
     dtype = parse_dtype(engine, device, stored)
-    counts = {Role.BOTH: config.workers}
-    if config.router.mode == Mode.DISAGGREGATED:
-        counts = {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
     drafts, whole_output = draft_bytes(engine, stored, dtype, device), reads_output_layer(engine, stored)
     sizes = {}
     for role in counts:
@@ -205,10 +206,40 @@ def check_weights(config: ClusterSettings) -> None:
     if sum(counts[role] * (size + config.ranks_of(role) * pages) for role, size in sizes.items()) > free:
         raise InvalidArgument(
             "--device",
-            f"{config.worker_count} workers with {weights_gib:.2f} GiB of weights and {pages / GIB:.3g} GiB of KV "
-            f"cache each do not fit into the {free / GIB:.2f} GiB of memory that are free; use --device cuda, another "
-            "--dtype, less --kv-cache-gib or a smaller model",
+            f"{_workers_of(config)} with {weights_gib:.2f} GiB of weights a worker and {pages / GIB:.3g} GiB of KV"
+            f" cache each do not fit into the {free / GIB:.2f} GiB of memory that are free; use --device cuda, another"
+            " --dtype, less --kv-cache-gib or a smaller model",
         )
+
+
+def _workers_of(config: ClusterSettings) -> str:
+    """Return the number of workers in words, and that of their ranks if they have several."""
+    ranks = sum(count * config.ranks_of(role) for role, count in config.worker_counts().items())
+    workers = f"{config.worker_count} workers"
+    return workers if ranks == config.worker_count else f"{workers} of {ranks} ranks together"
+
+
+def _divided(config: ClusterSettings, role: Role, stored: "ModelSpec") -> "ModelSpec":
+    """Return the spec of the first rank of a role's workers.
+
+    Raises InvalidArgument for a model that cannot be divided; it names the option and the sizes that divide the model.
+    """
+    from tandem.engine.config.sharding import Rank, own_spec, rank_spec
+
+    try:
+        return own_spec(stored, Rank.of(0, config.tensor_ranks_of(role), config.stages_of(role)))
+    except InvalidArgument as error:
+        if error.field != "tensor_parallel_size":
+            raise
+        fitting = []
+        for ranks in range(1, _SIZES_SHOWN + 1):
+            with contextlib.suppress(InvalidArgument):
+                rank_spec(stored, ranks)
+                fitting.append(str(ranks))
+        own = getattr(config, f"{role.value}_tensor_parallel_size", None)
+        option = "--tensor-parallel-size" if own is None else f"--{role.value}-tensor-parallel-size"
+        reason = error.problem.partition(";")[0]
+        raise InvalidArgument(option, f"{reason}; sizes that divide it are {', '.join(fitting)}") from error
 
 
 def _engine(config: ClusterSettings) -> EngineConfig:

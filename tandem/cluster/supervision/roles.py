@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from tandem.protocol.errors import FailedPrecondition
 from tandem.protocol.messages import Role
-from tandem.protocol.mode import Mode
 from tandem.settings.cluster import WORKERS_MAX, ClusterSettings
 from tandem.settings.engine import GPU_MEMORY_FRACTION
 
@@ -44,7 +43,7 @@ def plan(config: ClusterSettings, gpus: int) -> tuple[Slot, ...]:
     On `cuda` the workers use the host's `gpus` GPUs round-robin; on a joined Ray, Ray assigns each worker the GPUs of
     its node.
     """
-    roles = [(role, i) for role, count in _counts(config).items() for i in range(count)]
+    roles = [(role, i) for role, count in config.worker_counts().items() for i in range(count)]
     device = config.engine.device
     devices = [device] * len(roles) if config.ray_address else _devices(config, [role for role, _ in roles], gpus)
     slots = [
@@ -78,12 +77,6 @@ def another(config: ClusterSettings, role: Role, slots: Sequence[Slot], gpus: in
     return best
 
 
-def _counts(config: ClusterSettings) -> dict[Role, int]:
-    if config.router.mode == Mode.DISAGGREGATED:
-        return {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
-    return {Role.BOTH: config.workers}
-
-
 def _memory_fraction(config: ClusterSettings, slot: Slot, slots: Sequence[Slot]) -> float:
     if config.engine.memory_fraction is not None:
         return config.engine.memory_fraction
@@ -112,10 +105,10 @@ def bundle(slot: Slot) -> dict[str, float]:
 def offer(config: ClusterSettings) -> dict[str, float]:
     """Return the resources that an existing Ray cluster must have, over all nodes, to run every worker of `config`."""
     offered: Counter[str] = Counter()
-    for role, count in _counts(config).items():
+    for role, count in config.worker_counts().items():
         offered.update(_role_resources(role, count))
     if config.ray_address and not config.engine.on_cpu:
-        offered[GPU] = sum(count * config.ranks_of(role) for role, count in _counts(config).items())
+        offered[GPU] = sum(count * config.ranks_of(role) for role, count in config.worker_counts().items())
     return dict(offered)
 
 

@@ -38,8 +38,8 @@ class PageChecksums(Protocol):
 def page_checksums(cache: KvCache, part: PagePart | None = None) -> PageChecksums:
     """Return the function that computes checksums of a cache's pages on the cache's device.
 
-    The cache is [pages, layers, 2, kv_heads, page_tokens, head_dim]. `part` is the part of a page of the whole model
-    that the cache has; None = all of it.
+    The cache is [pages, layers, parts, kv_heads, page_tokens, head_dim]. `part` is the part of a page of the whole
+    model that the cache has; None = all of it.
 
     Raises ValueError if the keys of one token and one head do not fill whole 32-bit words.
     """

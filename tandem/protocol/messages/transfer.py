@@ -32,7 +32,7 @@ class PeerDescription:
     other_ranks: "tuple[PeerDescription, ...]" = ()
     """The memory of the worker's other ranks, in order; empty unless a group of ranks divides the model."""
     stage: int = 0
-    """The pipeline stage whose layers the memory has."""
+    """The pipeline stage whose layers the memory has; stage 0 has the last layers, because its first rank samples."""
 
 
 @dataclass(frozen=True, slots=True)

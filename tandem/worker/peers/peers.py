@@ -35,7 +35,8 @@ class SameHostPeers:
     def __init__(self, host: str) -> None:
         """Create the set; `host` is the id of this host. If it is empty, no peer counts as being on this host."""
         self._host = host
-        self._runs: dict[str, dict[int, str]] = {}
+        self._runs: dict[str, dict[int, tuple[str, ...]]] = {}
+        """The processes of each incarnation's ranks; empty if they cannot be observed from here."""
 
     def add(self, them: PeerDescription) -> None:
         """Record a peer that has just connected and is therefore alive.
@@ -44,11 +45,11 @@ class SameHostPeers:
         """
         if not self._host or them.host != self._host:
             return
-        runs = self._runs.setdefault(them.peer.worker_id, {})
-        if processes.process_alive(them.process):
-            runs[them.peer.incarnation] = them.process
+        runs, ranks = self._runs.setdefault(them.peer.worker_id, {}), (them, *them.other_ranks)
+        if all(processes.process_alive(rank.process) for rank in ranks):
+            runs[them.peer.incarnation] = tuple(rank.process for rank in ranks)
         else:
-            runs.setdefault(them.peer.incarnation, "")
+            runs.setdefault(them.peer.incarnation, ())
         if len(runs) > RUNS_KEPT:
             del runs[min(runs)]
 
@@ -57,12 +58,15 @@ class SameHostPeers:
         return peer.incarnation in self._runs.get(peer.worker_id, {})
 
     def process_alive(self, peer: PeerRef) -> bool | None:
-        """Return True if this incarnation's process is alive, False if it has ended, None if that is unknown.
+        """Return True if a process of this incarnation's ranks is alive, False if all have ended, None if unknown.
 
         Any thread may call it.
         """
-        process = self._runs.get(peer.worker_id, {}).get(peer.incarnation)
-        return processes.process_alive(process) if process else None
+        ranks = self._runs.get(peer.worker_id, {}).get(peer.incarnation)
+        alive = [processes.process_alive(process) for process in ranks or ()]
+        if True in alive:
+            return True
+        return None if not alive or None in alive else False
 
 
 class IncompatiblePeers:

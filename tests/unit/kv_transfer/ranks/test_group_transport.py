@@ -21,7 +21,7 @@ from kv_transfer.in_memory import InMemoryTransport
 from kv_transfer.in_memory_fabric import InMemoryFabric
 from kv_transfer.layout import KVLayout
 from kv_transfer.rank_plan import RankedPages, even_stages
-from kv_transfer.ranks.group_transport import GroupTransport, rank_peer
+from kv_transfer.ranks.group_transport import SLACK_S, GroupTransport, rank_peer
 from kv_transfer.ranks.page_sums import GroupPageSums
 from kv_transfer.ranks.remote_transport import RemoteTransport, serve_transport
 from tandem.engine.cache.page_checksums import page_checksums
@@ -78,7 +78,7 @@ def open_group(
         if rank and in_processes:
             here, there = Pipe()
             Thread(target=serve_transport, args=(there, open_rank, rank_sums), daemon=True).start()
-            remote = RemoteTransport(here)
+            remote = RemoteTransport(here, rank)
             openers.append(remote.open)
             sums.append(remote.sums)
         else:
@@ -190,17 +190,23 @@ def test_a_write_fails_only_when_the_writes_of_all_ranks_have_ended() -> None:
         future.result(timeout=0)
 
 
-def test_no_rank_begins_a_write_before_the_writes_of_all_ranks_that_it_follows() -> None:
+def test_the_write_of_a_pair_of_ranks_follows_its_own_earlier_write() -> None:
     fabric = InMemoryFabric(schedule=lambda _: None)
     prefill, decode = (open_group(fabric, me, (2, 1), 6) for me in (PREFILL, DECODE))
     prefill.transport.add_peer(decode.transport.describe())
     first = prefill.transport.write(PageWrite(DECODE, FROM[:1], TO[:1]), 5.0)
-    prefill.transport.write(PageWrite(DECODE, FROM[1:], TO[1:], NOTICE, after=(first,)), 5.0)
-    assert len(fabric.writes) == 2
-    fabric.land(fabric.writes[0])
-    assert len(fabric.writes) == 1
-    fabric.land(fabric.writes[0])
-    assert [write.write.notice is not None for write in fabric.writes] == [True, True]
+    last = prefill.transport.write(PageWrite(DECODE, FROM[1:], TO[1:], NOTICE, after=(first,)), 5.0)
+    one, other = fabric.writes
+    fabric.land(one)
+    assert [write.sender for write in fabric.writes] == [other.sender, one.sender]
+    fabric.fail(other)
+    fabric.rest(other)
+    fabric.land(fabric.writes[-1])
+    with pytest.raises(TransferFailed, match="connection broke"):
+        first.result(timeout=0)
+    with pytest.raises(TransferFailed, match="depends on has failed"):
+        last.result(timeout=0)
+    assert len(fabric.notices) == 1, "the lease waits for the other notice"
 
 
 def test_a_description_of_ranks_survives_the_wire() -> None:
@@ -240,10 +246,25 @@ def test_the_polling_time_of_a_group_grows_only_while_all_ranks_poll() -> None:
     group = open_group(fabric, PREFILL, (2, 1), 6).transport
     for number, rank in enumerate(group._ranks):
         rank.transport_poll_s = partial(clocks.__getitem__, number)  # type: ignore[method-assign]
+    group._polls = [0.0, 0.0]
     start = group.transport_poll_s()
     clocks[0] = 5.0
     assert group.transport_poll_s() == start
     clocks[1] = 9.0
-    assert group.transport_poll_s() == start
+    assert group.transport_poll_s() <= start + SLACK_S + 1e-9
     clocks[:] = [6.0, 12.0]
-    assert group.transport_poll_s() == start + 1.0
+    assert group.transport_poll_s() <= start + SLACK_S + 1.0 + 1e-9
+
+
+def test_reports_of_different_times_do_not_slow_the_polling_time_of_a_group() -> None:
+    clocks = [0.0, 0.0]
+    fabric = InMemoryFabric(schedule=lambda _: None)
+    group = open_group(fabric, PREFILL, (2, 1), 6).transport
+    for number, rank in enumerate(group._ranks):
+        rank.transport_poll_s = partial(clocks.__getitem__, number)  # type: ignore[method-assign]
+    group._polls = [0.0, 0.0]
+    start = group.transport_poll_s()
+    for step in range(100):
+        clocks[step % 2] += 2 * SLACK_S / 4
+        group.transport_poll_s()
+    assert group.transport_poll_s() - start == pytest.approx(min(clocks), abs=SLACK_S)
