@@ -127,13 +127,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Disable garbage collection while tests are collected, and exclude tests and modules from it afterwards."""
+    """Disable garbage collection while tests are collected, and exclude tests and modules from it afterwards.
+
+    It then runs less often than by default: in the unit tests of workers it takes 1.3 s of CPU instead of 3.2 of 52.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.enable()
         gc.freeze()
+        gc.set_threshold(50_000)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.reference import Reference
 from tests.soak import soak
 
-NEW_TOKENS = 16
+NEW_TOKENS = 10
 TOLERANCE = 2e-3
 PENALTIES = [
     pytest.param({"repetition_penalty": 1.3}, marks=soak),

@@ -21,9 +21,9 @@ AT_ONCE = 24
 IN_PREFILL_TRIES = 20
 STORMS = 8
 LATER_REQUESTS = 45
-PROMPTS = 16
-"""The number of prompts that requests are drawn from: the shortest, up to 129 tokens."""
-ANSWER_TOKENS_MAX = 24
+PROMPTS = 12
+"""The number of prompts that requests are drawn from: the shortest, up to 65 tokens."""
+ANSWER_TOKENS_MAX = 12
 MOMENTS = {
     "queued": {LifecycleEvent.RECEIVED, LifecycleEvent.TOKENIZED},
     "at the prefill worker": {LifecycleEvent.PLACED, LifecycleEvent.RESERVED},

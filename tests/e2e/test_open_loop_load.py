@@ -37,7 +37,7 @@ def address(cluster: Any) -> str:
 
 @pytest.fixture(scope="module")
 def workload() -> Workload:
-    return Synthetic(Lengths(40, 0.5), Lengths(6, 0.5), cv=2.0).at(rate=6, seconds=2, seed=5)
+    return Synthetic(Lengths(40, 0.5), Lengths(6, 0.5), cv=2.0).at(rate=4, seconds=2, seed=5)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_one_request_alone_measures_a_step(address: str) -> None:
 def test_the_bench_command_measures_a_real_model(api: str, cluster: Any, tmp_path: Path) -> None:
     http = f"http://{cluster.http_address.removeprefix('http://')}"
     server = ["--url", f"grpc://{cluster.grpc_address}"] if api == "grpc" else ["--url", http, "--api", api]
-    load = ["--rate", "4", "--duration", "2", "--clients", "1", "--warm-up", "2"]
+    load = ["--rate", "4", "--duration", "1", "--clients", "1", "--warm-up", "2"]
     lengths = ["--prompt-tokens", "48", "--answer-tokens", "6", "--vocab-size", "256"]
     file = tmp_path / "bench.json"
     run = CliRunner().invoke(app, ["bench", *server, *load, *lengths, "--json", str(file)])

@@ -11,7 +11,7 @@ from tandem.protocol.generated.tandem.v1 import inference_pb2, inference_pb2_grp
 
 
 async def sample(stub: inference_pb2_grpc.InferenceStub, prompt: tuple[int, ...], seed: int | None) -> tuple[int, ...]:
-    options = inference_pb2.GenerationOptions(max_tokens=16, temperature=1.0, top_p=0.95, seed=seed, ignore_eos=True)
+    options = inference_pb2.GenerationOptions(max_tokens=8, temperature=1.0, top_p=0.95, seed=seed, ignore_eos=True)
     request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=prompt), options=options)
     got: list[int] = []
     async for message in stub.Generate(request, timeout=120):

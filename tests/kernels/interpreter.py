@@ -91,10 +91,19 @@ def init_tensor(self: Any, handle: Any, type: Any) -> None:
 
 
 def broadcast(semantic: Any, lhs: Any, rhs: Any) -> Any:
-    """Broadcasts two tensors unless they have one shape."""
-    if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape.values == rhs.type.shape.values:
-        return lhs, rhs
-    return _broadcast(semantic, lhs, rhs)
+    """Broadcasts two tensors unless they have one shape; a scalar gets the known type of the other tensor's blocks."""
+    left, right = lhs.type.is_block(), rhs.type.is_block()
+    if left and right:
+        return (lhs, rhs) if lhs.type.shape.values == rhs.type.shape.values else _broadcast(semantic, lhs, rhs)
+    if left:
+        return lhs, splat(semantic, rhs, lhs.type)
+    return (splat(semantic, lhs, rhs.type), rhs) if right else (lhs, rhs)
+
+
+def splat(semantic: Any, scalar: Any, like: Any) -> Any:
+    """Returns a block of the shape of the type `like`, filled with a scalar."""
+    block = like.with_element_ty(scalar.type)
+    return semantic.tensor(semantic.builder.create_splat(block, scalar.handle), block)
 
 
 def convert_float(numbers: Any, given: Any, wanted: Any, rounding: Any) -> Any:

@@ -208,7 +208,7 @@ def test_knees_of_every_strategy_are_simulated() -> None:
 @pytest.mark.usefixtures("short_loads")
 def test_simulated_workers_draft_if_asked() -> None:
     def gap_ms(*options: str) -> float:
-        result = run("--prompt-tokens", "100", "--answer-tokens", "60", "--rate", "1", "--workers", "1", *options)
+        result = run("--prompt-tokens", "2000", "--answer-tokens", "60", "--rate", "1", "--workers", "1", *options)
         assert result.exit_code == 0, result.stderr
         (row,) = [line for line in result.stdout.splitlines() if line.startswith("colocated, unchunked")]
         return float(row.split()[-2])

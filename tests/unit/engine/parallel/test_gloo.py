@@ -39,9 +39,13 @@ def follow(folder: Path, rank: Rank, leader: socket.socket) -> None:
     collectives.close()
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=soak), 3])
+@soak
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_processes_give_the_tokens_of_one(ranks: int, tmp_path: Path) -> None:
-    """With the kernels of CPUs, and three KV heads or one for each rank."""
+    """With the kernels of CPUs, and three KV heads or one for each rank.
+
+    `tests/integration/test_rank_group.py` runs a worker's own processes in `make test`.
+    """
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 3 if ranks == 3 else 1, "hidden_size": 96}
     folder = write_tiny_model(tmp_path, "llama3", intermediate_size=96, **sizes)
     pairs = [socket.socketpair() for _ in range(ranks - 1)]

@@ -87,7 +87,7 @@ def test_what_its_tokenization_took_is_part_of_its_ttft() -> None:
 
 def test_under_its_capacity_nobody_is_refused() -> None:
     load = Load()
-    arrivals(load, 1000.0, 10.0, 0.8 * CAPACITY, SECOND)
+    arrivals(load, 1000.0, 5.0, 0.8 * CAPACITY, SECOND)
     load.run()
     assert all(each.refused is None and each.met for each in load.requests)
 
@@ -96,16 +96,16 @@ def test_under_its_capacity_nobody_is_refused() -> None:
 def test_a_burst_of_ten_times_capacity_does_not_hurt_those_admitted(slowness: float) -> None:
     """Also where predictions are a little too good."""
     load = Load(slowness=slowness)
-    before = arrivals(load, 1000.0, 5.0, 0.7 * CAPACITY, SECOND)
-    burst = arrivals(load, 1005.0, 3.0, 10 * CAPACITY, SECOND)
-    after = arrivals(load, 1010.0, 5.0, 0.7 * CAPACITY, SECOND)
+    before = arrivals(load, 1000.0, 2.0, 0.7 * CAPACITY, SECOND)
+    burst = arrivals(load, 1002.0, 1.5, 10 * CAPACITY, SECOND)
+    after = arrivals(load, 1005.0, 2.0, 0.7 * CAPACITY, SECOND)
     load.run()
     admitted = [each for each in load.requests if each.refused is None]
     late = [each for each in admitted if not each.met]
     assert len(late) <= 0.01 * len(admitted), max(each.ttft_s for each in late)
     assert all(each.refused is None for each in [*before, *after])
     assert sum(each.refused is not None for each in burst) > 0.8 * len(burst)
-    assert sum(each.met for each in burst) > 0.75 * 3.0 * CAPACITY / slowness, "and the capacity is used"
+    assert sum(each.met for each in burst) > 0.75 * 1.5 * CAPACITY / slowness, "and the capacity is used"
 
 
 def test_a_refusal_says_when_to_come_back() -> None:
@@ -161,15 +161,15 @@ def test_best_effort_waits_for_its_turn_and_not_for_ever() -> None:
     for number in range(2):
         load.arrive(1000.0 + number * 0.001, tokens=8192)
     patient = load.arrive(1000.01)
-    arrivals(load, 1000.0, 10.0, 3 * CAPACITY, SECOND)
+    arrivals(load, 1000.0, 4.0, 3 * CAPACITY, SECOND)
     load.run()
     assert 1.0 < patient.ttft_s < 4.0
 
 
 def test_a_tenants_flood_leaves_others_their_service() -> None:
     load = Load(settings={"api_keys": ("a", "b")})
-    flood = arrivals(load, 1000.0, 6.0, 10 * CAPACITY, SECOND, tenant="flood")
-    small = arrivals(load, 1001.0, 4.0, 0.2 * CAPACITY, SECOND, tenant="small")
+    flood = arrivals(load, 1000.0, 3.0, 10 * CAPACITY, SECOND, tenant="flood")
+    small = arrivals(load, 1000.5, 2.0, 0.2 * CAPACITY, SECOND, tenant="small")
     load.run()
     assert sum(each.met for each in small) >= 0.97 * len(small)
     assert sum(each.refused is not None for each in flood) > 0.8 * len(flood)
@@ -259,7 +259,7 @@ def test_the_noisier_steps_are_the_fewer_are_admitted() -> None:
     slo, refused = SloClass("gap", 2.0, itl_s=GAP_S), []
     for noise in (1.05, 1.2, 1.35):
         load = Load(reported=replace(H200, mixed_step_margin=noise))
-        asked = arrivals(load, 1000.0, 6.0, 0.8 * CAPACITY, slo)
+        asked = arrivals(load, 1000.0, 4.0, 0.8 * CAPACITY, slo)
         load.run()
         refused.append(sum(each.refused is not None for each in asked))
         assert load.longest_step_s * noise <= 1.02 * GAP_S
@@ -272,7 +272,7 @@ def test_more_noise_never_admits_more() -> None:
     slo, refused = SloClass("gap", 2.0, itl_s=5.5e-3), []
     for noise in (1.05, 1.2, 1.3, 1.5):
         load = Load(reported=replace(H200, mixed_step_margin=noise))
-        asked = arrivals(load, 1000.0, 6.0, CAPACITY, slo)
+        asked = arrivals(load, 1000.0, 4.0, CAPACITY, slo)
         load.run()
         refused.append(sum(each.refused is not None for each in asked))
     assert H200.base_s * 1.5 > slo.itl_s > H200.base_s
