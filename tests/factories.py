@@ -201,6 +201,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "pad_token_id": 0,
     },
+    "ernie4_5": _BASE | {"model_type": "ernie4_5", "use_bias": True, "head_dim": 32, "tie_word_embeddings": True},
 }
 """Configurations as in Hugging Face checkpoints, with the field names of transformers 4 (`yarn`: 5), by family."""
 
