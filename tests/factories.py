@@ -202,6 +202,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "pad_token_id": 0,
     },
     "ernie4_5": _BASE | {"model_type": "ernie4_5", "use_bias": True, "head_dim": 32, "tie_word_embeddings": True},
+    "ernie4_5_moe": _BASE
+    | {
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": 8,
+        "moe_k": 3,
+        "moe_num_shared_experts": 2,
+        "moe_intermediate_size": 32,
+        "moe_layer_start_index": 1,
+        "tie_word_embeddings": True,
+    },
 }
 """Configurations as in Hugging Face checkpoints, with the field names of transformers 4 (`yarn`: 5), by family."""
 
