@@ -212,6 +212,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_layer_start_index": 1,
         "tie_word_embeddings": True,
     },
+    "dots1": _BASE
+    | {
+        "model_type": "dots1",
+        "head_dim": 32,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "sliding_window": 14,
+        "max_window_layers": 2,
+    },
 }
 """Configurations as in Hugging Face checkpoints, with the field names of transformers 4 (`yarn`: 5), by family."""
 
