@@ -226,6 +226,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 14,
         "max_window_layers": 2,
     },
+    "minimax_m2": _BASE
+    | {
+        "model_type": "minimax_m2",
+        "head_dim": 32,
+        "rotary_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 32,
+    },
 }
 """Configurations as in Hugging Face checkpoints, with the field names of transformers 4 (`yarn`: 5), by family."""
 
