@@ -235,6 +235,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
         "intermediate_size": 32,
     },
+    "glm4_moe_lite": _BASE
+    | _LATENT
+    | {
+        "model_type": "glm4_moe_lite",
+        "q_lora_rank": 40,
+        "num_nextn_predict_layers": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.8,
+    },
 }
 """Configurations as in Hugging Face checkpoints, with the field names of transformers 4 (`yarn`: 5), by family."""
 
