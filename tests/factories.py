@@ -83,6 +83,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "biased": _BASE | {"attention_bias": True, "mlp_bias": True, "head_dim": 32},
     "smollm2": _BASE
     | {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 96, "tie_word_embeddings": True},
+    "smollm3": _BASE
+    | {"model_type": "smollm3", "num_hidden_layers": 4, "no_rope_layer_interval": 2, "pad_token_id": 0},
+    "seed_oss": _BASE | {"model_type": "seed_oss", "head_dim": 32},
     "mistral": _BASE | {"model_type": "mistral", "sliding_window": 12},
     "qwen2": _BASE | {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 8},
     "qwen2_windows": _BASE
@@ -148,6 +151,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "routed_scaling_factor": 1.5,
     },
+    "gemma": _BASE
+    | {"model_type": "gemma", "head_dim": 32, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
     "gemma2": _BASE
     | {
         "model_type": "gemma2",
@@ -190,6 +195,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.22,
         "attention_multiplier": 0.1,
         "logits_scaling": 8.0,
+        "tie_word_embeddings": True,
+    },
+    "granite_moe": _BASE
+    | {
+        "model_type": "granitemoe",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 32,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 6.0,
         "tie_word_embeddings": True,
     },
     "olmoe": _BASE

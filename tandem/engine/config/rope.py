@@ -42,6 +42,9 @@ def parse_rope(config: Json, scaling: Json | None = None) -> RopeConfig:
     if settings is None:
         settings = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     kind = settings.get("rope_type") or settings.get("type") or "default"
+    if kind == "mrope":
+        # Qwen2-VL rotates by three positions, which are equal in text.
+        kind = "default"
     if kind not in _SUPPORTED:
         raise ModelError(f"RoPE scaling {kind!r} is not supported; supported are {', '.join(_SUPPORTED)}.")
     theta = float(settings.get("rope_theta") or config.get("rope_theta") or 10000.0)

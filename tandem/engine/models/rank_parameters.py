@@ -64,9 +64,12 @@ def _part(slot: ParameterSlot, whole: ParameterSlot, rank: Rank, *, by_token: bo
     (dim,) = (number for number, length in enumerate(own) if length != shape[number])
     if by_token:
         return StoredPart(shape, dim, (rank.rows(shape[dim]),))
+    # Whole experts are divided along their first dimension, also where the rows of each are stacked weights.
+    by_rows = dim == max(len(own) - 2, 0)
+    lengths, totals = (slot.stacked, whole.stacked) if slot.stacked and by_rows else ((own[dim],), (shape[dim],))
     ranges = []
     start = 0
-    for length, total in zip(slot.stacked or (own[dim],), whole.stacked or (shape[dim],), strict=True):
+    for length, total in zip(lengths, totals, strict=True):
         # If there are more ranks than KV heads, several ranks read the same part.
         first = start + rank.number * (total // length) // rank.count * length
         ranges.append(range(first, first + length))

@@ -24,7 +24,15 @@ TOLERANCE = 2e-5
 MARGIN = 1e-4
 """The least distance of the scores of the last expert that a token chooses and of the next one."""
 PROMPT = 150
-SEEDS = {"qwen3_moe": 9, "gpt_oss": 9, "gpt_oss_unscaled": 8, "olmoe": 8, "minimax_m2": 8, "ernie4_5_moe": 9}
+SEEDS = {
+    "qwen3_moe": 9,
+    "gpt_oss": 9,
+    "gpt_oss_unscaled": 8,
+    "olmoe": 8,
+    "granite_moe": 9,
+    "minimax_m2": 8,
+    "ernie4_5_moe": 9,
+}
 """Seeds of weights whose routers choose clearly, where the usual one's do not."""
 
 

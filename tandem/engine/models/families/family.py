@@ -247,6 +247,17 @@ def grouped_layers(
     ]
 
 
+def with_output_norms(layers: Sequence[LayerSpec]) -> list[LayerSpec]:
+    """Return the layers with norms of the outputs of attention and feed-forward network."""
+    return [replace(layer, output_norms=True) for layer in layers]
+
+
+def without_rope(layer: LayerSpec) -> LayerSpec:
+    """Return a layer of grouped-query attention without position embedding."""
+    assert isinstance(layer.attention, GroupedQueryAttention)
+    return replace(layer, attention=replace(layer.attention, rope=None))
+
+
 def _max_context(config: Json, ropes: Sequence[RopeConfig]) -> int:
     """Return the maximum context length: the stated one or, if longer, the one to which YaRN extends it."""
     stated = int(config["max_position_embeddings"])

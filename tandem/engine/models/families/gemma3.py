@@ -13,6 +13,7 @@ from tandem.engine.models.families.family import (
     parse_softcap,
     parse_window,
     windows_by_type,
+    with_output_norms,
 )
 from tandem.engine.models.families.gemma2 import gemma_model, gemma_slots
 
@@ -45,7 +46,7 @@ def _parse(given: Json) -> ModelSpec:
     layers = grouped_layers(
         config, shape, windows, dense, rope=full, qkv_bias=biased, output_bias=biased, qk_norm=shape.head_dim
     )
-    return gemma_model(config, "Gemma3ForCausalLM", [_with_rope(layer, local) for layer in layers])
+    return gemma_model(config, "Gemma3ForCausalLM", with_output_norms([_with_rope(layer, local) for layer in layers]))
 
 
 def _with_rope(layer: LayerSpec, local: RopeConfig) -> LayerSpec:

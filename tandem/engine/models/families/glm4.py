@@ -1,9 +1,15 @@
 """GLM-4 and GLM-Z1: norms of block outputs, and rotary embedding of only half of each head."""
 
-from dataclasses import replace
-
 from tandem.engine.config.model import ModelSpec
-from tandem.engine.models.families.family import Family, Json, grouped_layers, make_model, parse_dense, parse_shape
+from tandem.engine.models.families.family import (
+    Family,
+    Json,
+    grouped_layers,
+    make_model,
+    parse_dense,
+    parse_shape,
+    with_output_norms,
+)
 from tandem.engine.models.families.rows import with_paired_rope_rows
 from tandem.engine.models.parameters import (
     DenseParameters,
@@ -23,7 +29,7 @@ def _parse(config: Json) -> ModelSpec:
         parse_dense(config),
         qkv_bias=bool(config.get("attention_bias", True)),
     )
-    return make_model(config, "Glm4ForCausalLM", [replace(layer, output_norms=True) for layer in layers])
+    return make_model(config, "Glm4ForCausalLM", with_output_norms(layers))
 
 
 def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:

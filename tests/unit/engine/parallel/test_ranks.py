@@ -124,6 +124,7 @@ INDIVISIBLE_EXPERTS: list[tuple[str, int, dict[str, Any]]] = [
     ("gpt_oss", 3, {**THREE, "intermediate_size": 64, "num_local_experts": 6}),
     ("deepseek_v3", 4, {"moe_intermediate_size": 33, "n_shared_experts": 4}),
     ("mixtral", 2, {"intermediate_size": 33}),
+    ("granite_moe", 2, {"intermediate_size": 33}),
 ]
 
 
