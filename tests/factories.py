@@ -263,6 +263,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.8,
     },
+    "exaone_moe": _BASE
+    | {
+        "model_type": "exaone_moe",
+        "num_hidden_layers": 4,
+        "sliding_window": 18,
+        "sliding_window_pattern": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.5,
+    },
 }
 """Configurations as in Hugging Face checkpoints, with the field names of transformers 4 (`yarn`: 5), by family."""
 
