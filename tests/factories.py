@@ -99,6 +99,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 32,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "ministral3": _BASE
+    | {
+        "model_type": "ministral3",
+        "head_dim": 32,
+        "rope_parameters": _YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4},
+        "rope_theta": None,
+    },
     "mixtral": _BASE | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
     "qwen2_moe": _BASE
     | {

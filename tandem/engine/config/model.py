@@ -12,6 +12,15 @@ from tandem.engine.config.rope import RopeConfig
 
 
 @dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """The factor by which a query is multiplied after rotation: 1 + beta · ln(1 + ⌊position / interval⌋)."""
+
+    beta: float
+    interval: int
+    """Number of positions that have the same factor."""
+
+
+@dataclass(frozen=True, slots=True)
 class GroupedQueryAttention:
     """Grouped-query attention: `shape.heads` query heads over `shape.kv_heads` heads of keys and values."""
 
@@ -28,6 +37,8 @@ class GroupedQueryAttention:
     """
     sinks: bool = False
     """True if each head has a learned score that is part of the softmax but has no value (gpt-oss)."""
+    query_scaling: QueryScaling | None = None
+    """The scaling of queries by their position (Ministral 3); None = queries are not scaled."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,15 +28,18 @@ class AttentionBlock:
         weights: AttentionParameters,
         *,
         rope: Tensor,
+        query_factors: Tensor | None,
         kernels: Kernels,
         products: Products,
     ) -> None:
         """Prepare the weights for the kernels.
 
-        `rope` is the table of `AttentionLayer.rope`, `index` the layer's index in the KV cache.
+        `rope` is the table of `AttentionLayer.rope`, `index` the layer's index in the KV cache. `query_factors`
+        [max_context] are those of `GroupedQueryAttention.query_scaling`, or None.
         """
         self.output = products.prepare(Linear(weights.output, weights.output_bias))
         self._norm, self._kernels, self._products = norm, kernels, products
+        self._query_factors = query_factors
         self._qkv = products.prepare(Linear(weights.qkv, weights.qkv_bias))
         self._layer = AttentionLayer(index, spec.shape, rope, weights.q_norm, weights.k_norm, norm.eps, weights.sinks)
 
@@ -45,7 +48,10 @@ class AttentionBlock:
         return self._store(self._products.norm_linear(hidden, self._norm, self._qkv), layout, cache)
 
     def _store(self, qkv: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
-        return self._kernels.rope_and_store(qkv, self._layer, cache, layout)
+        q = self._kernels.rope_and_store(qkv, self._layer, cache, layout)
+        if self._query_factors is not None:
+            q *= self._query_factors[layout.positions.long()].to(q.dtype)[:, None, None]
+        return q
 
     def attend(self, q: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
         """Return the output [T, heads·head_dim] of the attention heads, before the output projection."""

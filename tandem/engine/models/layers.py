@@ -20,7 +20,7 @@ from tandem.engine.models.parameters import (
     LayerParameters,
     Parameters,
 )
-from tandem.engine.models.rope import rope_table
+from tandem.engine.models.rope import query_factors, rope_table
 
 RopeTable = Callable[[RopeConfig | None, int], Tensor]
 
@@ -102,9 +102,16 @@ def _prepare_layer(
     attention_block: AttentionBlock | LatentBlock
     if isinstance(attention, GroupedQueryAttention):
         assert isinstance(outer, AttentionParameters)
-        rope = table(attention.rope, attention.shape.rotated)
+        rope, scaling = table(attention.rope, attention.shape.rotated), attention.query_scaling
         attention_block = AttentionBlock(
-            attention, slot.layer, before, outer, rope=rope, kernels=kernels, products=products
+            attention,
+            slot.layer,
+            before,
+            outer,
+            rope=rope,
+            query_factors=None if scaling is None else query_factors(scaling, len(rope), rope.device),
+            kernels=kernels,
+            products=products,
         )
     else:
         assert isinstance(outer, LatentParameters)

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from tandem.engine.config.model import QueryScaling
 from tandem.engine.config.rope import RopeConfig
 
 
@@ -19,6 +20,12 @@ def rope_table(rope: RopeConfig | None, dims: int, max_context: int, device: tor
     angles = torch.outer(torch.arange(max_context, dtype=torch.float32), frequencies)
     table = torch.cat((angles.cos(), angles.sin()), dim=-1)
     return (table * rope.attention_factor).to(device)
+
+
+def query_factors(scaling: QueryScaling, max_context: int, device: torch.device) -> Tensor:
+    """Return the factor of the queries at each position: [max_context] float32."""
+    intervals = torch.arange(max_context, device=device) // scaling.interval
+    return 1 + scaling.beta * torch.log1p(intervals.float())
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

@@ -27,6 +27,11 @@ TEXT: dict[str, Any] = {
 SECTIONS = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
 QWEN_TOWER = {"depth": 1, "num_heads": 2, "in_channels": 3}
 MODELS: dict[str, dict[str, Any]] = {
+    "mistral3": {
+        "text_config": TEXT | {"model_type": "ministral3", "head_dim": 16},
+        "vision_config": {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+        | {"num_attention_heads": 2},
+    },
     "qwen2_vl": {
         "text_config": TEXT | {"rope_parameters": SECTIONS},
         "vision_config": QWEN_TOWER | {"embed_dim": 32, "hidden_size": 64},
