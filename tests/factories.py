@@ -282,6 +282,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "routed_scaling_factor": 1.5,
     },
+    "hunyuan_v1_dense": _BASE
+    | {
+        "model_type": "hunyuan_v1_dense",
+        "head_dim": 32,
+        "attention_bias": True,
+        "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0},
+    },
 }
 """Configurations as in Hugging Face checkpoints, with the field names of transformers 4 (`yarn`: 5), by family."""
 

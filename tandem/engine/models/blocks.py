@@ -1,5 +1,6 @@
 """The kinds of attention and feed-forward network that a layer may have, with weights prepared for the kernels."""
 
+import torch
 from torch import Tensor
 
 from tandem.engine.config.model import DenseFeedForward, GroupedQueryAttention, LatentAttention, MixtureOfExperts
@@ -41,7 +42,14 @@ class AttentionBlock:
         self._norm, self._kernels, self._products = norm, kernels, products
         self._query_factors = query_factors
         self._qkv = products.prepare(Linear(weights.qkv, weights.qkv_bias))
-        self._layer = AttentionLayer(index, spec.shape, rope, weights.q_norm, weights.k_norm, norm.eps, weights.sinks)
+        q_norm, k_norm = weights.q_norm, weights.k_norm
+        self._query_weight: Tensor | None = None
+        if spec.norm_after_rope and q_norm is not None and k_norm is not None:
+            # Rotation keeps the length of a vector, so only the weights must be applied after it: those of both norms
+            # to the queries, as a score is a sum of products of their elements and the keys'.
+            self._query_weight = q_norm.float() * k_norm.float()
+            q_norm = k_norm = torch.ones_like(q_norm)
+        self._layer = AttentionLayer(index, spec.shape, rope, q_norm, k_norm, norm.eps, weights.sinks)
 
     def store(self, hidden: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
         """Store the keys and values of the step's tokens in `cache`, and return the queries."""
@@ -49,6 +57,8 @@ class AttentionBlock:
 
     def _store(self, qkv: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
         q = self._kernels.rope_and_store(qkv, self._layer, cache, layout)
+        if self._query_weight is not None:
+            q *= self._query_weight
         if self._query_factors is not None:
             q *= self._query_factors[layout.positions.long()].to(q.dtype)[:, None, None]
         return q
