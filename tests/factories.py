@@ -289,6 +289,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0},
     },
+    "hunyuan_v1_moe": _BASE
+    | {
+        "model_type": "hunyuan_v1_moe",
+        "head_dim": 32,
+        "num_experts": 8,
+        "moe_topk": [2, 3, 2],
+        "intermediate_size": 96,
+        "tie_word_embeddings": True,
+    },
 }
 """Configurations as in Hugging Face checkpoints, with the field names of transformers 4 (`yarn`: 5), by family."""
 
