@@ -187,6 +187,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "phi3": _BASE | {"model_type": "phi3", "sliding_window": 30, "pad_token_id": 0},
+    "phi3_longrope": _BASE
+    | {
+        "model_type": "phi3",
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0 + pair / 8 for pair in range(8)],
+            "long_factor": [1.0 + pair * pair for pair in range(8)],
+        },
+        "original_max_position_embeddings": 16,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
     "glm4": _BASE
     | {
         "model_type": "glm4",

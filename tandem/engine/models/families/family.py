@@ -232,6 +232,7 @@ def grouped_layers(
     `rope` is their rotary embedding; None = that of config.json.
     """
     rope = parse_rope(config) if rope is None else rope
+    _check_longrope(rope, shape)
     return [
         LayerSpec(
             GroupedQueryAttention(
@@ -256,6 +257,13 @@ def without_rope(layer: LayerSpec) -> LayerSpec:
     """Return a layer of grouped-query attention without position embedding."""
     assert isinstance(layer.attention, GroupedQueryAttention)
     return replace(layer, attention=replace(layer.attention, rope=None))
+
+
+def _check_longrope(rope: RopeConfig, shape: AttentionShape) -> None:
+    pairs = shape.rotated // 2
+    for factors in (rope.short_factors, rope.long_factors):
+        if rope.kind == "longrope" and len(factors) != pairs:
+            raise ModelError(f"config.json has {len(factors)} factors of longrope for {pairs} pairs of dimensions.")
 
 
 def _max_context(config: Json, ropes: Sequence[RopeConfig]) -> int:
