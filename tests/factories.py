@@ -310,6 +310,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "intermediate_size": 96,
         "tie_word_embeddings": True,
     },
+    "mistral4": _BASE
+    | _LATENT
+    | {
+        "model_type": "mistral4",
+        "q_lora_rank": 40,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "rope_parameters": _YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+        "rope_theta": None,
+    },
 }
 """Configurations as in Hugging Face checkpoints, with the field names of transformers 4 (`yarn`: 5), by family."""
 

@@ -57,6 +57,8 @@ class LatentAttention:
     """The epsilon of the norms of the latents, which differs from that of the model's other norms."""
     bias: bool = False
     """True if the projections that compute the latents, and the output projection, have biases."""
+    query_scaling: QueryScaling | None = None
+    """The scaling of queries by their position (Mistral 4); None = queries are not scaled."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,9 +59,7 @@ class AttentionBlock:
         q = self._kernels.rope_and_store(qkv, self._layer, cache, layout)
         if self._query_weight is not None:
             q *= self._query_weight
-        if self._query_factors is not None:
-            q *= self._query_factors[layout.positions.long()].to(q.dtype)[:, None, None]
-        return q
+        return _scaled(q, self._query_factors, layout)
 
     def attend(self, q: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
         """Return the output [T, heads·head_dim] of the attention heads, before the output projection."""
@@ -79,15 +77,18 @@ class LatentBlock:
         weights: LatentParameters,
         *,
         rope: Tensor,
+        query_factors: Tensor | None,
         kernels: Kernels,
         products: Products,
     ) -> None:
         """Prepare the weights for the kernels.
 
-        `rope` is the table of `LatentLayer.rope`, `index` the layer's index in the KV cache.
+        `rope` is the table of `LatentLayer.rope`, `index` the layer's index in the KV cache. `query_factors`
+        [max_context] are those of `LatentAttention.query_scaling`, or None.
         """
         self.output = products.prepare(Linear(weights.output, weights.output_bias))
         self._norm, self._kernels, self._products = norm, kernels, products
+        self._query_factors = query_factors
         self._down = products.prepare(Linear(weights.down, weights.down_bias))
         self._query_up = None if weights.query_up is None else products.prepare(Linear(weights.query_up))
         self._query_norm = None if weights.query_norm is None else Norm(weights.query_norm, spec.norm_eps)
@@ -100,7 +101,8 @@ class LatentBlock:
         q, latents = down[:, :-cached], down[:, -cached:]
         if self._query_up is not None and self._query_norm is not None:
             q = self._products.norm_linear(q.contiguous(), self._query_norm, self._query_up)
-        return self._kernels.latent_store(q, latents, self._layer, unquantized(cache), layout)
+        q = self._kernels.latent_store(q, latents, self._layer, unquantized(cache), layout)
+        return _scaled(q, self._query_factors, layout)
 
     def attend(self, q: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
         """Return the output [T, heads·v_dim] of the attention heads, before the output projection."""
@@ -144,3 +146,10 @@ class ExpertsBlock:
         """
         assert output_norm is None
         self._products.experts(hidden, self._layer, slots, hidden)
+
+
+def _scaled(q: Tensor, factors: Tensor | None, layout: StepLayout) -> Tensor:
+    """Multiply the queries [T, heads, any] by the factor of each token's position in place, if there are factors."""
+    if factors is not None:
+        q *= factors[layout.positions.long()].to(q.dtype)[:, None, None]
+    return q

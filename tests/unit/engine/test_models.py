@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mistral4ForCausalLM
 
 from tandem.engine.config.model import MixtureOfExperts
 from tandem.engine.kernels import reference
@@ -34,6 +34,8 @@ SEEDS = {
     "ernie4_5_moe": 9,
 }
 """Seeds of weights whose routers choose clearly, where the usual one's do not."""
+CLASSES = {"mistral4": Mistral4ForCausalLM}
+"""The classes of models that AutoModelForCausalLM does not find, by model type."""
 
 
 class Case:
@@ -65,7 +67,8 @@ class Case:
 
 
 def _logits(folder: Path, token_ids: tuple[int, ...]) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(
+    loader = CLASSES.get(AutoConfig.from_pretrained(folder).model_type, AutoModelForCausalLM)
+    model = loader.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )
     with torch.inference_mode():
