@@ -246,6 +246,91 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "pad_token_id": 0,
     },
+    "ernie4_5": _BASE | {"model_type": "ernie4_5", "use_bias": True, "head_dim": 32, "tie_word_embeddings": True},
+    "ernie4_5_moe": _BASE
+    | {
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": 8,
+        "moe_k": 3,
+        "moe_num_shared_experts": 2,
+        "moe_intermediate_size": 32,
+        "moe_layer_start_index": 1,
+        "tie_word_embeddings": True,
+    },
+    "dots1": _BASE
+    | {
+        "model_type": "dots1",
+        "head_dim": 32,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "sliding_window": 14,
+        "max_window_layers": 2,
+    },
+    "minimax_m2": _BASE
+    | {
+        "model_type": "minimax_m2",
+        "head_dim": 32,
+        "rotary_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 32,
+    },
+    "glm4_moe_lite": _BASE
+    | _LATENT
+    | {
+        "model_type": "glm4_moe_lite",
+        "q_lora_rank": 40,
+        "num_nextn_predict_layers": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.8,
+    },
+    "exaone_moe": _BASE
+    | {
+        "model_type": "exaone_moe",
+        "num_hidden_layers": 4,
+        "sliding_window": 18,
+        "sliding_window_pattern": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.5,
+    },
+    "hunyuan_v1_dense": _BASE
+    | {
+        "model_type": "hunyuan_v1_dense",
+        "head_dim": 32,
+        "attention_bias": True,
+        "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0},
+    },
+    "hunyuan_v1_moe": _BASE
+    | {
+        "model_type": "hunyuan_v1_moe",
+        "head_dim": 32,
+        "num_experts": 8,
+        "moe_topk": [2, 3, 2],
+        "intermediate_size": 96,
+        "tie_word_embeddings": True,
+    },
+    "mistral4": _BASE
+    | _LATENT
+    | {
+        "model_type": "mistral4",
+        "q_lora_rank": 40,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "rope_parameters": _YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+        "rope_theta": None,
+    },
 }
 """Configurations as in Hugging Face checkpoints, with the field names of transformers 4 (`yarn`: 5), by family."""
 

@@ -35,6 +35,8 @@ class GroupedQueryAttention:
     `head_dim` normalizes each head by itself, with the same weights for all heads; `heads · head_dim` normalizes the
     whole row, with one weight per element.
     """
+    norm_after_rope: bool = False
+    """True if the queries and keys of each head are normalized after rotation instead of before it (Hunyuan)."""
     sinks: bool = False
     """True if each head has a learned score that is part of the softmax but has no value (gpt-oss)."""
     query_scaling: QueryScaling | None = None
@@ -55,6 +57,8 @@ class LatentAttention:
     """The epsilon of the norms of the latents, which differs from that of the model's other norms."""
     bias: bool = False
     """True if the projections that compute the latents, and the output projection, have biases."""
+    query_scaling: QueryScaling | None = None
+    """The scaling of queries by their position (Mistral 4); None = queries are not scaled."""
 
 
 @dataclass(frozen=True, slots=True)

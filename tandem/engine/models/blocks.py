@@ -1,5 +1,6 @@
 """The kinds of attention and feed-forward network that a layer may have, with weights prepared for the kernels."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -55,7 +56,14 @@ class AttentionBlock:
         self._norm, self._kernels, self._products = norm, kernels, products
         self._query_factors = query_factors
         self._qkv = products.prepare(Linear(weights.qkv, weights.qkv_bias))
-        self._layer = AttentionLayer(index, spec.shape, rope, weights.q_norm, weights.k_norm, norm_eps, weights.sinks)
+        q_norm, k_norm = weights.q_norm, weights.k_norm
+        self._query_weight: Tensor | None = None
+        if spec.norm_after_rope and q_norm is not None and k_norm is not None:
+            # Rotation keeps the length of a vector, so only the weights must be applied after it: those of both norms
+            # to the queries, as a score is a sum of products of their elements and the keys'.
+            self._query_weight = q_norm.float() * k_norm.float()
+            q_norm = k_norm = torch.ones_like(q_norm)
+        self._layer = AttentionLayer(index, spec.shape, rope, q_norm, k_norm, norm_eps, weights.sinks)
 
     def store(self, hidden: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
         """Store the keys and values of the step's tokens in `cache`, and return the queries."""
@@ -63,9 +71,9 @@ class AttentionBlock:
 
     def _store(self, qkv: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
         q = self._kernels.rope_and_store(qkv, self._layer, cache, layout)
-        if self._query_factors is not None:
-            q *= self._query_factors[layout.positions.long()].to(q.dtype)[:, None, None]
-        return q
+        if self._query_weight is not None:
+            q *= self._query_weight
+        return _scaled(q, self._query_factors, layout)
 
     def attend(self, q: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
         """Return the output [T, heads·head_dim] of the attention heads, before the output projection."""
@@ -83,15 +91,18 @@ class LatentBlock:
         weights: LatentParameters,
         *,
         rope: Tensor,
+        query_factors: Tensor | None,
         kernels: Kernels,
         products: Products,
     ) -> None:
         """Prepare the weights for the kernels.
 
-        `rope` is the table of `LatentLayer.rope`, `index` the layer's index in the KV cache.
+        `rope` is the table of `LatentLayer.rope`, `index` the layer's index in the KV cache. `query_factors`
+        [max_context] are those of `LatentAttention.query_scaling`, or None.
         """
         self.output = products.prepare(Linear(weights.output, weights.output_bias))
         self._norm, self._kernels, self._products = norm, kernels, products
+        self._query_factors = query_factors
         self._down = products.prepare(Linear(weights.down, weights.down_bias))
         self._query_up = None if weights.query_up is None else products.prepare(Linear(weights.query_up))
         self._query_norm = None if weights.query_norm is None else Norm(weights.query_norm, spec.norm_eps)
@@ -104,7 +115,8 @@ class LatentBlock:
         q, latents = down[:, :-cached], down[:, -cached:]
         if self._query_up is not None and self._query_norm is not None:
             q = self._products.norm_linear(q.contiguous(), self._query_norm, self._query_up)
-        return self._kernels.latent_store(q, latents, self._layer, unquantized(cache), layout)
+        q = self._kernels.latent_store(q, latents, self._layer, unquantized(cache), layout)
+        return _scaled(q, self._query_factors, layout)
 
     def attend(self, q: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
         """Return the output [T, heads·v_dim] of the attention heads, before the output projection."""
@@ -159,3 +171,10 @@ class ExpertsBlock:
         """
         assert output_norm is None
         self._products.experts(hidden, self._layer, slots, hidden)
+
+
+def _scaled(q: Tensor, factors: Tensor | None, layout: StepLayout) -> Tensor:
+    """Multiply the queries [T, heads, any] by the factor of each token's position in place, if there are factors."""
+    if factors is not None:
+        q *= factors[layout.positions.long()].to(q.dtype)[:, None, None]
+    return q

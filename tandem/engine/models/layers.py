@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 from torch import Tensor
 
 from tandem.engine.config.kv import kv_groups
-from tandem.engine.config.model import GroupedQueryAttention, MixtureOfExperts, ModelSpec
+from tandem.engine.config.model import GroupedQueryAttention, MixtureOfExperts, ModelSpec, QueryScaling
 from tandem.engine.config.rope import RopeConfig
 from tandem.engine.expert_tokens import ExpertTokens
 from tandem.engine.kernels.base import Kernels, Products
@@ -23,6 +24,7 @@ from tandem.engine.models.parameters import (
 from tandem.engine.models.rope import query_factors, rope_table
 
 RopeTable = Callable[[RopeConfig | None, int], Tensor]
+QueryFactors = Callable[[QueryScaling | None], Tensor | None]
 
 
 class CacheLayer(NamedTuple):
@@ -54,7 +56,7 @@ def prepare_layers(
     max_context: int,
     expert_tokens: ExpertTokens,
 ) -> list[DecoderLayer]:
-    """Prepare all layers for the kernels; layers with the same rotary embedding share its table.
+    """Prepare all layers for the kernels; layers with the same rotary embedding or query scaling share its table.
 
     `products` computes the matrix products: `kernels` itself, or a wrapper of it that applies adapters.
     """
@@ -65,6 +67,10 @@ def prepare_layers(
         if (rope, dims) not in tables:
             tables[rope, dims] = rope_table(rope, dims, max_context, device)
         return tables[rope, dims]
+
+    @cache
+    def factors(scaling: QueryScaling | None) -> Tensor | None:
+        return None if scaling is None else query_factors(scaling, max_context, device)
 
     slots = {
         layer: CacheLayer(number, index)
@@ -80,6 +86,7 @@ def prepare_layers(
             kernels=kernels,
             products=products,
             table=table,
+            factors=factors,
             expert_tokens=expert_tokens,
         )
         for number, weights in enumerate(parameters.layers)
@@ -95,6 +102,7 @@ def _prepare_layer(
     kernels: Kernels,
     products: Products,
     table: RopeTable,
+    factors: QueryFactors,
     expert_tokens: ExpertTokens,
 ) -> DecoderLayer:
     layer = spec.layers[number]
@@ -107,7 +115,7 @@ def _prepare_layer(
     attention_block: AttentionBlock | LatentBlock
     if isinstance(attention, GroupedQueryAttention):
         assert isinstance(outer, AttentionParameters)
-        rope, scaling = table(attention.rope, attention.shape.rotated), attention.query_scaling
+        rope = table(attention.rope, attention.shape.rotated)
         attention_block = AttentionBlock(
             attention,
             slot.layer,
@@ -115,7 +123,7 @@ def _prepare_layer(
             outer,
             norm_eps=spec.norm_eps,
             rope=rope,
-            query_factors=None if scaling is None else query_factors(scaling, len(rope), rope.device),
+            query_factors=factors(attention.query_scaling),
             kernels=kernels,
             products=products,
         )
@@ -124,7 +132,14 @@ def _prepare_layer(
         assert isinstance(before, Norm)
         rope = table(attention.rope, attention.shape.rope)
         attention_block = LatentBlock(
-            attention, slot.layer, before, outer, rope=rope, kernels=kernels, products=products
+            attention,
+            slot.layer,
+            before,
+            outer,
+            rope=rope,
+            query_factors=factors(attention.query_scaling),
+            kernels=kernels,
+            products=products,
         )
     feed_forward_block: DenseBlock | ExpertsBlock
     if isinstance(feed_forward, MixtureOfExperts):

@@ -34,6 +34,8 @@ _PREFIXES = (
 """Pairs of name prefixes of the text model's tensors: in multimodal checkpoints, and in text-only checkpoints."""
 _ATTENTION_SCALES = tuple(f".{part}_{kind}" for part in ("q", "k", "v", "kv") for kind in ("scale", "zero_point"))
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_PREDICTING_MODULE = re.compile(r"(model\.)?mtp[._]")
+"""Begins the names of multi-token prediction modules that are not numbered as layers (ERNIE 4.5, K-EXAONE)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ class TensorNames:
         if self.spec.quantization is not None and name.endswith(_ATTENTION_SCALES):
             return True
         if name.endswith("rotary_emb.inv_freq") or (self.spec.tied_embeddings and name == "lm_head.weight"):
+            return True
+        if _PREDICTING_MODULE.match(name):
             return True
         layer, own = _LAYER.match(name), len(self.spec.layers)
         return layer is not None and own <= int(layer[1]) < own + self.predicting_layers

@@ -66,6 +66,21 @@ def with_dense(config: Json, layers: Sequence[LayerSpec], numbers: Container[int
     ]
 
 
+def parse_dense_layers(config: Json, first: int = 0) -> list[int]:
+    """Return the numbers of the layers that have no experts.
+
+    They are named by `mlp_layer_types`, or else are the first `first_k_dense_replace` layers, by default `first`.
+    Raises ModelError if `mlp_layer_types` has another type or number of layers.
+    """
+    layers = int(config["num_hidden_layers"])
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        return list(range(min(layers, int(config.get("first_k_dense_replace", first) or 0))))
+    if len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
+        raise ModelError(f"mlp_layer_types must name {layers} layers, each dense or sparse.")
+    return [number for number, kind in enumerate(kinds) if kind == "dense"]
+
+
 def parse_sigmoid_router(config: Json) -> ExpertRouter:
     """Return the router of DeepSeek-V3 and GLM-4.5: sigmoid scores, and a bias used only to choose the experts."""
     return ExpertRouter(

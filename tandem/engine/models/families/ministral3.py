@@ -30,15 +30,18 @@ def _parse(given: Json) -> ModelSpec:
     config = dict(given) if scaled else dict(given) | {"rope_parameters": _ROPE}
     windows = (parse_window(config),) * int(config["num_hidden_layers"])
     layers = grouped_layers(config, parse_shape(config, head_dim=128), windows, parse_dense(config))
+    scaling = parse_query_scaling(config)
+    return make_model(config, "Ministral3ForCausalLM", [_with_scaling(layer, scaling) for layer in layers])
+
+
+def parse_query_scaling(config: Json) -> QueryScaling | None:
+    """Return the scaling of queries by their position; None without one."""
     settings = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     beta, context = settings.get("llama_4_scaling_beta"), settings.get("original_max_position_embeddings")
-    if beta:
-        scaling = QueryScaling(float(beta), int(context or config["max_position_embeddings"]))
-        layers = [_with_scaling(layer, scaling) for layer in layers]
-    return make_model(config, "Ministral3ForCausalLM", layers)
+    return QueryScaling(float(beta), int(context or config["max_position_embeddings"])) if beta else None
 
 
-def _with_scaling(layer: LayerSpec, scaling: QueryScaling) -> LayerSpec:
+def _with_scaling(layer: LayerSpec, scaling: QueryScaling | None) -> LayerSpec:
     assert isinstance(layer.attention, GroupedQueryAttention)
     return replace(layer, attention=replace(layer.attention, query_scaling=scaling))
 

@@ -267,7 +267,8 @@ def test_a_text_part_that_does_not_stand_alone(tmp_path: Path) -> None:
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, "glm4_moe", num_nextn_predict_layers=1)
     tensors = load_file(folder / WEIGHTS)
-    save_file(tensors | {"model.layers.3.eh_proj.weight": torch.ones(2)}, folder / WEIGHTS)
-    check_model(folder)
+    for name in ("model.layers.3.eh_proj.weight", "model.mtp_block.0.mlp.up_proj.weight", "mtp.fc.weight"):
+        save_file(tensors | {name: torch.ones(2)}, folder / WEIGHTS)
+        check_model(folder)
     save_file(tensors | {"model.layers.4.eh_proj.weight": torch.ones(2)}, folder / WEIGHTS)
     assert "has tensor model.layers.4.eh_proj.weight" in refusal(folder)
