@@ -11,6 +11,8 @@ from tandem.engine.models.families import slots_of
 from tandem.engine.models.parameters import Parameters, ParameterSlot, StoredPart
 
 _META = torch.device("meta")
+_MATRIX = 2
+"""The number of dimensions of a weight matrix; stacked experts have one more."""
 
 
 def allocate_rank(
@@ -64,9 +66,9 @@ def _part(slot: ParameterSlot, whole: ParameterSlot, rank: Rank, *, by_token: bo
     (dim,) = (number for number, length in enumerate(own) if length != shape[number])
     if by_token:
         return StoredPart(shape, dim, (rank.rows(shape[dim]),))
-    # Whole experts are divided along their first dimension, also where the rows of each are stacked weights.
-    by_rows = dim == max(len(own) - 2, 0)
-    lengths, totals = (slot.stacked, whole.stacked) if slot.stacked and by_rows else ((own[dim],), (shape[dim],))
+    # Whole experts are divided along their first dimension, also where each of them has stacked weights.
+    by_expert = dim == 0 and len(own) > _MATRIX
+    lengths, totals = ((own[dim],), (shape[dim],)) if by_expert or not slot.stacked else (slot.stacked, whole.stacked)
     ranges = []
     start = 0
     for length, total in zip(lengths, totals, strict=True):

@@ -1,4 +1,4 @@
-"""The text parts of multimodal models against transformers in float32, from folders as transformers writes them."""
+"""The text parts of multimodal models against transformers in float32."""
 
 import json
 from pathlib import Path
@@ -9,9 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.steps.batch import StepBatch
 from tests.factories import row, tiny_engine_config
+from tests.ranks import group_runner
 
 TOLERANCE = 2e-5
 IDS = [(11 * position + 5) % 157 for position in range(40)]
@@ -45,18 +47,33 @@ MODELS: dict[str, dict[str, Any]] = {
         "vision_config": QWEN_TOWER
         | {"hidden_size": 32, "intermediate_size": 32, "out_hidden_size": 64, "deepstack_visual_indexes": [0]},
     },
+    "qwen3_vl_moe": {
+        "text_config": TEXT
+        | {"rope_parameters": SECTIONS | {"mrope_interleaved": True}, "head_dim": 16, "tie_word_embeddings": False}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]},
+        "vision_config": QWEN_TOWER
+        | {"hidden_size": 32, "intermediate_size": 32, "out_hidden_size": 64, "deepstack_visual_indexes": [0]},
+    },
 }
 
 
-def write(folder: Path, model_type: str) -> torch.Tensor:
-    """Writes a model with random weights, and returns its logits of the text."""
+def write(folder: Path, model_type: str, **changes: Any) -> torch.Tensor:
+    """Writes a model with random weights, and returns its logits of the text; `changes` override its text part."""
     torch.manual_seed(0)
+    parts = MODELS[model_type]
     model = AutoModelForImageTextToText.from_config(
-        AutoConfig.for_model(model_type, **MODELS[model_type]), attn_implementation="eager"
+        AutoConfig.for_model(model_type, **(parts | {"text_config": parts["text_config"] | changes})),
+        attn_implementation="eager",
+        experts_implementation="eager",
     )
     for name, weight in model.named_parameters():
         torch.nn.init.normal_(weight, mean=float("norm" in name), std=0.1)
     model.save_pretrained(folder)
+    weights = folder / "model.safetensors"
+    # Published experts are transposed; transformers reads both forms.
+    tensors = load_file(weights)
+    transposed = {name: tensor.mT.contiguous() for name, tensor in tensors.items() if ".mlp.experts." in name}
+    save_file(tensors | transposed, weights, metadata={"format": "pt"})
     with torch.inference_mode():
         logits: torch.Tensor = model(input_ids=torch.tensor([IDS])).logits[0]
     return logits
@@ -69,6 +86,18 @@ def assert_same_logits(folder: Path, wanted: torch.Tensor) -> None:
     for start, end in ((21, 30), (30, 40)):
         actual = runner.logits(StepBatch([row(IDS[start:end], start, pages)]))
         torch.testing.assert_close(actual[0], wanted[end - 1], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("intermediate", [32, 33])
+def test_stacked_and_transposed_experts_are_divided_among_ranks(intermediate: int, tmp_path: Path) -> None:
+    """Those of 33 elements are whole on a rank."""
+    write(tmp_path, "qwen3_vl_moe", moe_intermediate_size=intermediate)
+    config = tiny_engine_config(tmp_path)
+    batch = StepBatch([row(IDS, 0, list(range(3)))])
+    wanted = ModelRunner.load(config, kernels=ReferenceKernels()).logits(batch).clone()
+    with group_runner(config, 2) as (runner, _):
+        actual = runner.logits(batch)
+        torch.testing.assert_close(actual, wanted, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize("model_type", MODELS)
