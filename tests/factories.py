@@ -228,6 +228,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "logits_scaling": 6.0,
         "tie_word_embeddings": True,
     },
+    "olmo2": _BASE | {"model_type": "olmo2", "pad_token_id": 0},
+    "olmo3": _BASE
+    | {
+        "model_type": "olmo3",
+        "sliding_window": 20,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        "num_hidden_layers": 4,
+        "pad_token_id": 0,
+    },
     "olmoe": _BASE
     | {
         "model_type": "olmoe",

@@ -67,8 +67,10 @@ class DenseFeedForward:
 
     width: int
     activation: str = "silu"
-    """The activation function: `silu` or `gelu_tanh`."""
+    """The activation function: `silu`, `gelu_tanh`, or `relu2`, which is max(0, x)²."""
     bias: bool = False
+    gated: bool = True
+    """False for down · activation(up), which has no gate (Arcee)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,10 @@ class LayerSpec:
     feed_forward: FeedForward
     output_norms: bool = False
     """True if the outputs of attention and feed-forward network are normalized before they are added (Gemma)."""
+    input_norms: bool = True
+    """False if attention and feed-forward network take hidden states that are not normalized (OLMo 2)."""
+    parallel: bool = False
+    """True if the feed-forward network takes the same input as attention, with the same norm (Cohere)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +162,10 @@ class ModelSpec:
     """The dtype that the checkpoint states; None if it states none."""
     wide_norms: bool = False
     """True if norm weights are kept in float32 and applied before the result is rounded (Gemma)."""
+    layer_norms: bool = False
+    """True if the norms are LayerNorm, which subtracts the mean, instead of RMSNorm (Cohere)."""
+    norm_bias: bool = False
+    """True if the norms have biases; only LayerNorm may have them (Nemotron)."""
     embedding_scale: float = 1.0
     """The factor by which embeddings are multiplied; rounded to the model's dtype."""
     logits_scale: float = 1.0

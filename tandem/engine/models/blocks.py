@@ -1,6 +1,7 @@
 """The kinds of attention and feed-forward network that a layer may have, with weights prepared for the kernels."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.engine.config.model import DenseFeedForward, GroupedQueryAttention, LatentAttention, MixtureOfExperts
@@ -11,11 +12,22 @@ from tandem.engine.kernels.layers import (
     DenseLayer,
     Experts,
     ExpertsLayer,
+    InputNorm,
     LatentLayer,
     Linear,
     Norm,
 )
+from tandem.engine.kernels.reference import activate
 from tandem.engine.models.parameters import AttentionParameters, DenseParameters, LatentParameters
+
+
+def normed_linear(products: Products, hidden: Tensor, norm: InputNorm, linear: Linear) -> Tensor:
+    """Return norm(hidden) · weightᵀ + bias → [T, out]; RMSNorm is fused with the product where the kernels do that."""
+    if isinstance(norm, Norm):
+        return products.norm_linear(hidden, norm, linear)
+    if norm is not None:
+        hidden = F.layer_norm(hidden, hidden.shape[-1:], norm.weight, norm.bias, norm.eps)
+    return products.column_linear(hidden, linear)
 
 
 class AttentionBlock:
@@ -25,9 +37,10 @@ class AttentionBlock:
         self,
         spec: GroupedQueryAttention,
         index: int,
-        norm: Norm,
+        norm: InputNorm,
         weights: AttentionParameters,
         *,
+        norm_eps: float,
         rope: Tensor,
         query_factors: Tensor | None,
         kernels: Kernels,
@@ -36,7 +49,8 @@ class AttentionBlock:
         """Prepare the weights for the kernels.
 
         `rope` is the table of `AttentionLayer.rope`, `index` the layer's index in the KV cache. `query_factors`
-        [max_context] are those of `GroupedQueryAttention.query_scaling`, or None.
+        [max_context] are those of `GroupedQueryAttention.query_scaling`, or None. `norm_eps` is the epsilon of the
+        norms of queries and keys.
         """
         self.output = products.prepare(Linear(weights.output, weights.output_bias))
         self._norm, self._kernels, self._products = norm, kernels, products
@@ -49,11 +63,11 @@ class AttentionBlock:
             # to the queries, as a score is a sum of products of their elements and the keys'.
             self._query_weight = q_norm.float() * k_norm.float()
             q_norm = k_norm = torch.ones_like(q_norm)
-        self._layer = AttentionLayer(index, spec.shape, rope, q_norm, k_norm, norm.eps, weights.sinks)
+        self._layer = AttentionLayer(index, spec.shape, rope, q_norm, k_norm, norm_eps, weights.sinks)
 
     def store(self, hidden: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
         """Store the keys and values of the step's tokens in `cache`, and return the queries."""
-        return self._store(self._products.norm_linear(hidden, self._norm, self._qkv), layout, cache)
+        return self._store(normed_linear(self._products, hidden, self._norm, self._qkv), layout, cache)
 
     def _store(self, qkv: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
         q = self._kernels.rope_and_store(qkv, self._layer, cache, layout)
@@ -113,21 +127,32 @@ class DenseBlock:
     """The dense feed-forward network of one layer."""
 
     def __init__(
-        self, spec: DenseFeedForward, norm: Norm, weights: DenseParameters, *, kernels: Kernels, products: Products
+        self, spec: DenseFeedForward, norm: InputNorm, weights: DenseParameters, *, kernels: Kernels, products: Products
     ) -> None:
-        self._kernels, self._products = kernels, products
-        gate_up = products.prepare(Linear(weights.gate_up, weights.gate_up_bias))
-        down = products.prepare(Linear(weights.down, weights.down_bias))
-        self._layer = DenseLayer(norm, gate_up, down, spec.activation)
+        self._norm, self._kernels, self._products = norm, kernels, products
+        self._gate_up = products.prepare(Linear(weights.gate_up, weights.gate_up_bias))
+        self._down = products.prepare(Linear(weights.down, weights.down_bias))
+        self._activation = spec.activation
+        self._layer: DenseLayer | None = None
+        """The layer for fused kernels; None if the network has another norm than RMSNorm, or no gate."""
+        if isinstance(norm, Norm) and spec.gated:
+            self._layer = DenseLayer(norm, self._gate_up, self._down, spec.activation)
 
     def add(self, hidden: Tensor, slots: Tensor, output_norm: Norm | None) -> None:
         """Add the network's output to `hidden` in place; if `output_norm` is given, the output is normalized first."""
-        layer, products = self._layer, self._products
-        if output_norm is None:
-            products.feed_forward(hidden, layer)
+        products = self._products
+        if output_norm is not None:
+            self._kernels.norm_add(products.linear(self._active(hidden), self._down), output_norm, hidden)
+        elif self._layer is not None:
+            products.feed_forward(hidden, self._layer)
         else:
-            active = products.norm_gate_up(hidden, layer.norm, layer.gate_up, layer.activation)
-            self._kernels.norm_add(products.linear(active, layer.down), output_norm, hidden)
+            products.linear_add(self._active(hidden), self._down, hidden)
+
+    def _active(self, hidden: Tensor) -> Tensor:
+        """Return the network's inner elements [T, I], after the activation."""
+        if (layer := self._layer) is not None:
+            return self._products.norm_gate_up(hidden, layer.norm, layer.gate_up, layer.activation)
+        return activate(normed_linear(self._products, hidden, self._norm, self._gate_up), self._activation)
 
 
 class ExpertsBlock:

@@ -12,7 +12,7 @@ from tandem.engine.config.model import GroupedQueryAttention, MixtureOfExperts, 
 from tandem.engine.config.rope import RopeConfig
 from tandem.engine.expert_tokens import ExpertTokens
 from tandem.engine.kernels.base import Kernels, Products
-from tandem.engine.kernels.layers import Experts, Norm
+from tandem.engine.kernels.layers import Experts, LayerNorm, Norm
 from tandem.engine.models.blocks import AttentionBlock, DenseBlock, ExpertsBlock, LatentBlock
 from tandem.engine.models.parameters import (
     AttentionParameters,
@@ -43,6 +43,8 @@ class DecoderLayer:
     feed_forward: DenseBlock | ExpertsBlock
     feed_forward_output_norm: Norm | None
     group: int
+    parallel: bool
+    """As in `LayerSpec`."""
 
 
 def prepare_layers(
@@ -106,7 +108,10 @@ def _prepare_layer(
     layer = spec.layers[number]
     attention, feed_forward = layer.attention, layer.feed_forward
     outer, inner = weights.attention, weights.feed_forward
-    before, between = Norm(weights.input_norm, spec.norm_eps), Norm(weights.feed_forward_norm, spec.norm_eps)
+    before = between = None
+    if weights.input_norm is not None and weights.feed_forward_norm is not None:
+        before = input_norm(spec, weights.input_norm, weights.input_norm_bias)
+        between = input_norm(spec, weights.feed_forward_norm, weights.feed_forward_norm_bias)
     attention_block: AttentionBlock | LatentBlock
     if isinstance(attention, GroupedQueryAttention):
         assert isinstance(outer, AttentionParameters)
@@ -116,6 +121,7 @@ def _prepare_layer(
             slot.layer,
             before,
             outer,
+            norm_eps=spec.norm_eps,
             rope=rope,
             query_factors=factors(attention.query_scaling),
             kernels=kernels,
@@ -123,6 +129,7 @@ def _prepare_layer(
         )
     else:
         assert isinstance(outer, LatentParameters)
+        assert isinstance(before, Norm)
         rope = table(attention.rope, attention.shape.rope)
         attention_block = LatentBlock(
             attention,
@@ -137,6 +144,7 @@ def _prepare_layer(
     feed_forward_block: DenseBlock | ExpertsBlock
     if isinstance(feed_forward, MixtureOfExperts):
         assert isinstance(inner, Experts)
+        assert isinstance(between, Norm)
         counted = replace(inner, tokens=expert_tokens.of_layer(number))
         feed_forward_block = ExpertsBlock(feed_forward, between, counted, kernels=kernels, products=products)
     else:
@@ -148,7 +156,13 @@ def _prepare_layer(
         feed_forward_block,
         _output_norm(weights.feed_forward_output_norm, spec),
         slot.group,
+        layer.parallel,
     )
+
+
+def input_norm(spec: ModelSpec, weight: Tensor, bias: Tensor | None) -> Norm | LayerNorm:
+    """Return the norm of a product's input: RMSNorm, or LayerNorm if the model has `layer_norms`."""
+    return LayerNorm(weight, bias, spec.norm_eps) if spec.layer_norms else Norm(weight, spec.norm_eps)
 
 
 def _output_norm(weight: Tensor | None, spec: ModelSpec) -> Norm | None:

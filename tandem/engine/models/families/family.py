@@ -216,6 +216,28 @@ def make_model(
     return spec
 
 
+def ropes_by_type(config: Json, full_theta: float, window_theta: float) -> tuple[RopeConfig, RopeConfig]:
+    """Return the rotary embeddings of layers without a window and with one; the thetas are the family's defaults.
+
+    They are named by attention type in `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` apply to
+    the layers without a window (transformers 4).
+    """
+    named = config.get("rope_parameters") or {}
+    if "full_attention" in named:
+        full = {"rope_theta": full_theta} | dict(named["full_attention"] or {})
+        local = {"rope_theta": window_theta} | dict(named.get("sliding_attention") or {})
+        return parse_rope(config, full), parse_rope(config, local)
+    full = {"rope_theta": config.get("rope_theta") or full_theta} | dict(config.get("rope_scaling") or {})
+    return parse_rope(config, full), RopeConfig(theta=window_theta)
+
+
+def with_window_rope(layer: LayerSpec, rope: RopeConfig) -> LayerSpec:
+    """Return the layer; if it has a window, its rotary embedding is replaced by `rope`."""
+    attention = layer.attention
+    assert isinstance(attention, GroupedQueryAttention)
+    return layer if attention.shape.window is None else replace(layer, attention=replace(attention, rope=rope))
+
+
 def grouped_layers(
     config: Json,
     shape: AttentionShape,
