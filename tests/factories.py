@@ -331,6 +331,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": _YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
         "rope_theta": None,
     },
+    "exaone4": _BASE
+    | {
+        "model_type": "exaone4",
+        "num_hidden_layers": 4,
+        "sliding_window": 18,
+        "sliding_window_pattern": 2,
+        "rope_scaling": _LLAMA3_ROPE,
+    },
+    "exaone4_no_windows": _BASE
+    | {"model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 3},
 }
 """Configurations as in Hugging Face checkpoints, with the field names of transformers 4 (`yarn`: 5), by family."""
 
