@@ -86,6 +86,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": _BASE
     | {"model_type": "smollm3", "num_hidden_layers": 4, "no_rope_layer_interval": 2, "pad_token_id": 0},
     "seed_oss": _BASE | {"model_type": "seed_oss", "head_dim": 32},
+    "arcee": _BASE | {"model_type": "arcee", "hidden_act": "relu2", "mlp_bias": True},
     "mistral": _BASE | {"model_type": "mistral", "sliding_window": 12},
     "qwen2": _BASE | {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 8},
     "qwen2_windows": _BASE
@@ -227,6 +228,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.1,
         "logits_scaling": 6.0,
         "tie_word_embeddings": True,
+    },
+    "cohere2": _BASE
+    | {
+        "model_type": "cohere2",
+        "num_hidden_layers": 4,
+        "sliding_window": 20,
+        "sliding_window_pattern": 2,
+        "layer_norm_eps": 1e-5,
+        "rms_norm_eps": None,
+        "logit_scale": 0.3,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
+    "nemotron": _BASE
+    | {
+        "model_type": "nemotron",
+        "head_dim": 32,
+        "hidden_act": "relu2",
+        "norm_eps": 1e-5,
+        "rms_norm_eps": None,
+        "partial_rotary_factor": 0.5,
     },
     "olmo2": _BASE | {"model_type": "olmo2", "pad_token_id": 0},
     "olmo3": _BASE

@@ -55,6 +55,14 @@ def parse_dense(config: Json, *, bias: bool = False, activation: str = "silu") -
     return DenseFeedForward(int(config["intermediate_size"]), parse_activation(config, activation), bias)
 
 
+def parse_ungated(config: Json) -> DenseFeedForward:
+    """Return a feed-forward network without a gate. Raises ModelError if its activation is not `relu2`."""
+    named = config.get("hidden_act", "relu2")
+    if named != "relu2":
+        raise ModelError(f"hidden_act {named!r} is not supported without a gate; supported is relu2.")
+    return DenseFeedForward(int(config["intermediate_size"]), named, bool(config.get("mlp_bias")), gated=False)
+
+
 def with_dense(config: Json, layers: Sequence[LayerSpec], numbers: Container[int]) -> list[LayerSpec]:
     """Return `layers` with the experts replaced by a dense network in the layers whose numbers are in `numbers`."""
     dense = [number for number in range(len(layers)) if number in numbers]
