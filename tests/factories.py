@@ -363,6 +363,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "exaone4_no_windows": _BASE
     | {"model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 3},
+    "cohere2_moe": _BASE
+    | {
+        "model_type": "cohere2_moe",
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "sliding_window": 18,
+        "sliding_window_pattern": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 1,
+        "expert_selection_fn": "sigmoid",
+        "intermediate_size": 48,
+        "prefix_dense_intermediate_size": 96,
+        "first_k_dense_replace": 1,
+        "rms_norm_eps": None,
+        "tie_word_embeddings": True,
+    },
 }
 """Configurations as in Hugging Face checkpoints, with the field names of transformers 4 (`yarn`: 5), by family."""
 
