@@ -156,6 +156,7 @@ def test_windows_follow_each_family() -> None:
         ({"num_key_value_heads": 3}, "4 attention heads do not divide into 3"),
         ({"head_dim": 15}, "15 of 15 dimensions are rotated"),
         ({"vocab_size": 0}, "at least 1"),
+        ({"model_type": "arcee"}, "hidden_act 'silu' is not supported without a gate"),
         ({"hidden_size": "wide"}, "invalid literal"),
         ({"rope_scaling": "yes"}, "not a complete model configuration"),
         ({"rope_scaling": {"rope_type": "linear"}}, "'factor' is missing"),
