@@ -353,6 +353,33 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": _YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
         "rope_theta": None,
     },
+    "exaone4": _BASE
+    | {
+        "model_type": "exaone4",
+        "num_hidden_layers": 4,
+        "sliding_window": 18,
+        "sliding_window_pattern": 2,
+        "rope_scaling": _LLAMA3_ROPE,
+    },
+    "exaone4_no_windows": _BASE
+    | {"model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 3},
+    "cohere2_moe": _BASE
+    | {
+        "model_type": "cohere2_moe",
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "sliding_window": 18,
+        "sliding_window_pattern": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 1,
+        "expert_selection_fn": "sigmoid",
+        "intermediate_size": 48,
+        "prefix_dense_intermediate_size": 96,
+        "first_k_dense_replace": 1,
+        "rms_norm_eps": None,
+        "tie_word_embeddings": True,
+    },
 }
 """Configurations as in Hugging Face checkpoints, with the field names of transformers 4 (`yarn`: 5), by family."""
 

@@ -14,6 +14,7 @@ from tandem.engine.kernels.layers import (
     ExpertsLayer,
     InputNorm,
     LatentLayer,
+    LayerNorm,
     Linear,
     Norm,
 )
@@ -159,10 +160,19 @@ class ExpertsBlock:
     """The mixture of experts of one layer."""
 
     def __init__(
-        self, spec: MixtureOfExperts, norm: Norm, weights: Experts, *, kernels: Kernels, products: Products
+        self,
+        spec: MixtureOfExperts,
+        norm: Norm | LayerNorm,
+        weights: Experts,
+        *,
+        kernels: Kernels,
+        products: Products,
     ) -> None:
+        """Prepare the weights for the kernels; `norm` has no bias."""
         self._products = products
-        self._layer = ExpertsLayer(norm, kernels.prepare_experts(weights), spec)
+        # LayerNorm without a bias is RMSNorm of the input minus its mean.
+        self._centred = isinstance(norm, LayerNorm)
+        self._layer = ExpertsLayer(Norm(norm.weight, norm.eps), kernels.prepare_experts(weights), spec)
 
     def add(self, hidden: Tensor, slots: Tensor, output_norm: Norm | None) -> None:
         """Add the output of the experts to `hidden` in place.
@@ -170,7 +180,8 @@ class ExpertsBlock:
         Tokens whose slot is -1 are padding, for which no expert is computed.
         """
         assert output_norm is None
-        self._products.experts(hidden, self._layer, slots, hidden)
+        source = hidden - hidden.mean(-1, keepdim=True) if self._centred else hidden
+        self._products.experts(source, self._layer, slots, hidden)
 
 
 def _scaled(q: Tensor, factors: Tensor | None, layout: StepLayout) -> Tensor:

@@ -144,7 +144,7 @@ def _prepare_layer(
     feed_forward_block: DenseBlock | ExpertsBlock
     if isinstance(feed_forward, MixtureOfExperts):
         assert isinstance(inner, Experts)
-        assert isinstance(between, Norm)
+        assert isinstance(between, Norm) or (between is not None and between.bias is None)
         counted = replace(inner, tokens=expert_tokens.of_layer(number))
         feed_forward_block = ExpertsBlock(feed_forward, between, counted, kernels=kernels, products=products)
     else:

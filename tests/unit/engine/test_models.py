@@ -30,6 +30,7 @@ SEEDS = {
     "gpt_oss_unscaled": 8,
     "olmoe": 8,
     "granite_moe": 9,
+    "cohere2_moe": 8,
     "minimax_m2": 8,
     "ernie4_5_moe": 9,
 }

@@ -17,8 +17,7 @@ from tandem.engine.models.families.family import (
     windows_by_type,
     without_rope,
 )
-from tandem.engine.models.families.rows import with_paired_rope_rows
-from tandem.engine.models.parameters import Parameters, ParameterSlot, standard_slots
+from tandem.engine.models.families.rows import paired_rope_slots
 
 _DEFAULTS = {"sliding_window": 4096, "sliding_window_pattern": 4, "logit_scale": 0.0625, "layer_norm_eps": 1e-5}
 """The defaults of transformers for fields that config.json may leave out."""
@@ -51,8 +50,4 @@ def _with_own_rope(layer: LayerSpec) -> LayerSpec:
     return without_rope(layer) if layer.attention.shape.window is None else layer
 
 
-def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
-    return with_paired_rope_rows(spec, standard_slots(spec, parameters))
-
-
-FAMILY = Family(("Cohere2ForCausalLM",), ("cohere2",), _parse, _slots)
+FAMILY = Family(("Cohere2ForCausalLM",), ("cohere2",), _parse, paired_rope_slots)

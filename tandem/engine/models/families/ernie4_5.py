@@ -2,8 +2,7 @@
 
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.models.families.family import Family, Json, grouped_layers, make_model, parse_dense, parse_shape
-from tandem.engine.models.families.rows import with_paired_rope_rows
-from tandem.engine.models.parameters import Parameters, ParameterSlot, standard_slots
+from tandem.engine.models.families.rows import paired_rope_slots
 
 ERNIE_DEFAULTS = {"rope_theta": 500000.0, "rms_norm_eps": 1e-5}
 """The defaults of transformers for fields that config.json may leave out."""
@@ -23,9 +22,4 @@ def _parse(given: Json) -> ModelSpec:
     return make_model(config, "Ernie4_5ForCausalLM", layers, tied_by_default=True)
 
 
-def ernie_slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
-    """Return the slots of a model with the names of Llama's checkpoints and rotated pairs in neighbouring rows."""
-    return with_paired_rope_rows(spec, standard_slots(spec, parameters))
-
-
-FAMILY = Family(("Ernie4_5ForCausalLM",), ("ernie4_5",), _parse, ernie_slots)
+FAMILY = Family(("Ernie4_5ForCausalLM",), ("ernie4_5",), _parse, paired_rope_slots)

@@ -2,7 +2,7 @@
 
 from tandem.engine.config.model import ExpertRouter, MixtureOfExperts, ModelSpec
 from tandem.engine.kernels.layers import Experts
-from tandem.engine.models.families.ernie4_5 import ERNIE_DEFAULTS, ernie_slots
+from tandem.engine.models.families.ernie4_5 import ERNIE_DEFAULTS
 from tandem.engine.models.families.family import (
     Family,
     Json,
@@ -11,6 +11,7 @@ from tandem.engine.models.families.family import (
     parse_shape,
     with_dense,
 )
+from tandem.engine.models.families.rows import paired_rope_slots
 from tandem.engine.models.parameters import Parameters, ParameterSlot
 from tandem.protocol.errors import ModelError
 
@@ -44,7 +45,7 @@ def _has_experts(config: Json, number: int) -> bool:
 
 def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
     """Return the slots; the bias of the choice is stored as a matrix of one row."""
-    slots = ernie_slots(spec, parameters)
+    slots = paired_rope_slots(spec, parameters)
     for number, weights in enumerate(parameters.layers):
         if isinstance(weights.feed_forward, Experts):
             assert weights.feed_forward.choice_bias is not None

@@ -10,13 +10,12 @@ from tandem.engine.models.families.family import (
     parse_shape,
     with_output_norms,
 )
-from tandem.engine.models.families.rows import with_paired_rope_rows
+from tandem.engine.models.families.rows import paired_rope_slots
 from tandem.engine.models.parameters import (
     DenseParameters,
     Parameters,
     ParameterSlot,
     stacked_gate_up,
-    standard_slots,
 )
 
 
@@ -33,7 +32,7 @@ def _parse(config: Json) -> ModelSpec:
 
 
 def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
-    every = with_paired_rope_rows(spec, standard_slots(spec, parameters)).items()
+    every = paired_rope_slots(spec, parameters).items()
     slots = {name: slot for name, slot in every if "gate_proj" not in name and "up_proj" not in name}
     for number, weights in enumerate(parameters.layers):
         assert isinstance(weights.feed_forward, DenseParameters)

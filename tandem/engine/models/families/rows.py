@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from tandem.engine.config.model import GroupedQueryAttention, ModelSpec
-from tandem.engine.models.parameters import ParameterSlot
+from tandem.engine.models.parameters import Parameters, ParameterSlot, standard_slots
 
 
-def with_paired_rope_rows(spec: ModelSpec, slots: dict[str, ParameterSlot]) -> dict[str, ParameterSlot]:
+def paired_rope_slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
     """Return the slots of a model whose checkpoints store the two rows of each rotated pair next to each other.
 
-    All layers have grouped-query attention, and `slots` has the names of Llama's checkpoints. Rows of q and k are
+    The names are those of Llama's checkpoints, and all layers have grouped-query attention. Rows of q and k are
     reordered.
     """
-    result = dict(slots)
+    result = standard_slots(spec, parameters)
     for number, layer in enumerate(spec.layers):
         assert isinstance(layer.attention, GroupedQueryAttention)
         shape = layer.attention.shape
