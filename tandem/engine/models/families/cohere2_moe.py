@@ -29,7 +29,7 @@ _DEFAULTS = {"sliding_window": 4096, "sliding_window_pattern": 4, "prefix_dense_
 def _parse(given: Json) -> ModelSpec:
     config = _DEFAULTS | dict(given)
     dense = parse_dense_layers(config)
-    windows = _windows(config, len(dense))
+    windows = _windows(config, int(config.get("first_k_dense_replace") or 0))
     biased = bool(config.get("attention_bias"))
     layers = grouped_layers(
         config, parse_shape(config, head_dim=128), windows, _experts(config), qkv_bias=biased, output_bias=biased
@@ -53,13 +53,13 @@ def _parse(given: Json) -> ModelSpec:
     )
 
 
-def _windows(config: Json, dense: int) -> tuple[int | None, ...]:
-    """Return each layer's window; the pattern of the first `dense` layers is a different one."""
-    first, others = int(config["prefix_dense_sliding_window_pattern"]), int(config["sliding_window_pattern"])
+def _windows(config: Json, prefix_layers: int) -> tuple[int | None, ...]:
+    """Return each layer's window; the first `prefix_layers` layers have a pattern of their own."""
+    prefix_every, every = int(config["prefix_dense_sliding_window_pattern"]), int(config["sliding_window_pattern"])
 
     def kind(number: int) -> str:
-        place, every = (number, first) if number < dense else (number - dense, others)
-        return "sliding_attention" if (place + 1) % every else "full_attention"
+        remainder = (number + 1) % prefix_every if number < prefix_layers else (number - prefix_layers + 1) % every
+        return "sliding_attention" if remainder else "full_attention"
 
     return windows_by_type(config, parse_window(config), kind)
 
@@ -73,7 +73,7 @@ def _experts(config: Json) -> MixtureOfExperts:
     if score not in {"softmax", "sigmoid"}:
         raise ModelError(f"expert_selection_fn {score!r} is not supported; softmax and sigmoid are.")
     halved = shared > 0 and combination == "average"
-    if halved and config.get("quantization_config"):
+    if halved and (config.get("quantization_config") or config.get("compression_config")):
         raise ModelError(
             "the average of shared and other experts is not supported with quantized weights; use weights of 16 bits."
         )

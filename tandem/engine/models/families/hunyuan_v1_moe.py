@@ -14,17 +14,17 @@ def _parse(config: Json) -> ModelSpec:
         raise ModelError("use_cla is not supported; every layer must have keys and values of its own.")
     chosen, width = config.get("moe_topk") or config["num_experts_per_tok"], int(config["intermediate_size"])
     count = int(config["num_hidden_layers"])
-    each = [int(number) for number in chosen] if isinstance(chosen, list) else [int(chosen)] * count
-    if len(each) != count:
-        raise ModelError(f"moe_topk names {len(each)} layers, num_hidden_layers is {count}.")
+    top_ks = [int(number) for number in chosen] if isinstance(chosen, list) else [int(chosen)] * count
+    if len(top_ks) != count:
+        raise ModelError(f"moe_topk names {len(top_ks)} layers, num_hidden_layers is {count}.")
     experts = MixtureOfExperts(
-        experts=parse_expert_count(config), top_k=each[0], width=width, router=ExpertRouter(), shared_width=width
+        experts=parse_expert_count(config), top_k=top_ks[0], width=width, router=ExpertRouter(), shared_width=width
     )
-    layers = [_choosing(layer, top_k) for layer, top_k in zip(hunyuan_layers(config, experts), each, strict=True)]
+    layers = [_with_top_k(layer, top_k) for layer, top_k in zip(hunyuan_layers(config, experts), top_ks, strict=True)]
     return make_model(config, "HunYuanMoEV1ForCausalLM", layers)
 
 
-def _choosing(layer: LayerSpec, top_k: int) -> LayerSpec:
+def _with_top_k(layer: LayerSpec, top_k: int) -> LayerSpec:
     assert isinstance(layer.feed_forward, MixtureOfExperts)
     return replace(layer, feed_forward=replace(layer.feed_forward, top_k=top_k))
 
