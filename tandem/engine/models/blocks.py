@@ -68,9 +68,7 @@ class AttentionBlock:
 
     def store(self, hidden: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
         """Store the keys and values of the step's tokens in `cache`, and return the queries."""
-        return self._store(normed_linear(self._products, hidden, self._norm, self._qkv), layout, cache)
-
-    def _store(self, qkv: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
+        qkv = normed_linear(self._products, hidden, self._norm, self._qkv)
         q = self._kernels.rope_and_store(qkv, self._layer, cache, layout)
         if self._query_weight is not None:
             q *= self._query_weight

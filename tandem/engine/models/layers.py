@@ -108,10 +108,8 @@ def _prepare_layer(
     layer = spec.layers[number]
     attention, feed_forward = layer.attention, layer.feed_forward
     outer, inner = weights.attention, weights.feed_forward
-    before = between = None
-    if weights.input_norm is not None and weights.feed_forward_norm is not None:
-        before = input_norm(spec, weights.input_norm, weights.input_norm_bias)
-        between = input_norm(spec, weights.feed_forward_norm, weights.feed_forward_norm_bias)
+    norms = (weights.input_norm, weights.input_norm_bias), (weights.feed_forward_norm, weights.feed_forward_norm_bias)
+    before, between = (None if weight is None else input_norm(spec, weight, bias) for weight, bias in norms)
     attention_block: AttentionBlock | LatentBlock
     if isinstance(attention, GroupedQueryAttention):
         assert isinstance(outer, AttentionParameters)
