@@ -83,6 +83,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "biased": _BASE | {"attention_bias": True, "mlp_bias": True, "head_dim": 32},
     "smollm2": _BASE
     | {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 96, "tie_word_embeddings": True},
+    "smollm3": _BASE
+    | {"model_type": "smollm3", "num_hidden_layers": 4, "no_rope_layer_interval": 2, "pad_token_id": 0},
+    "seed_oss": _BASE | {"model_type": "seed_oss", "head_dim": 32},
+    "arcee": _BASE | {"model_type": "arcee", "hidden_act": "relu2", "mlp_bias": True},
     "mistral": _BASE | {"model_type": "mistral", "sliding_window": 12},
     "qwen2": _BASE | {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 8},
     "qwen2_windows": _BASE
@@ -95,6 +99,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 20,
         "head_dim": 32,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "ministral3": _BASE
+    | {
+        "model_type": "ministral3",
+        "head_dim": 32,
+        "rope_parameters": _YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4},
+        "rope_theta": None,
     },
     "mixtral": _BASE | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
     "qwen2_moe": _BASE
@@ -148,6 +159,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "routed_scaling_factor": 1.5,
     },
+    "gemma": _BASE
+    | {"model_type": "gemma", "head_dim": 32, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
     "gemma2": _BASE
     | {
         "model_type": "gemma2",
@@ -175,6 +188,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "phi3": _BASE | {"model_type": "phi3", "sliding_window": 30, "pad_token_id": 0},
+    "phi3_longrope": _BASE
+    | {
+        "model_type": "phi3",
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0 + pair / 8 for pair in range(8)],
+            "long_factor": [1.0 + pair * pair for pair in range(8)],
+        },
+        "original_max_position_embeddings": 16,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
     "glm4": _BASE
     | {
         "model_type": "glm4",
@@ -192,6 +217,48 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "logits_scaling": 8.0,
         "tie_word_embeddings": True,
     },
+    "granite_moe": _BASE
+    | {
+        "model_type": "granitemoe",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 32,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 6.0,
+        "tie_word_embeddings": True,
+    },
+    "cohere2": _BASE
+    | {
+        "model_type": "cohere2",
+        "num_hidden_layers": 4,
+        "sliding_window": 20,
+        "sliding_window_pattern": 2,
+        "layer_norm_eps": 1e-5,
+        "rms_norm_eps": None,
+        "logit_scale": 0.3,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
+    "nemotron": _BASE
+    | {
+        "model_type": "nemotron",
+        "head_dim": 32,
+        "hidden_act": "relu2",
+        "norm_eps": 1e-5,
+        "rms_norm_eps": None,
+        "partial_rotary_factor": 0.5,
+    },
+    "olmo2": _BASE | {"model_type": "olmo2", "pad_token_id": 0},
+    "olmo3": _BASE
+    | {
+        "model_type": "olmo3",
+        "sliding_window": 20,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        "num_hidden_layers": 4,
+        "pad_token_id": 0,
+    },
     "olmoe": _BASE
     | {
         "model_type": "olmoe",
@@ -200,6 +267,118 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "intermediate_size": 32,
         "norm_topk_prob": False,
         "pad_token_id": 0,
+    },
+    "ernie4_5": _BASE | {"model_type": "ernie4_5", "use_bias": True, "head_dim": 32, "tie_word_embeddings": True},
+    "ernie4_5_moe": _BASE
+    | {
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": 8,
+        "moe_k": 3,
+        "moe_num_shared_experts": 2,
+        "moe_intermediate_size": 32,
+        "moe_layer_start_index": 1,
+        "tie_word_embeddings": True,
+    },
+    "dots1": _BASE
+    | {
+        "model_type": "dots1",
+        "head_dim": 32,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "sliding_window": 14,
+        "max_window_layers": 2,
+    },
+    "minimax_m2": _BASE
+    | {
+        "model_type": "minimax_m2",
+        "head_dim": 32,
+        "rotary_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 32,
+    },
+    "glm4_moe_lite": _BASE
+    | _LATENT
+    | {
+        "model_type": "glm4_moe_lite",
+        "q_lora_rank": 40,
+        "num_nextn_predict_layers": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.8,
+    },
+    "exaone_moe": _BASE
+    | {
+        "model_type": "exaone_moe",
+        "num_hidden_layers": 4,
+        "sliding_window": 18,
+        "sliding_window_pattern": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.5,
+    },
+    "hunyuan_v1_dense": _BASE
+    | {
+        "model_type": "hunyuan_v1_dense",
+        "head_dim": 32,
+        "attention_bias": True,
+        "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0},
+    },
+    "hunyuan_v1_moe": _BASE
+    | {
+        "model_type": "hunyuan_v1_moe",
+        "head_dim": 32,
+        "num_experts": 8,
+        "moe_topk": [2, 3, 2],
+        "intermediate_size": 96,
+        "tie_word_embeddings": True,
+    },
+    "mistral4": _BASE
+    | _LATENT
+    | {
+        "model_type": "mistral4",
+        "q_lora_rank": 40,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "rope_parameters": _YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+        "rope_theta": None,
+    },
+    "exaone4": _BASE
+    | {
+        "model_type": "exaone4",
+        "num_hidden_layers": 4,
+        "sliding_window": 18,
+        "sliding_window_pattern": 2,
+        "rope_scaling": _LLAMA3_ROPE,
+    },
+    "exaone4_no_windows": _BASE
+    | {"model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 3},
+    "cohere2_moe": _BASE
+    | {
+        "model_type": "cohere2_moe",
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "sliding_window": 18,
+        "sliding_window_pattern": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 1,
+        "expert_selection_fn": "sigmoid",
+        "intermediate_size": 48,
+        "prefix_dense_intermediate_size": 96,
+        "first_k_dense_replace": 1,
+        "rms_norm_eps": None,
+        "tie_word_embeddings": True,
     },
 }
 """Configurations as in Hugging Face checkpoints, with the field names of transformers 4 (`yarn`: 5), by family."""

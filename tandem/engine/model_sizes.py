@@ -161,7 +161,7 @@ def _dense_weights(layer: LayerSpec, hidden: int) -> int:
     if isinstance(feed_forward, MixtureOfExperts):
         inner = 3 * feed_forward.shared_width + feed_forward.experts
     else:
-        inner = 3 * feed_forward.width
+        inner = (3 if feed_forward.gated else 2) * feed_forward.width
     return _attention_weights(layer.attention, hidden) + hidden * inner
 
 

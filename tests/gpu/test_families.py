@@ -22,14 +22,17 @@ PROMPT, CHUNK, DECODED = 150, 64, 4
 _WIDE = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 _LATENT = {"hidden_size": 128, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
 """Dimensions that the GPU's kernels take."""
+_OWN: dict[str, dict[str, Any]] = {
+    "llama2": {"num_key_value_heads": 4},
+    "cohere2": {"num_attention_heads": 2, "head_dim": None},
+    "phi3_longrope": {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 32, "long_factor": [3.0] * 32}},
+}
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_logits_of_the_plain_kernels(family: str, tmp_path: Path) -> None:
-    changes: dict[str, Any] = _LATENT if family.startswith("deepseek") else _WIDE
-    if family == "llama2":
-        changes = changes | {"num_key_value_heads": 4}
-    folder = write_tiny_model(tmp_path / family, family, **changes)
+    changes: dict[str, Any] = _LATENT if "kv_lora_rank" in FAMILIES[family] else _WIDE
+    folder = write_tiny_model(tmp_path / family, family, **(changes | _OWN.get(family, {})))
     config = EngineConfig.of(
         folder, device="cuda", dtype="float32", kv_cache_bytes=1 << 26, page_tokens=16, max_batch_requests=64
     )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem.engine.adapters.folder import AdapterFolder, LowRank
 from tandem.engine.config.attention import AttentionShape
-from tandem.engine.config.model import GroupedQueryAttention, ModelSpec
+from tandem.engine.config.model import DenseFeedForward, GroupedQueryAttention, ModelSpec
 from tandem.engine.config.sharding import ALONE, Rank, rank_spec
 from tandem.engine.kernels.packed_weight import PackedWeight, Weight
 from tandem.engine.models.parameters import DenseParameters, Parameters, ParameterSlot, StoredPart
@@ -134,7 +134,9 @@ def _stacked(spec: ModelSpec, parameters: Parameters) -> Iterator[tuple[Weight, 
         if isinstance(layer.attention, GroupedQueryAttention):
             yield attention.qkv, _ends(layer.attention.shape)  # type: ignore[union-attr]
         if isinstance(inner, DenseParameters):
-            yield inner.gate_up, (len(inner.gate_up) // 2, len(inner.gate_up))
+            assert isinstance(layer.feed_forward, DenseFeedForward)
+            rows = len(inner.gate_up)
+            yield inner.gate_up, (rows // 2, rows) if layer.feed_forward.gated else (rows,)
             yield inner.down, (len(inner.down),)
 
 

@@ -12,6 +12,15 @@ from tandem.engine.config.rope import RopeConfig
 
 
 @dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """The factor by which a query is multiplied after rotation: 1 + beta · ln(1 + ⌊position / interval⌋)."""
+
+    beta: float
+    interval: int
+    """Number of positions that have the same factor."""
+
+
+@dataclass(frozen=True, slots=True)
 class GroupedQueryAttention:
     """Grouped-query attention: `shape.heads` query heads over `shape.kv_heads` heads of keys and values."""
 
@@ -26,8 +35,12 @@ class GroupedQueryAttention:
     `head_dim` normalizes each head by itself, with the same weights for all heads; `heads · head_dim` normalizes the
     whole row, with one weight per element.
     """
+    norm_after_rope: bool = False
+    """True if the queries and keys of each head are normalized after rotation instead of before it (Hunyuan)."""
     sinks: bool = False
     """True if each head has a learned score that is part of the softmax but has no value (gpt-oss)."""
+    query_scaling: QueryScaling | None = None
+    """The scaling of queries by their position (Ministral 3); None = queries are not scaled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +57,8 @@ class LatentAttention:
     """The epsilon of the norms of the latents, which differs from that of the model's other norms."""
     bias: bool = False
     """True if the projections that compute the latents, and the output projection, have biases."""
+    query_scaling: QueryScaling | None = None
+    """The scaling of queries by their position (Mistral 4); None = queries are not scaled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +67,10 @@ class DenseFeedForward:
 
     width: int
     activation: str = "silu"
-    """The activation function: `silu` or `gelu_tanh`."""
+    """The activation function: `silu`, `gelu_tanh`, or `relu2`, which is max(0, x)²."""
     bias: bool = False
+    gated: bool = True
+    """False for down · activation(up), which has no gate (Arcee)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +139,10 @@ class LayerSpec:
     feed_forward: FeedForward
     output_norms: bool = False
     """True if the outputs of attention and feed-forward network are normalized before they are added (Gemma)."""
+    input_norms: bool = True
+    """False if attention and feed-forward network take hidden states that are not normalized (OLMo 2)."""
+    parallel: bool = False
+    """True if the feed-forward network takes the same input as attention, with the same norm (Cohere)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +162,10 @@ class ModelSpec:
     """The dtype that the checkpoint states; None if it states none."""
     wide_norms: bool = False
     """True if norm weights are kept in float32 and applied before the result is rounded (Gemma)."""
+    layer_norms: bool = False
+    """True if the norms are LayerNorm, which subtracts the mean, instead of RMSNorm (Cohere)."""
+    norm_bias: bool = False
+    """True if the norms have biases; only LayerNorm may have them (Nemotron)."""
     embedding_scale: float = 1.0
     """The factor by which embeddings are multiplied; rounded to the model's dtype."""
     logits_scale: float = 1.0

@@ -31,6 +31,7 @@ from tandem.engine.kernels.packed_weight import PackedWeight, Weight
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.models.allocation import allocate_ends
 from tandem.engine.models.load_spec import load_spec
+from tandem.engine.speculation.heads.folder import check_final_norm
 from tandem.engine.weights.checkpoint import Progress, load_weights
 from tandem.protocol.errors import InvalidArgument
 
@@ -93,6 +94,7 @@ def train_draft(
     if output.exists():
         raise InvalidArgument("out", f"{output} exists; name a folder that does not.")
     spec = load_spec(config.served.model)
+    check_final_norm(spec)
     if recipe.kind not in KINDS:
         raise InvalidArgument("kind", f"{recipe.kind!r} is not known; use {' or '.join(KINDS)}.")
     if recipe.kind == EAGLE:

@@ -121,6 +121,13 @@ class Products(ABC):
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         """Return x · weightᵀ + bias → [T, out], without a norm."""
 
+    def column_linear(self, x: Tensor, linear: Linear) -> Tensor:
+        """Return x · weightᵀ + bias → [T, out], where all ranks have the whole x and each has rows of the weight.
+
+        `linear`, which is the default, differs on several ranks: there x is divided, and the products are summed.
+        """
+        return self.linear(x, linear)
+
     @abstractmethod
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
         """Add x · weightᵀ + bias to `hidden` in place; used for the output products of attention and of the MLP."""

@@ -19,6 +19,19 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """A LayerNorm: its weight and bias [H] or None, and the epsilon added to the variance."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+
+InputNorm = Norm | LayerNorm | None
+"""The norm of a product's input; None = the input is not normalized."""
+
+
+@dataclass(frozen=True, slots=True)
 class Linear:
     """The weight [out, in] of a linear layer, row-major, its bias [out] or None, and the LoRA tables or None."""
 

@@ -141,7 +141,9 @@ def rounded_input(x: Tensor, weight: PackedWeight) -> Tensor:
 
 
 def activate(gate_up: Tensor, activation: str) -> Tensor:
-    """Return activation(gate) · up for [gate | up] [T, 2·I] → [T, I]."""
+    """Return activation(gate) · up for [gate | up] [T, 2·I] → [T, I]; `relu2` has no gate, for it [T, I] → [T, I]."""
+    if activation == "relu2":
+        return F.relu(gate_up).square()
     gate, up = gate_up.chunk(2, dim=-1)
     if activation == "clamped_swiglu":
         gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)

@@ -252,7 +252,8 @@ def _plain_parameters(spec: ModelSpec, dtype: torch.dtype, device: torch.device)
         embedding=embedding,
         lm_head=embedding if spec.tied_embeddings else empty(spec.vocab_size, hidden),
         final_norm=norm(hidden),
-        layers=tuple(_layer(layer, hidden, empty, norm) for layer in spec.layers),
+        layers=tuple(_layer(layer, hidden, empty, norm, norm_bias=spec.norm_bias) for layer in spec.layers),
+        final_norm_bias=norm(hidden) if spec.norm_bias else None,
     )
 
 
@@ -260,18 +261,21 @@ def _empty(dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _layer(spec: LayerSpec, hidden: int, empty: Empty, norm: Empty) -> LayerParameters:
+def _layer(spec: LayerSpec, hidden: int, empty: Empty, norm: Empty, *, norm_bias: bool) -> LayerParameters:
+    before = norm(hidden) if spec.input_norms else None
     return LayerParameters(
-        input_norm=norm(hidden),
+        input_norm=before,
         attention=_attention(spec.attention, hidden, empty, norm),
         attention_output_norm=norm(hidden) if spec.output_norms else None,
-        feed_forward_norm=norm(hidden),
+        feed_forward_norm=norm(hidden) if spec.input_norms and not spec.parallel else before,
         feed_forward=(
             _experts(spec.feed_forward, hidden, empty)
             if isinstance(spec.feed_forward, MixtureOfExperts)
             else _dense(spec.feed_forward, hidden, empty)
         ),
         feed_forward_output_norm=norm(hidden) if spec.output_norms else None,
+        input_norm_bias=norm(hidden) if norm_bias else None,
+        feed_forward_norm_bias=norm(hidden) if norm_bias else None,
     )
 
 
@@ -309,9 +313,10 @@ def _latent(spec: LatentAttention, hidden: int, empty: Empty, norm: Empty) -> La
 
 
 def _dense(spec: DenseFeedForward, hidden: int, empty: Empty) -> DenseParameters:
+    rows = 2 * spec.width if spec.gated else spec.width
     return DenseParameters(
-        gate_up=empty(2 * spec.width, hidden),
-        gate_up_bias=empty(2 * spec.width) if spec.bias else None,
+        gate_up=empty(rows, hidden),
+        gate_up_bias=empty(rows) if spec.bias else None,
         down=empty(hidden, spec.width),
         down_bias=empty(hidden) if spec.bias else None,
     )

@@ -1,5 +1,7 @@
 """The kinds of attention and feed-forward network that a layer may have, with weights prepared for the kernels."""
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.engine.config.model import DenseFeedForward, GroupedQueryAttention, LatentAttention, MixtureOfExperts
@@ -10,11 +12,23 @@ from tandem.engine.kernels.layers import (
     DenseLayer,
     Experts,
     ExpertsLayer,
+    InputNorm,
     LatentLayer,
+    LayerNorm,
     Linear,
     Norm,
 )
+from tandem.engine.kernels.reference import activate
 from tandem.engine.models.parameters import AttentionParameters, DenseParameters, LatentParameters
+
+
+def normed_linear(products: Products, hidden: Tensor, norm: InputNorm, linear: Linear) -> Tensor:
+    """Return norm(hidden) · weightᵀ + bias → [T, out]; RMSNorm is fused with the product where the kernels do that."""
+    if isinstance(norm, Norm):
+        return products.norm_linear(hidden, norm, linear)
+    if norm is not None:
+        hidden = F.layer_norm(hidden, hidden.shape[-1:], norm.weight, norm.bias, norm.eps)
+    return products.column_linear(hidden, linear)
 
 
 class AttentionBlock:
@@ -24,28 +38,41 @@ class AttentionBlock:
         self,
         spec: GroupedQueryAttention,
         index: int,
-        norm: Norm,
+        norm: InputNorm,
         weights: AttentionParameters,
         *,
+        norm_eps: float,
         rope: Tensor,
+        query_factors: Tensor | None,
         kernels: Kernels,
         products: Products,
     ) -> None:
         """Prepare the weights for the kernels.
 
-        `rope` is the table of `AttentionLayer.rope`, `index` the layer's index in the KV cache.
+        `rope` is the table of `AttentionLayer.rope`, `index` the layer's index in the KV cache. `query_factors`
+        [max_context] are those of `GroupedQueryAttention.query_scaling`, or None. `norm_eps` is the epsilon of the
+        norms of queries and keys.
         """
         self.output = products.prepare(Linear(weights.output, weights.output_bias))
         self._norm, self._kernels, self._products = norm, kernels, products
+        self._query_factors = query_factors
         self._qkv = products.prepare(Linear(weights.qkv, weights.qkv_bias))
-        self._layer = AttentionLayer(index, spec.shape, rope, weights.q_norm, weights.k_norm, norm.eps, weights.sinks)
+        q_norm, k_norm = weights.q_norm, weights.k_norm
+        self._query_weight: Tensor | None = None
+        if spec.norm_after_rope and q_norm is not None and k_norm is not None:
+            # Rotation keeps the length of a vector, so only the weights must be applied after it: those of both norms
+            # to the queries, as a score is a sum of products of their elements and the keys'.
+            self._query_weight = q_norm.float() * k_norm.float()
+            q_norm = k_norm = torch.ones_like(q_norm)
+        self._layer = AttentionLayer(index, spec.shape, rope, q_norm, k_norm, norm_eps, weights.sinks)
 
     def store(self, hidden: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
         """Store the keys and values of the step's tokens in `cache`, and return the queries."""
-        return self._store(self._products.norm_linear(hidden, self._norm, self._qkv), layout, cache)
-
-    def _store(self, qkv: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
-        return self._kernels.rope_and_store(qkv, self._layer, cache, layout)
+        qkv = normed_linear(self._products, hidden, self._norm, self._qkv)
+        q = self._kernels.rope_and_store(qkv, self._layer, cache, layout)
+        if self._query_weight is not None:
+            q *= self._query_weight
+        return _scaled(q, self._query_factors, layout)
 
     def attend(self, q: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
         """Return the output [T, heads·head_dim] of the attention heads, before the output projection."""
@@ -63,15 +90,18 @@ class LatentBlock:
         weights: LatentParameters,
         *,
         rope: Tensor,
+        query_factors: Tensor | None,
         kernels: Kernels,
         products: Products,
     ) -> None:
         """Prepare the weights for the kernels.
 
-        `rope` is the table of `LatentLayer.rope`, `index` the layer's index in the KV cache.
+        `rope` is the table of `LatentLayer.rope`, `index` the layer's index in the KV cache. `query_factors`
+        [max_context] are those of `LatentAttention.query_scaling`, or None.
         """
         self.output = products.prepare(Linear(weights.output, weights.output_bias))
         self._norm, self._kernels, self._products = norm, kernels, products
+        self._query_factors = query_factors
         self._down = products.prepare(Linear(weights.down, weights.down_bias))
         self._query_up = None if weights.query_up is None else products.prepare(Linear(weights.query_up))
         self._query_norm = None if weights.query_norm is None else Norm(weights.query_norm, spec.norm_eps)
@@ -84,7 +114,8 @@ class LatentBlock:
         q, latents = down[:, :-cached], down[:, -cached:]
         if self._query_up is not None and self._query_norm is not None:
             q = self._products.norm_linear(q.contiguous(), self._query_norm, self._query_up)
-        return self._kernels.latent_store(q, latents, self._layer, unquantized(cache), layout)
+        q = self._kernels.latent_store(q, latents, self._layer, unquantized(cache), layout)
+        return _scaled(q, self._query_factors, layout)
 
     def attend(self, q: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
         """Return the output [T, heads·v_dim] of the attention heads, before the output projection."""
@@ -95,31 +126,51 @@ class DenseBlock:
     """The dense feed-forward network of one layer."""
 
     def __init__(
-        self, spec: DenseFeedForward, norm: Norm, weights: DenseParameters, *, kernels: Kernels, products: Products
+        self, spec: DenseFeedForward, norm: InputNorm, weights: DenseParameters, *, kernels: Kernels, products: Products
     ) -> None:
-        self._kernels, self._products = kernels, products
-        gate_up = products.prepare(Linear(weights.gate_up, weights.gate_up_bias))
-        down = products.prepare(Linear(weights.down, weights.down_bias))
-        self._layer = DenseLayer(norm, gate_up, down, spec.activation)
+        self._norm, self._kernels, self._products = norm, kernels, products
+        self._gate_up = products.prepare(Linear(weights.gate_up, weights.gate_up_bias))
+        self._down = products.prepare(Linear(weights.down, weights.down_bias))
+        self._activation = spec.activation
+        self._layer: DenseLayer | None = None
+        """The layer for fused kernels; None if the network has another norm than RMSNorm, or no gate."""
+        if isinstance(norm, Norm) and spec.gated:
+            self._layer = DenseLayer(norm, self._gate_up, self._down, spec.activation)
 
     def add(self, hidden: Tensor, slots: Tensor, output_norm: Norm | None) -> None:
         """Add the network's output to `hidden` in place; if `output_norm` is given, the output is normalized first."""
-        layer, products = self._layer, self._products
-        if output_norm is None:
-            products.feed_forward(hidden, layer)
+        products = self._products
+        if output_norm is not None:
+            self._kernels.norm_add(products.linear(self._active(hidden), self._down), output_norm, hidden)
+        elif self._layer is not None:
+            products.feed_forward(hidden, self._layer)
         else:
-            active = products.norm_gate_up(hidden, layer.norm, layer.gate_up, layer.activation)
-            self._kernels.norm_add(products.linear(active, layer.down), output_norm, hidden)
+            products.linear_add(self._active(hidden), self._down, hidden)
+
+    def _active(self, hidden: Tensor) -> Tensor:
+        """Return the network's inner elements [T, I], after the activation."""
+        if (layer := self._layer) is not None:
+            return self._products.norm_gate_up(hidden, layer.norm, layer.gate_up, layer.activation)
+        return activate(normed_linear(self._products, hidden, self._norm, self._gate_up), self._activation)
 
 
 class ExpertsBlock:
     """The mixture of experts of one layer."""
 
     def __init__(
-        self, spec: MixtureOfExperts, norm: Norm, weights: Experts, *, kernels: Kernels, products: Products
+        self,
+        spec: MixtureOfExperts,
+        norm: Norm | LayerNorm,
+        weights: Experts,
+        *,
+        kernels: Kernels,
+        products: Products,
     ) -> None:
+        """Prepare the weights for the kernels; `norm` has no bias."""
         self._products = products
-        self._layer = ExpertsLayer(norm, kernels.prepare_experts(weights), spec)
+        # LayerNorm without a bias is RMSNorm of the input minus its mean.
+        self._centred = isinstance(norm, LayerNorm)
+        self._layer = ExpertsLayer(Norm(norm.weight, norm.eps), kernels.prepare_experts(weights), spec)
 
     def add(self, hidden: Tensor, slots: Tensor, output_norm: Norm | None) -> None:
         """Add the output of the experts to `hidden` in place.
@@ -127,4 +178,12 @@ class ExpertsBlock:
         Tokens whose slot is -1 are padding, for which no expert is computed.
         """
         assert output_norm is None
-        self._products.experts(hidden, self._layer, slots, hidden)
+        source = hidden - hidden.mean(-1, keepdim=True) if self._centred else hidden
+        self._products.experts(source, self._layer, slots, hidden)
+
+
+def _scaled(q: Tensor, factors: Tensor | None, layout: StepLayout) -> Tensor:
+    """Multiply the queries [T, heads, any] by the factor of each token's position in place, if there are factors."""
+    if factors is not None:
+        q *= factors[layout.positions.long()].to(q.dtype)[:, None, None]
+    return q

@@ -9,9 +9,10 @@ from tandem.engine.config.model import ModelSpec
 from tandem.engine.expert_tokens import ExpertTokens
 from tandem.engine.kernels.base import DeferredTokens, Kernels, Products, StepLayout
 from tandem.engine.kernels.kv_cache import KvCache
-from tandem.engine.kernels.layers import Linear, Norm
+from tandem.engine.kernels.layers import Linear
 from tandem.engine.kernels.lora.adapted_products import AdaptedProducts
-from tandem.engine.models.layers import DecoderLayer, prepare_layers
+from tandem.engine.models.blocks import normed_linear
+from tandem.engine.models.layers import DecoderLayer, input_norm, prepare_layers
 from tandem.engine.models.parameters import Parameters
 from tandem.engine.steps.prompt_scoring import StepPieces
 
@@ -41,7 +42,7 @@ class DecoderModel:
         self.kernels = kernels
         self._updates = None if adapted is None else adapted.updates
         self._products = self._layer_products(kernels, adapted)
-        self._final_norm = Norm(parameters.final_norm, spec.norm_eps)
+        self._final_norm = input_norm(spec, parameters.final_norm, parameters.final_norm_bias)
         self._lm_head = kernels.prepare(Linear(parameters.lm_head))
         # If the kernels rearranged a tied table for the output layer, that copy serves as the embedding too.
         tied = parameters.lm_head is parameters.embedding
@@ -128,16 +129,20 @@ class DecoderModel:
 
     def _finish(self, layer: DecoderLayer, mixed: Tensor, hidden: Tensor, slots: Tensor) -> None:
         """Add a layer's attention and feed-forward outputs to the residual stream `hidden`, in place."""
+        if layer.parallel:
+            # Attention has already read its input, so the order of the additions does not matter to it.
+            layer.feed_forward.add(hidden, slots, layer.feed_forward_output_norm)
         if layer.attention_output_norm is None:
             self._products.linear_add(mixed, layer.attention.output, hidden)
         else:
             out = self._products.linear(mixed, layer.attention.output)
             self.kernels.norm_add(out, layer.attention_output_norm, hidden)
-        layer.feed_forward.add(hidden, slots, layer.feed_forward_output_norm)
+        if not layer.parallel:
+            layer.feed_forward.add(hidden, slots, layer.feed_forward_output_norm)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         spec = self.spec
-        logits = self.kernels.norm_linear(hidden, self._final_norm, self._lm_head)
+        logits = normed_linear(self.kernels, hidden, self._final_norm, self._lm_head)
         if spec.logits_scale != 1.0:
             logits *= spec.logits_scale
         if spec.logits_softcap is not None:

@@ -2,16 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 from torch import Tensor
 
 from tandem.engine.config.kv import kv_groups
-from tandem.engine.config.model import GroupedQueryAttention, MixtureOfExperts, ModelSpec
+from tandem.engine.config.model import GroupedQueryAttention, MixtureOfExperts, ModelSpec, QueryScaling
 from tandem.engine.config.rope import RopeConfig
 from tandem.engine.expert_tokens import ExpertTokens
 from tandem.engine.kernels.base import Kernels, Products
-from tandem.engine.kernels.layers import Experts, Norm
+from tandem.engine.kernels.layers import Experts, LayerNorm, Norm
 from tandem.engine.models.blocks import AttentionBlock, DenseBlock, ExpertsBlock, LatentBlock
 from tandem.engine.models.parameters import (
     AttentionParameters,
@@ -20,9 +21,10 @@ from tandem.engine.models.parameters import (
     LayerParameters,
     Parameters,
 )
-from tandem.engine.models.rope import rope_table
+from tandem.engine.models.rope import query_factors, rope_table
 
 RopeTable = Callable[[RopeConfig | None, int], Tensor]
+QueryFactors = Callable[[QueryScaling | None], Tensor | None]
 
 
 class CacheLayer(NamedTuple):
@@ -41,6 +43,8 @@ class DecoderLayer:
     feed_forward: DenseBlock | ExpertsBlock
     feed_forward_output_norm: Norm | None
     group: int
+    parallel: bool
+    """As in `LayerSpec`."""
 
 
 def prepare_layers(
@@ -52,7 +56,7 @@ def prepare_layers(
     max_context: int,
     expert_tokens: ExpertTokens,
 ) -> list[DecoderLayer]:
-    """Prepare all layers for the kernels; layers with the same rotary embedding share its table.
+    """Prepare all layers for the kernels; layers with the same rotary embedding or query scaling share its table.
 
     `products` computes the matrix products: `kernels` itself, or a wrapper of it that applies adapters.
     """
@@ -63,6 +67,10 @@ def prepare_layers(
         if (rope, dims) not in tables:
             tables[rope, dims] = rope_table(rope, dims, max_context, device)
         return tables[rope, dims]
+
+    @cache
+    def factors(scaling: QueryScaling | None) -> Tensor | None:
+        return None if scaling is None else query_factors(scaling, max_context, device)
 
     slots = {
         layer: CacheLayer(number, index)
@@ -78,6 +86,7 @@ def prepare_layers(
             kernels=kernels,
             products=products,
             table=table,
+            factors=factors,
             expert_tokens=expert_tokens,
         )
         for number, weights in enumerate(parameters.layers)
@@ -93,28 +102,47 @@ def _prepare_layer(
     kernels: Kernels,
     products: Products,
     table: RopeTable,
+    factors: QueryFactors,
     expert_tokens: ExpertTokens,
 ) -> DecoderLayer:
     layer = spec.layers[number]
     attention, feed_forward = layer.attention, layer.feed_forward
     outer, inner = weights.attention, weights.feed_forward
-    before, between = Norm(weights.input_norm, spec.norm_eps), Norm(weights.feed_forward_norm, spec.norm_eps)
+    norms = (weights.input_norm, weights.input_norm_bias), (weights.feed_forward_norm, weights.feed_forward_norm_bias)
+    before, between = (None if weight is None else input_norm(spec, weight, bias) for weight, bias in norms)
     attention_block: AttentionBlock | LatentBlock
     if isinstance(attention, GroupedQueryAttention):
         assert isinstance(outer, AttentionParameters)
         rope = table(attention.rope, attention.shape.rotated)
         attention_block = AttentionBlock(
-            attention, slot.layer, before, outer, rope=rope, kernels=kernels, products=products
+            attention,
+            slot.layer,
+            before,
+            outer,
+            norm_eps=spec.norm_eps,
+            rope=rope,
+            query_factors=factors(attention.query_scaling),
+            kernels=kernels,
+            products=products,
         )
     else:
         assert isinstance(outer, LatentParameters)
+        assert isinstance(before, Norm)
         rope = table(attention.rope, attention.shape.rope)
         attention_block = LatentBlock(
-            attention, slot.layer, before, outer, rope=rope, kernels=kernels, products=products
+            attention,
+            slot.layer,
+            before,
+            outer,
+            rope=rope,
+            query_factors=factors(attention.query_scaling),
+            kernels=kernels,
+            products=products,
         )
     feed_forward_block: DenseBlock | ExpertsBlock
     if isinstance(feed_forward, MixtureOfExperts):
         assert isinstance(inner, Experts)
+        assert isinstance(between, Norm) or (between is not None and between.bias is None)
         counted = replace(inner, tokens=expert_tokens.of_layer(number))
         feed_forward_block = ExpertsBlock(feed_forward, between, counted, kernels=kernels, products=products)
     else:
@@ -126,7 +154,13 @@ def _prepare_layer(
         feed_forward_block,
         _output_norm(weights.feed_forward_output_norm, spec),
         slot.group,
+        layer.parallel,
     )
+
+
+def input_norm(spec: ModelSpec, weight: Tensor, bias: Tensor | None) -> Norm | LayerNorm:
+    """Return the norm of a product's input: RMSNorm, or LayerNorm if the model has `layer_norms`."""
+    return LayerNorm(weight, bias, spec.norm_eps) if spec.layer_norms else Norm(weight, spec.norm_eps)
 
 
 def _output_norm(weight: Tensor | None, spec: ModelSpec) -> Norm | None:

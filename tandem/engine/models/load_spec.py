@@ -117,10 +117,14 @@ def bounded(spec: ModelSpec, max_model_len: int | None) -> ModelSpec:
 def text_part(config: Json) -> Json:
     """Return the config of the text model: `text_config` of a multimodal model, else `config` itself.
 
+    A multimodal model without a `text_config` may have the fields of its text model beside those of the towers.
+
     Raises ModelError, which names the towers, for a multimodal model whose text model is not supported.
     """
     towers, text = towers_of(config), config.get("text_config")
-    if is_supported(config) or not (towers or text):
+    if not text and is_supported(config):
+        return {name: value for name, value in config.items() if name not in _TOWERS} if towers else config
+    if not (towers or text):
         return config
     name = next(iter(config.get("architectures") or ()), config.get("model_type"))
     if not text:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, is_dataclass
 import torch
 from torch import Tensor
 
-from tandem.engine.config.model import GroupedQueryAttention, LayerSpec, MixtureOfExperts, ModelSpec
+from tandem.engine.config.model import DenseFeedForward, GroupedQueryAttention, LayerSpec, MixtureOfExperts, ModelSpec
 from tandem.engine.kernels.layers import Experts
 from tandem.engine.kernels.packed_weight import PackedWeight, Weight
 
@@ -70,7 +70,7 @@ class DenseParameters:
     """The weights of a dense feed-forward network; in the stacked matrix the gate rows come first."""
 
     gate_up: Weight
-    """The stacked gate and up weights: [2·I, H]."""
+    """The stacked gate and up weights: [2·I, H], or the up weight alone, [I, H], if the network has no gate."""
     gate_up_bias: Tensor | None
     down: Weight
     """The down projection: [H, I]."""
@@ -81,13 +81,17 @@ class DenseParameters:
 class LayerParameters:
     """The weights of one layer. Norms are [H]."""
 
-    input_norm: Tensor
+    input_norm: Tensor | None
+    """The norm of the input of attention; None without one."""
     attention: AttentionParameters | LatentParameters
     attention_output_norm: Tensor | None
     """The norm of the attention output, None without one; see `LayerSpec.output_norms`."""
-    feed_forward_norm: Tensor
+    feed_forward_norm: Tensor | None
+    """The norm of the input of the feed-forward network: None without one, `input_norm` if `LayerSpec.parallel`."""
     feed_forward: DenseParameters | Experts
     feed_forward_output_norm: Tensor | None
+    input_norm_bias: Tensor | None = None
+    feed_forward_norm_bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,7 @@ class Parameters:
     final_norm: Tensor
     """The norm before the output layer: [H]."""
     layers: tuple[LayerParameters, ...]
+    final_norm_bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +205,8 @@ def standard_slots(spec: ModelSpec, parameters: Parameters) -> dict[str, Paramet
         "model.embed_tokens.weight": ParameterSlot(parameters.embedding),
         "model.norm.weight": ParameterSlot(parameters.final_norm),
     }
+    if parameters.final_norm_bias is not None:
+        slots["model.norm.bias"] = ParameterSlot(parameters.final_norm_bias)
     if not spec.tied_embeddings:
         slots["lm_head.weight"] = ParameterSlot(parameters.lm_head)
     for number, (layer, weights) in enumerate(zip(spec.layers, parameters.layers, strict=True)):
@@ -210,34 +217,31 @@ def standard_slots(spec: ModelSpec, parameters: Parameters) -> dict[str, Paramet
 
 def layer_slots(spec: LayerSpec, weights: LayerParameters) -> dict[str, ParameterSlot]:
     """Return the slots of one layer, by tensor name without the prefix `model.layers.N.`."""
-    slots = {
-        "input_layernorm.weight": ParameterSlot(weights.input_norm),
-        "post_attention_layernorm.weight": ParameterSlot(weights.feed_forward_norm),
-    }
+    norms = {"input_layernorm.weight": weights.input_norm, "input_layernorm.bias": weights.input_norm_bias}
+    if not spec.parallel:
+        norms["post_attention_layernorm.weight"] = weights.feed_forward_norm
+        norms["post_attention_layernorm.bias"] = weights.feed_forward_norm_bias
+    slots = {name: ParameterSlot(norm) for name, norm in norms.items() if norm is not None}
     attention, feed_forward = spec.attention, weights.feed_forward
     if isinstance(attention, GroupedQueryAttention) and isinstance(weights.attention, AttentionParameters):
         slots |= _attention_slots(attention, weights.attention)
     if isinstance(feed_forward, DenseParameters):
-        return slots | dense_slots("mlp.", feed_forward)
+        assert isinstance(spec.feed_forward, DenseFeedForward)
+        return slots | dense_slots("mlp.", feed_forward, gated=spec.feed_forward.gated)
     assert isinstance(spec.feed_forward, MixtureOfExperts)
     return slots | expert_slots(spec.feed_forward, feed_forward)
 
 
-def dense_slots(prefix: str, weights: DenseParameters) -> dict[str, ParameterSlot]:
-    """Return the slots of a feed-forward network whose gate and up matrices are stored separately."""
-    gate, up = weights.gate_up.chunk(2)
-    slots = {
-        f"{prefix}gate_proj.weight": ParameterSlot(gate),
-        f"{prefix}up_proj.weight": ParameterSlot(up),
-        f"{prefix}down_proj.weight": ParameterSlot(weights.down),
-    }
+def dense_slots(prefix: str, weights: DenseParameters, *, gated: bool = True) -> dict[str, ParameterSlot]:
+    """Return the slots of a feed-forward network whose gate, if it has one, and up matrices are stored separately."""
+    names = ("gate_proj", "up_proj") if gated else ("up_proj",)
+    parts: Sequence[Weight] = weights.gate_up.chunk(len(names))
+    slots = {f"{prefix}{name}.weight": ParameterSlot(part) for name, part in zip(names, parts, strict=True)}
+    slots[f"{prefix}down_proj.weight"] = ParameterSlot(weights.down)
     if weights.gate_up_bias is not None and weights.down_bias is not None:
-        gate, up = weights.gate_up_bias.chunk(2)
-        slots |= {
-            f"{prefix}gate_proj.bias": ParameterSlot(gate),
-            f"{prefix}up_proj.bias": ParameterSlot(up),
-            f"{prefix}down_proj.bias": ParameterSlot(weights.down_bias, summed=True),
-        }
+        biases = zip(names, weights.gate_up_bias.chunk(len(names)), strict=True)
+        slots |= {f"{prefix}{name}.bias": ParameterSlot(bias) for name, bias in biases}
+        slots[f"{prefix}down_proj.bias"] = ParameterSlot(weights.down_bias, summed=True)
     return slots
 
 

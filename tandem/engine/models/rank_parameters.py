@@ -12,6 +12,8 @@ from tandem.engine.models.families import slots_of
 from tandem.engine.models.parameters import Parameters, ParameterSlot, StoredPart
 
 _META = torch.device("meta")
+_MATRIX = 2
+"""The number of dimensions of a weight matrix; stacked experts have one more."""
 
 
 def allocate_rank(
@@ -79,9 +81,12 @@ def _part(slot: ParameterSlot, whole: ParameterSlot, rank: Rank, *, by_token: bo
     (dim,) = (number for number, length in enumerate(own) if length != shape[number])
     if by_token:
         return StoredPart(shape, dim, (rank.rows(shape[dim]),))
+    # Whole experts are divided along their first dimension, also where each of them has stacked weights.
+    by_expert = dim == 0 and len(own) > _MATRIX
+    lengths, totals = ((own[dim],), (shape[dim],)) if by_expert or not slot.stacked else (slot.stacked, whole.stacked)
     ranges = []
     start = 0
-    for length, total in zip(slot.stacked or (own[dim],), whole.stacked or (shape[dim],), strict=True):
+    for length, total in zip(lengths, totals, strict=True):
         # If there are more ranks than KV heads, several ranks read the same part.
         first = start + rank.number * (total // length) // rank.count * length
         ranges.append(range(first, first + length))

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from tandem.engine.config.model import QueryScaling
 from tandem.engine.config.rope import RopeConfig
 
 
@@ -15,21 +16,30 @@ def rope_table(rope: RopeConfig | None, dims: int, max_context: int, device: tor
     """
     if rope is None:
         return torch.cat((torch.ones(max_context, dims // 2), torch.zeros(max_context, dims // 2)), dim=-1).to(device)
-    frequencies = rope_frequencies(rope, dims)
+    frequencies = rope_frequencies(rope, dims, max_context)
     angles = torch.outer(torch.arange(max_context, dtype=torch.float32), frequencies)
     table = torch.cat((angles.cos(), angles.sin()), dim=-1)
     return (table * rope.attention_factor).to(device)
 
 
-def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+def query_factors(scaling: QueryScaling, max_context: int, device: torch.device) -> Tensor:
+    """Return the factor of the queries at each position: [max_context] float32."""
+    intervals = torch.arange(max_context, device=device) // scaling.interval
+    return 1 + scaling.beta * torch.log1p(intervals.float())
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int, max_context: int) -> Tensor:
     """Return the rotation of each pair of dimensions in radians per position: float32 [head_dim / 2] on the host.
 
-    The frequencies are scaled as `rope.kind` says.
+    The frequencies are scaled as `rope.kind` says, for contexts of up to `max_context` tokens.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     plain = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
         return plain / rope.factor
+    if rope.kind == "longrope":
+        # Cached keys keep their rotation, so all requests have the same factors, whatever their lengths.
+        return plain / torch.tensor(rope.long_factors if max_context > rope.original_context else rope.short_factors)
     if rope.kind == "llama3":
         return _llama3(plain, rope)
     if rope.kind == "yarn":

@@ -28,7 +28,8 @@ Products of these sizes, in bytes, fit into 64 bits.
 _LIMITS = {
     "num_hidden_layers": _LAYERS,
     "num_nextn_predict_layers": _LAYERS,
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"), _EXPERTS),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), _EXPERTS),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), _EXPERTS),
     **dict.fromkeys(("hidden_size", "intermediate_size", "q_lora_rank", "kv_lora_rank"), _WIDTH),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), _WIDTH),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), _HEADS),

@@ -45,6 +45,10 @@ class RankProducts(Products):
         self._collectives.all_reduce(term)
         return term
 
+    def column_linear(self, x: Tensor, linear: Linear) -> Tensor:
+        """Return the outputs of this rank's rows of the weight, without communication."""
+        return self._base.column_linear(x, linear)
+
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
         """Add the sum of the terms of all ranks to `hidden` in place."""
         if not self._collectives.sums_in_place(hidden):

@@ -101,10 +101,7 @@ def store(product: Product, quantized: QuantizedWeight) -> dict[str, QuantizedWe
 
 def check_calibrated(spec: ModelSpec, source: Source) -> None:
     """Raise ModelError if `CalibratedLayer` does not support the model's layers."""
-    dense = all(isinstance(layer.feed_forward, DenseFeedForward) for layer in spec.layers)
-    grouped = all(isinstance(layer.attention, GroupedQueryAttention) for layer in spec.layers)
-    if not dense or not grouped or spec.wide_norms:
-        what = "norms that are stored minus 1" if dense and grouped else "experts"
+    if what := _unsupported(spec):
         raise ModelError(
             f"{source.folder} ({spec.architecture}) has {what}, for which there is no calibration; use --method rtn."
         )
@@ -116,6 +113,22 @@ def check_calibrated(spec: ModelSpec, source: Source) -> None:
             f"{source.folder} ({spec.architecture}) stores {changed[0]} in another form than layers compute with, for"
             " which there is no calibration; use --method rtn."
         )
+
+
+def _unsupported(spec: ModelSpec) -> str:
+    """Return the part of the model that `CalibratedLayer` does not support; "" if it supports all layers."""
+    for layer in spec.layers:
+        if not isinstance(layer.attention, GroupedQueryAttention) or not isinstance(
+            layer.feed_forward, DenseFeedForward
+        ):
+            return "experts"
+        if not layer.feed_forward.gated:
+            return "feed-forward networks without a gate"
+        if not layer.input_norms:
+            return "layers whose inputs are not normalized"
+    if spec.wide_norms:
+        return "norms that are stored minus 1"
+    return "LayerNorm" if spec.layer_norms else ""
 
 
 def embedded(source: Source, samples: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:

@@ -63,10 +63,13 @@ def folds(layer: CalibratedLayer, dtype: torch.dtype) -> Iterator[Fold]:
     (spec,) = layer.spec.layers
     assert isinstance(spec.attention, GroupedQueryAttention)
     shape = spec.attention.shape
-    yield Fold(layer.qkv, (layer.weights.input_norm,), dtype)
+    before, between = layer.weights.input_norm, layer.weights.feed_forward_norm
+    assert before is not None
+    assert between is not None
+    yield Fold(layer.qkv, (before,), dtype)
     values = _rows(layer.qkv, attention.qkv_bias, shape.kv_heads * shape.head_dim)
     yield Fold(layer.output, values, dtype, shape.kv_heads, shape.heads // shape.kv_heads)
-    yield Fold(layer.gate_up, (layer.weights.feed_forward_norm,), dtype)
+    yield Fold(layer.gate_up, (between,), dtype)
     yield Fold(layer.down, _rows(layer.gate_up, feed_forward.gate_up_bias, layer.down.shape[1]), dtype)
 
 

@@ -91,7 +91,10 @@ class Source:
             raise ModelError(f"{self.folder} is quantized already; quantize the model it was made from.")
         if text_part(self.config) is not self.config:
             raise ModelError(f"{self.folder} is a multimodal model; only models of text alone can be quantized.")
-        stacked = any(name.endswith((".experts.gate_up_proj", ".experts.down_proj")) for name in self._file_of)
+        stacked = any(
+            name.endswith((".experts.gate_up_proj", ".experts.down_proj", ".input_linear.weight"))
+            for name in self._file_of
+        )
         if kinds != {GroupedQueryAttention} or stacked:
             what = "experts that are stored stacked" if stacked else "latent attention"
             raise ModelError(f"{self.folder} ({self.spec.architecture}) has {what}, which cannot be quantized.")

@@ -26,10 +26,16 @@ from tandem.engine.weights.tensor_reader import DTYPES, FLOATS, read_tensors
 from tandem.protocol.errors import ModelError
 
 _T = TypeVar("_T")
-_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
+_PREFIXES = (
+    ("model.language_model.", "model."),
+    ("language_model.", ""),
+    *((name, name) for name in ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head.")),
+)
 """Pairs of name prefixes of the text model's tensors: in multimodal checkpoints, and in text-only checkpoints."""
 _ATTENTION_SCALES = tuple(f".{part}_{kind}" for part in ("q", "k", "v", "kv") for kind in ("scale", "zero_point"))
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_PREDICTING_MODULE = re.compile(r"(model\.)?mtp[._]")
+"""Begins the names of multi-token prediction modules that are not numbered as layers (ERNIE 4.5, K-EXAONE)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,8 @@ class TensorNames:
             return True
         if name.endswith("rotary_emb.inv_freq") or (self.spec.tied_embeddings and name == "lm_head.weight"):
             return True
+        if _PREDICTING_MODULE.match(name):
+            return True
         layer, own = _LAYER.match(name), len(self.spec.layers)
         return layer is not None and own <= int(layer[1]) < own + self.predicting_layers
 
@@ -78,7 +86,7 @@ def _text_name(name: str) -> str | None:
     for prefix, text in _PREFIXES:
         if name.startswith(prefix):
             return text + name.removeprefix(prefix)
-    return name if name == "lm_head.weight" else None
+    return None
 
 
 log = logging.getLogger(__name__)

@@ -27,6 +27,9 @@ SPECS = {
         top_k=4,
     ),
     "sigmoid": moe(ExpertRouter("sigmoid", choice_bias=True), experts=7, top_k=1),
+    "softmax with a choice bias": moe(
+        ExpertRouter(groups=3, top_groups=2, group_score="top_2_sum", choice_bias=True), experts=9, top_k=2
+    ),
     "all chosen": moe(ExpertRouter(), experts=3, top_k=3),
 }
 

@@ -18,6 +18,7 @@ from tests.factories import FAMILIES
 
 DIMS = 16
 """Dimensions of a head of the tiny Llama."""
+LONGROPE = FAMILIES["phi3_longrope"]["rope_scaling"]
 SCALINGS = {
     "linear": {"rope_type": "linear", "factor": 3.0},
     "llama3": FAMILIES["llama3"]["rope_scaling"],
@@ -49,7 +50,7 @@ def test_frequencies_are_those_of_transformers(scaling: str) -> None:
     theirs = AutoConfig.for_model(**FAMILIES["llama2"] | {"rope_scaling": dict(SCALINGS[scaling])})
     wanted, attention_factor = ROPE_INIT_FUNCTIONS[str(SCALINGS[scaling]["rope_type"])](theirs, torch.device("cpu"))
     parsed = parse(config)
-    torch.testing.assert_close(rope_frequencies(rope_of(parsed), DIMS), wanted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(rope_frequencies(rope_of(parsed), DIMS, parsed.max_context), wanted, rtol=1e-6, atol=0)
     assert rope_of(parsed).attention_factor == pytest.approx(attention_factor)
 
 
@@ -60,7 +61,7 @@ def test_yarn_s_ramp_ends_within_the_dimensions(theta: float, ends: tuple[int, i
     config = FAMILIES["llama2"] | {"max_position_embeddings": 1024, "rope_theta": theta, "rope_scaling": scaling}
     parsed = parse(config)
     theirs, _ = ROPE_INIT_FUNCTIONS["yarn"](AutoConfig.for_model(**config), torch.device("cpu"))
-    ours = rope_frequencies(rope_of(parsed), DIMS)
+    ours = rope_frequencies(rope_of(parsed), DIMS, parsed.max_context)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
     low, high = ends
     divided = ((torch.arange(8.0) - low) / (high - low)).clamp(0, 1)
@@ -112,6 +113,14 @@ def test_yarn_stretches_the_context() -> None:
     assert parse(FAMILIES["qwen3"] | {"rope_scaling": yarn}).max_context == 2048
 
 
+@pytest.mark.parametrize(("longest", "name"), [(16, "short_factor"), (17, "long_factor")])
+def test_longrope_has_the_short_factors_up_to_the_original_context(longest: int, name: str) -> None:
+    spec = bounded(parse(FAMILIES["phi3_longrope"]), longest)
+    wanted = 10000.0 ** -(torch.arange(8.0) / 8) / torch.tensor(LONGROPE[name])
+    torch.testing.assert_close(rope_frequencies(rope_of(spec), DIMS, spec.max_context), wanted)
+    assert rope_of(spec).attention_factor == pytest.approx((1 + 5 / 4) ** 0.5), "ln(512 / 16) / ln(16) is 5 / 4"
+
+
 def test_the_context_can_be_bounded() -> None:
     spec = parse(FAMILIES["qwen3"])
     assert bounded(spec, None) == spec
@@ -136,15 +145,18 @@ def test_windows_follow_each_family() -> None:
     [
         (
             {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
-            r"MambaForCausalLM .*LlamaForCausalLM, .*Qwen3ForCausalLM",
+            r"MambaForCausalLM .*Llama, .*Qwen3, ",
         ),
         ({"model_type": None}, "not supported"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "dynamic"),
+        ({"rope_scaling": LONGROPE | {"long_factor": [1.0] * 7}}, "7 factors of longrope for 8 pairs of dimensions"),
+        ({"rope_scaling": LONGROPE | {"long_factor": [0.0] * 8}}, "long_factor"),
         ({"partial_rotary_factor": 0.2}, "3 of 16 dimensions are rotated"),
         ({"num_key_value_heads": 3}, "4 attention heads do not divide into 3"),
         ({"head_dim": 15}, "15 of 15 dimensions are rotated"),
         ({"vocab_size": 0}, "at least 1"),
+        ({"model_type": "arcee"}, "hidden_act 'silu' is not supported without a gate"),
         ({"hidden_size": "wide"}, "invalid literal"),
         ({"rope_scaling": "yes"}, "not a complete model configuration"),
         ({"rope_scaling": {"rope_type": "linear"}}, "'factor' is missing"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mistral4ForCausalLM
 
 from tandem.engine.config.model import MixtureOfExperts
 from tandem.engine.kernels import reference
@@ -24,8 +24,19 @@ TOLERANCE = 2e-5
 MARGIN = 1e-4
 """The least distance of the scores of the last expert that a token chooses and of the next one."""
 PROMPT = 150
-SEEDS = {"qwen3_moe": 9, "gpt_oss": 9, "gpt_oss_unscaled": 8, "olmoe": 8}
+SEEDS = {
+    "qwen3_moe": 9,
+    "gpt_oss": 9,
+    "gpt_oss_unscaled": 8,
+    "olmoe": 8,
+    "granite_moe": 9,
+    "cohere2_moe": 8,
+    "minimax_m2": 8,
+    "ernie4_5_moe": 9,
+}
 """Seeds of weights whose routers choose clearly, where the usual one's do not."""
+CLASSES = {"mistral4": Mistral4ForCausalLM}
+"""The classes of models that AutoModelForCausalLM does not find, by model type."""
 
 
 class Case:
@@ -57,7 +68,8 @@ class Case:
 
 
 def _logits(folder: Path, token_ids: tuple[int, ...]) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(
+    loader = CLASSES.get(AutoConfig.from_pretrained(folder).model_type, AutoModelForCausalLM)
+    model = loader.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )
     with torch.inference_mode():

@@ -30,7 +30,7 @@ def family_of(config: Json) -> Family:
     if match is not None:
         return match
     named, kind = list(config.get("architectures") or ()), config.get("model_type")
-    supported = sorted(name for family in families() for name in family.architectures)
+    supported = sorted({name.partition("For")[0] for family in families() for name in family.architectures})
     raise ModelError(
         f"architecture {named[0] if named else kind} (model_type {kind!r}) is not supported; "
         f"supported are {', '.join(supported)}."

@@ -19,6 +19,7 @@ from tandem.engine.models.families.family import (
     make_model,
     parse_activation,
     parse_dense,
+    parse_dense_layers,
     parse_expert_count,
 )
 from tandem.engine.models.families.rows import permute_rope_rows
@@ -45,14 +46,14 @@ def _parse(config: Json) -> ModelSpec:
 
 
 def latent_model(config: Json, architecture: str, router: ExpertRouter) -> ModelSpec:
-    """Return the spec of a model with latent attention, in which the first layers have no experts."""
+    """Return the spec of a model with latent attention, in which some layers have no experts."""
     attention = _attention(config)
     dense = parse_dense(config)
-    first = int(config.get("first_k_dense_replace") or 0)
+    dense_layers = parse_dense_layers(config)
     experts = _experts(config, router) if config.get("n_routed_experts") or config.get("num_local_experts") else None
     layers = []
     for number in range(int(config["num_hidden_layers"])):
-        feed_forward: FeedForward = dense if number < first or experts is None else experts
+        feed_forward: FeedForward = dense if number in dense_layers or experts is None else experts
         layers.append(LayerSpec(attention, feed_forward))
     return make_model(config, architecture, layers)
 

@@ -55,6 +55,14 @@ def parse_dense(config: Json, *, bias: bool = False, activation: str = "silu") -
     return DenseFeedForward(int(config["intermediate_size"]), parse_activation(config, activation), bias)
 
 
+def parse_ungated(config: Json) -> DenseFeedForward:
+    """Return a feed-forward network without a gate. Raises ModelError if its activation is not `relu2`."""
+    named = config.get("hidden_act", "relu2")
+    if named != "relu2":
+        raise ModelError(f"hidden_act {named!r} is not supported without a gate; supported is relu2.")
+    return DenseFeedForward(int(config["intermediate_size"]), named, bool(config.get("mlp_bias")), gated=False)
+
+
 def with_dense(config: Json, layers: Sequence[LayerSpec], numbers: Container[int]) -> list[LayerSpec]:
     """Return `layers` with the experts replaced by a dense network in the layers whose numbers are in `numbers`."""
     dense = [number for number in range(len(layers)) if number in numbers]
@@ -64,6 +72,21 @@ def with_dense(config: Json, layers: Sequence[LayerSpec], numbers: Container[int
     return [
         replace(layer, feed_forward=feed_forward) if number in dense else layer for number, layer in enumerate(layers)
     ]
+
+
+def parse_dense_layers(config: Json, first: int = 0) -> list[int]:
+    """Return the numbers of the layers that have no experts.
+
+    They are named by `mlp_layer_types`, or else are the first `first_k_dense_replace` layers, by default `first`.
+    Raises ModelError if `mlp_layer_types` has another type or number of layers.
+    """
+    layers = int(config["num_hidden_layers"])
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        return list(range(min(layers, int(config.get("first_k_dense_replace", first) or 0))))
+    if len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
+        raise ModelError(f"mlp_layer_types must name {layers} layers, each dense or sparse.")
+    return [number for number, kind in enumerate(kinds) if kind == "dense"]
 
 
 def parse_sigmoid_router(config: Json) -> ExpertRouter:
@@ -201,6 +224,28 @@ def make_model(
     return spec
 
 
+def ropes_by_type(config: Json, full_theta: float, window_theta: float) -> tuple[RopeConfig, RopeConfig]:
+    """Return the rotary embeddings of layers without a window and with one; the thetas are the family's defaults.
+
+    They are named by attention type in `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` apply to
+    the layers without a window (transformers 4).
+    """
+    named = config.get("rope_parameters") or {}
+    if "full_attention" in named:
+        full = {"rope_theta": full_theta} | dict(named["full_attention"] or {})
+        local = {"rope_theta": window_theta} | dict(named.get("sliding_attention") or {})
+        return parse_rope(config, full), parse_rope(config, local)
+    full = {"rope_theta": config.get("rope_theta") or full_theta} | dict(config.get("rope_scaling") or {})
+    return parse_rope(config, full), RopeConfig(theta=window_theta)
+
+
+def with_window_rope(layer: LayerSpec, rope: RopeConfig) -> LayerSpec:
+    """Return the layer; if it has a window, its rotary embedding is replaced by `rope`."""
+    attention = layer.attention
+    assert isinstance(attention, GroupedQueryAttention)
+    return layer if attention.shape.window is None else replace(layer, attention=replace(attention, rope=rope))
+
+
 def grouped_layers(
     config: Json,
     shape: AttentionShape,
@@ -217,6 +262,7 @@ def grouped_layers(
     `rope` is their rotary embedding; None = that of config.json.
     """
     rope = parse_rope(config) if rope is None else rope
+    _check_longrope(rope, shape)
     return [
         LayerSpec(
             GroupedQueryAttention(
@@ -230,6 +276,24 @@ def grouped_layers(
         )
         for window in windows
     ]
+
+
+def with_output_norms(layers: Sequence[LayerSpec]) -> list[LayerSpec]:
+    """Return the layers with norms of the outputs of attention and feed-forward network."""
+    return [replace(layer, output_norms=True) for layer in layers]
+
+
+def without_rope(layer: LayerSpec) -> LayerSpec:
+    """Return a layer of grouped-query attention without position embedding."""
+    assert isinstance(layer.attention, GroupedQueryAttention)
+    return replace(layer, attention=replace(layer.attention, rope=None))
+
+
+def _check_longrope(rope: RopeConfig, shape: AttentionShape) -> None:
+    pairs = shape.rotated // 2
+    for factors in (rope.short_factors, rope.long_factors):
+        if rope.kind == "longrope" and len(factors) != pairs:
+            raise ModelError(f"config.json has {len(factors)} factors of longrope for {pairs} pairs of dimensions.")
 
 
 def _max_context(config: Json, ropes: Sequence[RopeConfig]) -> int:

@@ -16,6 +16,7 @@ from tandem.engine.models.families.family import (
     parse_softcap,
     parse_window,
     windows_by_type,
+    with_output_norms,
 )
 from tandem.engine.models.parameters import Parameters, ParameterSlot, renamed, standard_slots
 
@@ -25,7 +26,7 @@ def gemma_model(config: Json, architecture: str, layers: Sequence[LayerSpec]) ->
     return make_model(
         config,
         architecture,
-        [replace(layer, output_norms=True) for layer in layers],
+        layers,
         tied_by_default=True,
         wide_norms=True,
         embedding_scale=float(int(config["hidden_size"]) ** 0.5),
@@ -43,9 +44,14 @@ def gemma_slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterS
         assert weights.feed_forward_output_norm is not None
         named[f"{prefix}post_attention_layernorm.weight"] = ParameterSlot(weights.attention_output_norm)
         named[f"{prefix}post_feedforward_layernorm.weight"] = ParameterSlot(weights.feed_forward_output_norm)
+    return plus_one_norms(named)
+
+
+def plus_one_norms(slots: dict[str, ParameterSlot]) -> dict[str, ParameterSlot]:
+    """Return the slots of a checkpoint that stores the weights of its norms minus 1."""
     return {
         name: replace(slot, transform=_plus_one) if name.endswith("norm.weight") else slot
-        for name, slot in named.items()
+        for name, slot in slots.items()
     }
 
 
@@ -61,7 +67,7 @@ def _parse(config: Json) -> ModelSpec:
     )
     biased = bool(config.get("attention_bias"))
     dense = parse_dense(config, activation="gelu_pytorch_tanh")
-    layers = grouped_layers(config, shape, windows, dense, qkv_bias=biased, output_bias=biased)
+    layers = with_output_norms(grouped_layers(config, shape, windows, dense, qkv_bias=biased, output_bias=biased))
     return gemma_model({"final_logit_softcapping": 30.0} | dict(config), "Gemma2ForCausalLM", layers)
 
 

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from tandem.engine.config.model import GroupedQueryAttention, LayerSpec, ModelSpec
-from tandem.engine.config.rope import RopeConfig, parse_rope
+from tandem.engine.config.model import ModelSpec
 from tandem.engine.models.families.family import (
     Family,
     Json,
@@ -12,7 +11,10 @@ from tandem.engine.models.families.family import (
     parse_shape,
     parse_softcap,
     parse_window,
+    ropes_by_type,
     windows_by_type,
+    with_output_norms,
+    with_window_rope,
 )
 from tandem.engine.models.families.gemma2 import gemma_model, gemma_slots
 
@@ -39,31 +41,15 @@ def _parse(given: Json) -> ModelSpec:
         parse_window(config),
         lambda number: "sliding_attention" if (number + 1) % every else "full_attention",
     )
-    full, local = _ropes(config)
+    full, local = ropes_by_type(config, _GLOBAL_THETA, float(config.get("rope_local_base_freq") or _LOCAL_THETA))
     biased = bool(config.get("attention_bias"))
     dense = parse_dense(config, activation="gelu_pytorch_tanh")
     layers = grouped_layers(
         config, shape, windows, dense, rope=full, qkv_bias=biased, output_bias=biased, qk_norm=shape.head_dim
     )
-    return gemma_model(config, "Gemma3ForCausalLM", [_with_rope(layer, local) for layer in layers])
-
-
-def _with_rope(layer: LayerSpec, local: RopeConfig) -> LayerSpec:
-    """Return the layer; if it has a window, its RoPE is replaced by `local`."""
-    attention = layer.attention
-    assert isinstance(attention, GroupedQueryAttention)
-    return layer if attention.shape.window is None else replace(layer, attention=replace(attention, rope=local))
-
-
-def _ropes(config: Json) -> tuple[RopeConfig, RopeConfig]:
-    """Return the RoPE of layers without a window and the RoPE of layers with one."""
-    named = config.get("rope_parameters") or {}
-    if "full_attention" in named:
-        full = {"rope_theta": _GLOBAL_THETA} | dict(named["full_attention"] or {})
-        local = {"rope_theta": _LOCAL_THETA} | dict(named.get("sliding_attention") or {})
-        return parse_rope(config, full), parse_rope(config, local)
-    full = {"rope_theta": config.get("rope_theta") or _GLOBAL_THETA} | dict(config.get("rope_scaling") or {})
-    return parse_rope(config, full), RopeConfig(theta=float(config.get("rope_local_base_freq") or _LOCAL_THETA))
+    return gemma_model(
+        config, "Gemma3ForCausalLM", with_output_norms([with_window_rope(layer, local) for layer in layers])
+    )
 
 
 FAMILY = Family(("Gemma3ForCausalLM",), ("gemma3_text",), _parse, gemma_slots)

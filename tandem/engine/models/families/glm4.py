@@ -1,16 +1,21 @@
 """GLM-4 and GLM-Z1: norms of block outputs, and rotary embedding of only half of each head."""
 
-from dataclasses import replace
-
-from tandem.engine.config.model import GroupedQueryAttention, ModelSpec
-from tandem.engine.models.families.family import Family, Json, grouped_layers, make_model, parse_dense, parse_shape
-from tandem.engine.models.families.rows import permute_rope_rows
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.models.families.family import (
+    Family,
+    Json,
+    grouped_layers,
+    make_model,
+    parse_dense,
+    parse_shape,
+    with_output_norms,
+)
+from tandem.engine.models.families.rows import paired_rope_slots
 from tandem.engine.models.parameters import (
     DenseParameters,
     Parameters,
     ParameterSlot,
     stacked_gate_up,
-    standard_slots,
 )
 
 
@@ -23,23 +28,17 @@ def _parse(config: Json) -> ModelSpec:
         parse_dense(config),
         qkv_bias=bool(config.get("attention_bias", True)),
     )
-    return make_model(config, "Glm4ForCausalLM", [replace(layer, output_norms=True) for layer in layers])
+    return make_model(config, "Glm4ForCausalLM", with_output_norms(layers))
 
 
 def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
-    every = standard_slots(spec, parameters).items()
+    every = paired_rope_slots(spec, parameters).items()
     slots = {name: slot for name, slot in every if "gate_proj" not in name and "up_proj" not in name}
-    for number, (layer, weights) in enumerate(zip(spec.layers, parameters.layers, strict=True)):
-        assert isinstance(layer.attention, GroupedQueryAttention)
+    for number, weights in enumerate(parameters.layers):
         assert isinstance(weights.feed_forward, DenseParameters)
         assert weights.attention_output_norm is not None
         assert weights.feed_forward_output_norm is not None
-        shape, prefix = layer.attention.shape, f"model.layers.{number}."
-        for name, heads in (("q_proj", shape.heads), ("k_proj", shape.kv_heads)):
-            for kind in ("weight", "bias"):
-                key = f"{prefix}self_attn.{name}.{kind}"
-                if key in slots:
-                    slots[key] = permute_rope_rows(slots[key], heads, shape.head_dim, slice(0, shape.rotated))
+        prefix = f"model.layers.{number}."
         slots |= {
             f"{prefix}mlp.gate_up_proj.weight": stacked_gate_up(weights.feed_forward),
             f"{prefix}post_self_attn_layernorm.weight": ParameterSlot(weights.attention_output_norm),

@@ -31,8 +31,9 @@ def _parse(config: Json) -> ModelSpec:
     return make_model(config, "MixtralForCausalLM", grouped_layers(config, parse_shape(config), windows, experts))
 
 
-def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
+def mixtral_slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
+    """Return the slots of a model with the names of Mixtral's checkpoints."""
     return renamed(renamed(standard_slots(spec, parameters), _NAMES), {".mlp.experts.": ".block_sparse_moe.experts."})
 
 
-FAMILY = Family(("MixtralForCausalLM",), ("mixtral",), _parse, _slots)
+FAMILY = Family(("MixtralForCausalLM",), ("mixtral",), _parse, mixtral_slots)

@@ -1,6 +1,9 @@
-"""Phi-3 and Phi-4, whose checkpoints store q, k and v as one matrix, and gate and up as another."""
+"""Phi-3, Phi-3.5 and Phi-4, whose checkpoints store q, k and v as one matrix, and gate and up as another."""
+
+from typing import Any
 
 from tandem.engine.config.model import GroupedQueryAttention, ModelSpec
+from tandem.engine.config.rope import parse_rope
 from tandem.engine.models.families.family import (
     Family,
     Json,
@@ -24,9 +27,17 @@ _APART = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 def _parse(config: Json) -> ModelSpec:
     windows = (parse_window(config),) * int(config["num_hidden_layers"])
-    return make_model(
-        config, "Phi3ForCausalLM", grouped_layers(config, parse_shape(config), windows, parse_dense(config))
+    layers = grouped_layers(
+        config, parse_shape(config), windows, parse_dense(config), rope=parse_rope(config, _scaling(config))
     )
+    return make_model(config, "Phi3ForCausalLM", layers)
+
+
+def _scaling(config: Json) -> dict[str, Any]:
+    """Return the RoPE settings; the first files name LongRoPE `su` or `yarn`."""
+    settings = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    kind = settings.get("rope_type") or settings.get("type")
+    return settings | ({"rope_type": "longrope"} if kind in ("su", "yarn") else {})
 
 
 def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:

@@ -1,4 +1,7 @@
-"""Qwen2 and Qwen2.5: q, k and v have biases, and the upper layers may have a sliding window."""
+"""Qwen2 and Qwen2.5, and the text of Qwen2-VL and Qwen2.5-VL.
+
+q, k and v have biases, and the upper layers may have a sliding window.
+"""
 
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.models.families.family import (
@@ -32,4 +35,9 @@ def _parse(config: Json) -> ModelSpec:
     return make_model(config, "Qwen2ForCausalLM", layers)
 
 
-FAMILY = Family(("Qwen2ForCausalLM",), ("qwen2",), _parse)
+FAMILY = Family(
+    ("Qwen2ForCausalLM", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+    ("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),
+    _parse,
+)
+"""Published files of Qwen2-VL and Qwen2.5-VL have the fields of the text model outside of a `text_config`."""

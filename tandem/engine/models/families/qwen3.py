@@ -1,4 +1,4 @@
-"""Qwen3: the queries and keys of each head are normalized."""
+"""Qwen3 and the text of Qwen3-VL: the queries and keys of each head are normalized."""
 
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.models.families.family import Family, Json, grouped_layers, make_model, parse_dense, parse_shape
@@ -22,4 +22,4 @@ def _parse(config: Json) -> ModelSpec:
     return make_model(config, "Qwen3ForCausalLM", layers)
 
 
-FAMILY = Family(("Qwen3ForCausalLM",), ("qwen3",), _parse)
+FAMILY = Family(("Qwen3ForCausalLM",), ("qwen3", "qwen3_vl_text"), _parse)

@@ -20,7 +20,8 @@ def dense_layers(config: Json) -> list[int]:
     return [number for number in range(int(config["num_hidden_layers"])) if number in named or (number + 1) % step]
 
 
-def _parse(config: Json) -> ModelSpec:
+def qwen3_moe_model(config: Json, architecture: str) -> ModelSpec:
+    """Return a model with Qwen3's attention and experts."""
     shape, biased = parse_shape(config, head_dim=HEAD_DIM), bool(config.get("attention_bias"))
     experts = MixtureOfExperts(
         experts=parse_expert_count(config),
@@ -37,7 +38,11 @@ def _parse(config: Json) -> ModelSpec:
         output_bias=biased,
         qk_norm=shape.head_dim,
     )
-    return make_model(config, "Qwen3MoeForCausalLM", with_dense(config, layers, dense_layers(config)))
+    return make_model(config, architecture, with_dense(config, layers, dense_layers(config)))
+
+
+def _parse(config: Json) -> ModelSpec:
+    return qwen3_moe_model(config, "Qwen3MoeForCausalLM")
 
 
 FAMILY = Family(("Qwen3MoeForCausalLM",), ("qwen3_moe",), _parse)

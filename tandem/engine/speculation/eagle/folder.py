@@ -20,6 +20,7 @@ from tandem.engine.models.allocation import allocate_parameters
 from tandem.engine.models.families import is_supported, slots_of
 from tandem.engine.models.load_spec import naming_the_file, parse_spec, read_json
 from tandem.engine.models.parameters import Parameters, ParameterSlot
+from tandem.engine.speculation.heads.folder import check_final_norm
 from tandem.engine.weights.checkpoint import read_entries
 from tandem.engine.weights.safetensors_file import TensorEntry
 from tandem.engine.weights.tensor_reader import FLOATS
@@ -70,6 +71,7 @@ def read_eagle(folder: Path, target: ModelSpec) -> EagleFolder:
 
     Raises ModelError, which says what is missing, malformed, or does not fit the model.
     """
+    check_final_norm(target)
     config = read_json(folder / CONFIG)
     if not any(folder.glob("*.safetensors")) and (folder / PICKLED).is_file():
         raise ModelError(
@@ -136,7 +138,8 @@ def _spec(folder: Path, config: Mapping[str, Any], target: ModelSpec) -> ModelSp
     layer = spec.layers[0]
     plain = isinstance(layer.attention, GroupedQueryAttention) and isinstance(layer.feed_forward, DenseFeedForward)
     slots = layer_slots(spec, empty_layer(spec)).values()
-    if not plain or layer.output_norms or spec.quantization or any(slot.transform or slot.shape for slot in slots):
+    norms = layer.output_norms or spec.layer_norms
+    if not plain or norms or spec.quantization or any(slot.transform or slot.shape for slot in slots):
         raise ModelError(
             f"{folder / CONFIG}: heads of {spec.architecture} are not supported; supported are layers as Llama's, with"
             " grouped-query attention and a dense feed-forward network that are not quantized."

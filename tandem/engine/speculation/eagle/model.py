@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from tandem.engine.config.model import ModelSpec
-from tandem.engine.kernels.base import DeferredTokens, Kernels, StepLayout
-from tandem.engine.kernels.kv_cache import KvCache
+from tandem.engine.kernels.base import DeferredTokens, Kernels
 from tandem.engine.kernels.layers import Linear
-from tandem.engine.models.blocks import AttentionBlock
 from tandem.engine.models.parameters import Parameters
 from tandem.engine.speculation.eagle.folder import (
     BIAS,
@@ -30,21 +28,6 @@ from tandem.engine.speculation.heads.hidden_states import HiddenStateModel
 from tandem.engine.speculation.heads.medusa import projection_rows
 from tandem.engine.weights.tensor_reader import read_tensors
 from tandem.protocol.errors import ModelError
-
-
-class _AttentionWithoutNorm(AttentionBlock):
-    """Attention whose input is not normalized."""
-
-    @classmethod
-    def of(cls, block: AttentionBlock) -> "_AttentionWithoutNorm":
-        """Return an attention block with the weights of `block` and no input norm."""
-        copied = object.__new__(cls)
-        copied.__dict__.update(block.__dict__)
-        return copied
-
-    def store(self, hidden: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
-        """Store the KV of an input without normalizing the input, else as `AttentionBlock.store` does."""
-        return self._store(self._products.linear(hidden, self._qkv), layout, cache)
 
 
 class EagleModel(HiddenStateModel):
@@ -68,7 +51,9 @@ class EagleModel(HiddenStateModel):
         `product` computes the layer's input. The `lm_head` of `parameters` has one row for each token that can be
         predicted, and `token_map` has the ids of these tokens; None = the whole vocabulary.
         """
-        super().__init__(spec, parameters, kernels, spec.max_context, rows)
+        # The hidden states are normalized already.
+        layers = tuple(replace(layer, input_norm=None) for layer in parameters.layers)
+        super().__init__(spec, replace(parameters, layers=layers), kernels, spec.max_context, rows)
         self.states = torch.zeros_like(self.drawn_hidden)
         """[rows, H]: the hidden states that the tokens of the next step were sampled from, in the order of the tokens.
 
@@ -76,9 +61,6 @@ class EagleModel(HiddenStateModel):
         """
         self._product = kernels.prepare(product)
         self._token_map = token_map
-        layer = self._layers[0]
-        assert isinstance(layer.attention, AttentionBlock)
-        self._layers[0] = replace(layer, attention=_AttentionWithoutNorm.of(layer.attention))
 
     def _embed(self, token_ids: Tensor, feed: DeferredTokens | None) -> Tensor:
         embedded = super()._embed(token_ids, feed)

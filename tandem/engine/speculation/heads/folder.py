@@ -60,11 +60,20 @@ def projection_name(head: int, layers: int) -> str:
     return f"{head}.{layers}.weight"
 
 
+def check_final_norm(spec: ModelSpec) -> None:
+    """Raise ModelError if a model's final norm, which heads apply to its hidden states, is not RMSNorm."""
+    if spec.layer_norms:
+        raise ModelError(
+            f"{spec.architecture} has LayerNorm, for which there are no heads; draft with a model or n-grams."
+        )
+
+
 def read_heads(folder: Path, spec: ModelSpec) -> HeadsFolder:
     """Read the config and the tensor headers of a folder of Medusa heads.
 
     Raises ModelError, which says what is missing, malformed, or does not fit the model.
     """
+    check_final_norm(spec)
     config = read_json(folder / CONFIG)
     heads, layers = _count(folder, config, "medusa_num_heads", None), _count(folder, config, "medusa_num_layers", 1)
     own = config.get("original_lm_head", False) is not True

@@ -102,7 +102,10 @@ def test_a_row_without_an_adapter_has_the_bits_of_the_base_model(base: Path, eig
     assert torch.equal(logits_of(with_adapters, [0, 0]), logits_of(without, [0, 0]))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "gemma3", "glm4", "granite", "mistral", "biased"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen2", "qwen3", "gemma2", "gemma3", "glm4", "granite", "mistral", "biased", "olmo2", "arcee", "cohere2"],
+)
 def test_families(family: str, tmp_path: Path) -> None:
     modules = [*EVERY, "mlp.gate_up_proj"]
     adapter = TinyAdapter(family, modules=modules)

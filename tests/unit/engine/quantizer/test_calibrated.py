@@ -197,6 +197,9 @@ def test_what_has_no_calibration_is_refused(tmp_path: Path) -> None:
     for family, reason in (
         ("mixtral", "experts"),
         ("gemma3", "norms that are stored minus 1"),
+        ("olmo2", "layers whose inputs are not normalized"),
+        ("arcee", "feed-forward networks without a gate"),
+        ("cohere2", "LayerNorm"),
         ("glm4", "_proj.* in another form than layers compute with"),
     ):
         folder = write_tiny_model(tmp_path / family, family)

@@ -56,6 +56,13 @@ def test_heads_that_do_not_fit_are_refused(model: Path, tmp_path: Path, settings
     assert said in refused.value.message
 
 
+def test_heads_of_models_with_layer_norm_are_refused(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", "cohere2")
+    folder = write_heads(tmp_path / "heads", hidden=64, vocabulary=160)
+    with pytest.raises(ModelError, match="Cohere2ForCausalLM has LayerNorm, for which there are no heads"):
+        check_draft_folder(folder, load_spec(model), model)
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [

@@ -74,6 +74,14 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"q_lora_rank": 0}, "q_lora_rank 0"),
     ("deepseek_v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim 7"),
     ("deepseek_v3", {"rope_interleave": False}, "rope_interleave false"),
+    ("ernie4_5_moe", {"use_bias": True}, "use_bias is not supported for experts"),
+    ("hunyuan_v1_moe", {"use_cla": True}, "use_cla"),
+    ("hunyuan_v1_moe", {"moe_topk": [2, 3]}, "moe_topk names 2 layers, num_hidden_layers is 3"),
+    ("exaone_moe", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must name 4 layers"),
+    ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse", "x"]}, "each dense or sparse"),
+    ("cohere2_moe", {"expert_selection_fn": "relu"}, "expert_selection_fn 'relu'"),
+    ("cohere2_moe", {"shared_expert_combination_strategy": "max"}, "shared_expert_combination_strategy 'max'"),
+    ("cohere2_moe", {"quantization_config": {"quant_method": "fp8"}}, "the average of shared and other experts"),
     ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping 0"),
     ("gemma2", {"final_logit_softcapping": 0.0}, "final_logit_softcapping 0.0"),
     ("gemma3", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping -1.0"),
@@ -113,6 +121,7 @@ ABSURD: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"num_experts": 10**6}, "num_experts 1000000"),
     ("qwen3_moe", {"num_experts": 4096, "num_hidden_layers": 1024}, "experts in all layers 4194304"),
     ("gpt_oss", {"num_local_experts": 10**9}, "num_local_experts"),
+    ("ernie4_5_moe", {"moe_num_experts": 10**9}, "moe_num_experts"),
     ("deepseek_v3", {"n_routed_experts": 10**8, "kv_lora_rank": 10**9}, "n_routed_experts"),
     (
         "llama3",
@@ -267,7 +276,8 @@ def test_a_text_part_that_does_not_stand_alone(tmp_path: Path) -> None:
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, "glm4_moe", num_nextn_predict_layers=1)
     tensors = load_file(folder / WEIGHTS)
-    save_file(tensors | {"model.layers.3.eh_proj.weight": torch.ones(2)}, folder / WEIGHTS)
-    check_model(folder)
+    for name in ("model.layers.3.eh_proj.weight", "model.mtp_block.0.mlp.up_proj.weight", "mtp.fc.weight"):
+        save_file(tensors | {name: torch.ones(2)}, folder / WEIGHTS)
+        check_model(folder)
     save_file(tensors | {"model.layers.4.eh_proj.weight": torch.ones(2)}, folder / WEIGHTS)
     assert "has tensor model.layers.4.eh_proj.weight" in refusal(folder)
