@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 from tandem.protocol.cost_parameters import CostParameters
 
-_ONE_SHOT_S, _ONE_SHOT_SHARE = 3.3e-6, 0.33
+_ONE_SHOT_S, _ONE_SHOT_SHARE = 2.7e-6, 0.36
 """Latency in seconds of a sum in one shot, and its bytes per second ÷ those of the link in one direction.
 
-Measured in µs for 8 KiB, 256 KiB and 2 MiB: 3.3, 4.8 and 18; predicted 3.4, 5.1 and 17.
+Measured in µs for 8 KiB, 256 KiB and 1 MiB: 2.7, 4.2 and 9.1; predicted 2.7, 4.3 and 9.2.
 """
 _NCCL_S, _NCCL_SHARE = 19e-6, 0.58
 """Latency and share of the link of a sum by NCCL. Measured in µs for 4 and 8 MiB: 35 and 51; predicted 35 and 51."""
