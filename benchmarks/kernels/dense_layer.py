@@ -1,8 +1,9 @@
 """The layer of a dense model, whose layers are all alike, and its weight-streaming matrix products."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tandem.engine.config.model import DenseFeedForward, GroupedQueryAttention, ModelSpec
+from tandem.engine.config.sharding import Rank, rank_spec
 from tandem.engine.kernels.linear import triton_linear
 from tandem.engine.models.shapes import shape_config, shape_names
 from tandem.protocol.errors import InvalidArgument
@@ -24,6 +25,12 @@ def dense_layer(spec: ModelSpec) -> tuple[GroupedQueryAttention, DenseFeedForwar
 def dense_shapes() -> list[str]:
     """Return the names of the shapes that `dense_layer` accepts."""
     return [name for name in shape_names() if _is_dense(shape_config(name))]
+
+
+def rank_shape(name: str, ranks: int) -> ModelSpec:
+    """Return the part of a shape that the first of `ranks` ranks computes."""
+    whole = shape_config(name)
+    return replace(rank_spec(whole, ranks), vocab_size=len(Rank(0, ranks).rows(whole.vocab_size)))
 
 
 def _is_dense(spec: ModelSpec) -> bool:

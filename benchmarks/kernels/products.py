@@ -10,7 +10,6 @@ Weights rotate through memory far larger than L2.
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,13 +18,10 @@ import torch
 from benchmarks.command_line import Measured, at_least
 from benchmarks.gpu_timing import copy_bandwidth
 from benchmarks.kernels.compilers import compiled
-from benchmarks.kernels.dense_layer import Product, dense_shapes, model_of
+from benchmarks.kernels.dense_layer import Product, dense_shapes, model_of, rank_shape
 from benchmarks.kernels.product_forms import FORMS, Job, rotated, us_of
 from benchmarks.results import run_facts
-from tandem.engine.config.model import ModelSpec
-from tandem.engine.config.sharding import Rank, rank_spec
 from tandem.engine.kernels.linear.triton_linear import reserve_scratch
-from tandem.engine.models.shapes import shape_config
 
 TOKENS = (1, 16, 32, 64, 128)
 _TUNED = ("bfloat16", "int8", "int4")
@@ -51,7 +47,7 @@ def measure(options: argparse.Namespace) -> Measured:
     products = dict.fromkeys(
         product
         for name in options.models
-        for product in model_of(name, _rank_shape(name, options.tensor_parallel_size)).products
+        for product in model_of(name, rank_shape(name, options.tensor_parallel_size)).products
         if not options.products or product.name in options.products
     )
     jobs = [
@@ -71,11 +67,6 @@ def measure(options: argparse.Namespace) -> Measured:
         row["tile"] = str(row["tile"])
     facts = {"models": options.models, "dtype": "-".join(options.forms), **run_facts("cuda")}
     return "tune-products", {"copy_gb_per_s": copy / 1e9, "products": rows, **facts}
-
-
-def _rank_shape(name: str, ranks: int) -> ModelSpec:
-    whole = shape_config(name)
-    return replace(rank_spec(whole, ranks), vocab_size=len(Rank(0, ranks).rows(whole.vocab_size)))
 
 
 def _rows(product: Product, form: str, jobs: Sequence[Job], copy: float) -> list[Row]:

@@ -23,6 +23,7 @@ from tandem.metrics.families import (
     AUDIT_RECORDS_LOST,
     FAMILIES,
     SPECULATION_MODEL_BYTES,
+    STEP_COLLECTIVES,
     TLS_CERTIFICATE_EXPIRES,
 )
 from tandem.metrics.metrics_server import fetch
@@ -130,10 +131,10 @@ def test_every_family_is_there(traffic: Traffic) -> None:
 def missing(scraped: Scraped) -> set[str]:
     """Returns the families that are missing.
 
-    A dense model is expected, and a cluster without certificate, audit log and draft model.
+    A dense model is expected, and a cluster without certificate, audit log, draft model and groups of ranks.
     """
     wanted = {family.full_name for family in FAMILIES if "expert" not in family.labels}
-    absent = (AUDIT_RECORDS, AUDIT_RECORDS_LOST, SPECULATION_MODEL_BYTES, TLS_CERTIFICATE_EXPIRES)
+    absent = (AUDIT_RECORDS, AUDIT_RECORDS_LOST, SPECULATION_MODEL_BYTES, STEP_COLLECTIVES, TLS_CERTIFICATE_EXPIRES)
     wanted -= {family.full_name for family in absent}
     return wanted - {name.removesuffix("_count") for name in scraped.samples}
 

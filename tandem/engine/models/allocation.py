@@ -91,9 +91,14 @@ def allocate_ends(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> 
 def empty_on(device: torch.device, tree: _T) -> _T:
     """Return uninitialized weights on `device`, in the shapes of `tree`: a weight, or a tree of dataclasses and tuples.
 
-    Tensors that occur several times in the tree become several tensors.
+    A tensor that occurs several times in the tree stays one tensor.
     """
-    return _mapped(tree, lambda _, shape: torch.empty_like(shape, device=device))
+    made: dict[int, Tensor] = {}
+
+    def make(_: str, shape: Tensor) -> Tensor:
+        return made.setdefault(id(shape), torch.empty_like(shape, device=device))
+
+    return _mapped(tree, make)
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype, *, on_cpu: bool = False) -> int:

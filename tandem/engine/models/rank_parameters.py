@@ -41,7 +41,8 @@ def allocate_rank(
         if spec.tied_embeddings:
             embedding = lm_head
     layers = empty_on(device, whole.layers[held.start : held.stop])
-    return Parameters(dtype, embedding, lm_head, empty_on(device, whole.final_norm), layers)
+    norm, bias = empty_on(device, (whole.final_norm, whole.final_norm_bias))
+    return Parameters(dtype, embedding, lm_head, norm, layers, bias)
 
 
 def rank_bytes(spec: ModelSpec, rank: Rank, dtype: torch.dtype, *, on_cpu: bool, whole_output: bool = False) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.kernels.dense_layer import Model, Product, dense_shapes, model_of
+from benchmarks.kernels.dense_layer import Model, Product, dense_shapes, model_of, rank_shape
 from benchmarks.kernels.product_candidates import candidates
 from tandem.engine.kernels.linear.triton_linear_plan import TOKEN_TILES, fits_scratch
 from tandem.engine.kernels.linear.triton_linear_tiles import TUNED, Skinny
@@ -45,6 +45,7 @@ def test_every_size_has_something_to_measure(model: Model) -> None:
 
 def test_the_table_holds_what_the_tuner_may_find() -> None:
     models = [model_of(name, shape_config(name)) for name in dense_shapes()]
+    models += [model_of(name, rank_shape(name, 2)) for name in ("llama-3-8b", "llama-3-70b")]
     products: dict[tuple[int, int, bool], Product] = {
         (product.n, product.k, product.paired): product for model in models for product in model.products
     }

@@ -421,7 +421,9 @@ def test_all_workers_weights_count_where_they_lie_in_this_host(tmp_path: Path, m
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=available[0]))
     check_weights(config)
     available[0] -= 1
-    with pytest.raises(InvalidArgument, match=r"3 workers with 0\.00 GiB of weights and 1 GiB of KV cache each"):
+    with pytest.raises(
+        InvalidArgument, match=r"3 workers with 0\.00 GiB of weights a worker and 1 GiB of KV cache each"
+    ):
         check_weights(config)
     check_weights(config.with_fields(dtype="bfloat16"))
     check_weights(config.with_fields(kv_cache_bytes=CPU_KV_CACHE_BYTES // 2))

@@ -156,10 +156,6 @@ TUNED: dict[Shape, dict[int, Tile]] = {
     },
     (14336, 4096, True): {
         1: Gemv(rows=1, columns=4096, warps=8),
-        16: Skinny(rows=64, tokens=16, columns=128, splits=2, stages=3, warps=4, early=512),
-        32: Skinny(rows=64, tokens=32, columns=128, splits=2, stages=3, warps=4, early=512),
-        64: Skinny(rows=64, tokens=64, columns=64, splits=2, stages=3, warps=4, early=512),
-        128: Skinny(rows=64, tokens=128, columns=64, splits=2, stages=3, warps=8, early=512),
     },
     (4096, 7168, False): {
         1: Gemv(rows=4, columns=1024, warps=4),
