@@ -254,12 +254,16 @@ class RemoteTransport(RankTransport):
         return self._status.warnings
 
     def close(self) -> None:
-        """Close the rank's transport, wait for it for a bounded time, and fail the results that are outstanding."""
+        """Close the rank's transport, wait for it for a bounded time, and fail the results that are outstanding.
+
+        Idempotent.
+        """
         if self._reader is not None:
             self._outbox.put(_Close())
             self._reader.join(CLOSE_TIMEOUT_S)
             self._fail_all()
         self._outbox.close()
+        self._pipe.close()
 
     def _request(self, future: "Future[Any]", message: Callable[[int], object]) -> None:
         number = next(self._numbers)

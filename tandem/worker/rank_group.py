@@ -187,6 +187,8 @@ class RankGroup:
                 process.kill()
                 process.join()
         self._adapters.close()
+        for rank in self._transports:
+            rank.close()
         self.remove_folder()
 
 
