@@ -47,10 +47,11 @@ START_TIMEOUT_S = 600.0
 The first exchange waits for the rank that loads its part of the model last.
 """
 END_TIMEOUT_S = 5.0
-SILENT_LOOKS = 10
+SILENT_LOOKS, SILENT_LOOKS_ON_CPU = 10, 50
 """Number of calls of `silent_rank` without a report after which a follower hangs.
 
-Calls are counted, not seconds, because a host that is busy delays the first rank as it delays the others.
+Calls are counted, not seconds, because a host that is busy delays the first rank as it delays the others. On a CPU, the
+ranks compete for its cores.
 """
 
 
@@ -136,12 +137,13 @@ class RankGroup:
     def silent_rank(self) -> int | None:
         """Return the number of a follower that has sent no report since `SILENT_LOOKS` calls; None if there is none.
 
-        Called at equal intervals. Followers report from the time at which their transports are open.
+        Must be called at equal intervals. Followers report from the time at which their transports are open.
         """
+        most = SILENT_LOOKS_ON_CPU if is_cpu(parse_device(self._config.device)) else SILENT_LOOKS
         for number, rank in enumerate(self._transports, 1):
             known, looks = self._reports.get(number, (0, 0))
             self._reports[number] = (rank.reports, 1 if rank.reports > known else looks + 1)
-            if rank.reports and looks >= SILENT_LOOKS and rank.reports == known:
+            if rank.reports and looks >= most and rank.reports == known:
                 return number
         return None
 
