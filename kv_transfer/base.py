@@ -141,6 +141,13 @@ class Transport(Sender, Receiver):
         """Return host:port of each TCP socket on which the transport listens."""
         return ()
 
+    def silent_s(self) -> float:
+        """Return for how many seconds a rank in another process has not reported that it polls; 0 without such ranks.
+
+        Notices to a silent rank may have arrived without having been read.
+        """
+        return 0.0
+
     def warnings(self) -> tuple[str, ...]:
         """Return warnings about slow transports to peers, with advice, for logs and `tandem status`."""
         return ()

@@ -148,6 +148,10 @@ class GroupTransport(Transport):
             self._polled_s += step
             return self._polled_s
 
+    def silent_s(self) -> float:
+        """Return the seconds since the last report of the rank that has been silent the longest."""
+        return max(rank.silent_s() for rank in self._ranks)
+
     def transport_name(self) -> str:
         """Return the name of the first rank's transport, and the number of ranks if there are several."""
         name, ranks = self._ranks[0].transport_name(), len(self._ranks)

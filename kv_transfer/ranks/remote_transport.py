@@ -233,6 +233,10 @@ class RemoteTransport(RankTransport):
         """Return the polling time that the rank has reported last."""
         return self._status.poll_s
 
+    def silent_s(self) -> float:
+        """Return the seconds since the rank's last report."""
+        return time.monotonic() - self._reported_at
+
     def transport_name(self) -> str:
         """Return the name that the rank has reported last."""
         return self._status.name
@@ -312,10 +316,10 @@ class RemoteTransport(RankTransport):
             case TransferNotice():
                 self._on_notice(message)
             case _Status():
-                self._status = message
+                self._status, self._reported_at = message, time.monotonic()
                 self.reports += 1
             case _Opened():
-                self._status = message.status
+                self._status, self._reported_at = message.status, time.monotonic()
                 self._opened.set_result(message)
             case _Result():
                 future = self._pop(message.number)

@@ -143,5 +143,5 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.NameDeliveriesResponse:
         """Receive a prefill worker's report of leases whose transfer notices it sent a while ago."""
         writer = conversion.from_proto(request.prefill, PeerRef)
-        self._worker.admission.delivered([conversion.from_proto(lease, Lease) for lease in request.leases], writer)
+        self._worker.delivered([conversion.from_proto(lease, Lease) for lease in request.leases], writer)
         return worker_pb2.NameDeliveriesResponse()

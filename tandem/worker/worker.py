@@ -26,6 +26,7 @@ from tandem.protocol.errors import Internal, ResourceExhausted, StaleEpoch, Unav
 from tandem.protocol.messages import (
     Assignment,
     GrantedLease,
+    Lease,
     PeerRef,
     PrefillTask,
     RequestEvent,
@@ -51,6 +52,8 @@ from tandem.worker.validation import check_prefill, check_reservation
 
 log = logging.getLogger(__name__)
 
+SILENT_S = 0.5
+"""Seconds without a report of another rank after which its notices may be unread; half of a report's delay."""
 _GRAMMAR_THREADS = 2
 """Threads that compile the grammars of new requests. Routers admit only grammars that compile within seconds."""
 
@@ -199,6 +202,16 @@ class Worker:
         self.admission.peer_gone(peer)
         self.peers.forget(peer)
         self._warm_ups.forget(peer)
+
+    def delivered(self, leases: Sequence[Lease], prefill: PeerRef) -> None:
+        """Process a report of leases whose notices were sent a while ago (`DecodeAdmission.delivered`).
+
+        Raises Unavailable while another rank is silent, because it may have notices that it has not read: the report
+        comes again.
+        """
+        if self.transport.silent_s() > SILENT_S:
+            raise Unavailable(f"a rank of {self.me.worker_id} does not respond; report again")
+        self.admission.delivered(leases, prefill)
 
     # ---- the controller ----
 
