@@ -93,13 +93,7 @@ class DecoderModel:
 
         If D = 0, returns None as soon as the KV of the last layer is stored.
         """
-        for layout in reversed(layouts):
-            self.kernels.begin_step(cache, layout)
-        if self._updates is not None:
-            self._updates.begin_step(layouts[0].adapters)
-        hidden = self._embed(token_ids, feed)
-        if self._embedding_scale is not None:
-            hidden *= self._embedding_scale
+        hidden = self._begin_step(token_ids, layouts, cache, feed)
         for number in range(len(self._layers) - 1):
             self.run_layer(number, hidden, layouts, cache)
         last = self._layers[-1]
@@ -116,6 +110,19 @@ class DecoderModel:
             hidden, mixed, slots = hidden[drawn], mixed[drawn], slots[drawn]
         self._finish(last, mixed, hidden, slots)
         return self._logits(hidden) if scoring is None else scoring.logits(hidden, self._logits)
+
+    def _begin_step(
+        self, token_ids: Tensor, layouts: Sequence[StepLayout], cache: KvCache, feed: DeferredTokens | None
+    ) -> Tensor:
+        """Prepare the kernels for a step, and return the hidden states [T, H] before the first layer."""
+        for layout in reversed(layouts):
+            self.kernels.begin_step(cache, layout)
+        if self._updates is not None:
+            self._updates.begin_step(layouts[0].adapters)
+        hidden = self._embed(token_ids, feed)
+        if self._embedding_scale is not None:
+            hidden *= self._embedding_scale
+        return hidden
 
     def _embed(self, token_ids: Tensor, feed: DeferredTokens | None) -> Tensor:
         table = self._embedding

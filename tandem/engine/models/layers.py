@@ -44,7 +44,7 @@ class DecoderLayer:
     feed_forward_output_norm: Norm | None
     group: int
     parallel: bool
-    """As in `LayerSpec`."""
+    """True if attention and feed-forward network have the same input (`LayerSpec.parallel`)."""
 
 
 def prepare_layers(

@@ -123,11 +123,7 @@ class RankModel(DecoderModel):
                 # Nothing is summed after the KV of the last layer is stored.
                 self._collectives.barrier(self._final_norm.weight)
             return logits
-        for layout in reversed(layouts):
-            self.kernels.begin_step(cache, layout)
-        hidden = self._embed(token_ids, feed)
-        if self._embedding_scale is not None:
-            hidden *= self._embedding_scale
+        hidden = self._begin_step(token_ids, layouts, cache, feed)
         for number in range(len(self._layers)):
             self.run_layer(number, hidden, layouts, cache)
         self._collectives.send(hidden)

@@ -5,7 +5,7 @@ Three of four layers have a window and rotary embedding, the others neither.
 
 from dataclasses import replace
 
-from tandem.engine.config.model import GroupedQueryAttention, LayerSpec, ModelSpec
+from tandem.engine.config.model import ModelSpec
 from tandem.engine.models.families.family import (
     Family,
     Json,
@@ -14,8 +14,8 @@ from tandem.engine.models.families.family import (
     parse_dense,
     parse_shape,
     parse_window,
+    rope_with_windows,
     windows_by_type,
-    without_rope,
 )
 from tandem.engine.models.families.rows import paired_rope_slots
 
@@ -36,18 +36,12 @@ def _parse(given: Json) -> ModelSpec:
     return make_model(
         config,
         "Cohere2ForCausalLM",
-        [replace(_with_own_rope(layer), parallel=True) for layer in layers],
+        [replace(layer, parallel=True) for layer in rope_with_windows(layers, windows)],
         norm_eps=float(config["layer_norm_eps"]),
         tied_by_default=True,
         layer_norms=True,
         logits_scale=float(config["logit_scale"]),
     )
-
-
-def _with_own_rope(layer: LayerSpec) -> LayerSpec:
-    """Return the layer, without rotary embedding if it has no window."""
-    assert isinstance(layer.attention, GroupedQueryAttention)
-    return without_rope(layer) if layer.attention.shape.window is None else layer
 
 
 FAMILY = Family(("Cohere2ForCausalLM",), ("cohere2",), _parse, paired_rope_slots)

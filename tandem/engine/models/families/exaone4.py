@@ -14,8 +14,8 @@ from tandem.engine.models.families.family import (
     parse_dense,
     parse_shape,
     parse_window,
+    rope_with_windows,
     windows_by_type,
-    without_rope,
 )
 from tandem.engine.models.families.olmo2 import olmo_slots
 
@@ -35,9 +35,7 @@ def exaone_layers(config: Json, feed_forward: FeedForward) -> list[LayerSpec]:
     )
     shape = parse_shape(config)
     layers = grouped_layers(config, shape, windows, feed_forward, qk_norm=shape.head_dim)
-    if window is None:
-        return layers
-    return [without_rope(layer) if limit is None else layer for layer, limit in zip(layers, windows, strict=True)]
+    return layers if window is None else rope_with_windows(layers, windows)
 
 
 def _parse(given: Json) -> ModelSpec:

@@ -289,6 +289,11 @@ def without_rope(layer: LayerSpec) -> LayerSpec:
     return replace(layer, attention=replace(layer.attention, rope=None))
 
 
+def rope_with_windows(layers: Sequence[LayerSpec], windows: Sequence[int | None]) -> list[LayerSpec]:
+    """Return the layers, of which those without a window have no position embedding."""
+    return [without_rope(layer) if window is None else layer for layer, window in zip(layers, windows, strict=True)]
+
+
 def _check_longrope(rope: RopeConfig, shape: AttentionShape) -> None:
     pairs = shape.rotated // 2
     for factors in (rope.short_factors, rope.long_factors):

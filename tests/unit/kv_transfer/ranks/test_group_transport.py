@@ -240,13 +240,18 @@ def test_a_layout_that_does_not_fit_is_refused() -> None:
         prefill.transport.add_peer(wrong)
 
 
-def test_the_polling_time_of_a_group_grows_only_while_all_ranks_poll() -> None:
-    clocks = [0.0, 0.0]
-    fabric = InMemoryFabric(schedule=lambda _: None)
-    group = open_group(fabric, PREFILL, (2, 1), 6).transport
+def group_of_clocks(clocks: list[float]) -> GroupTransport:
+    """Returns a group of two ranks whose polling times are these clocks, which start at 0."""
+    group = open_group(InMemoryFabric(schedule=lambda _: None), PREFILL, (2, 1), 6).transport
     for number, rank in enumerate(group._ranks):
         rank.transport_poll_s = partial(clocks.__getitem__, number)  # type: ignore[method-assign]
     group._polls = [0.0, 0.0]
+    return group
+
+
+def test_the_polling_time_of_a_group_grows_only_while_all_ranks_poll() -> None:
+    clocks = [0.0, 0.0]
+    group = group_of_clocks(clocks)
     start = group.transport_poll_s()
     clocks[0] = 5.0
     assert group.transport_poll_s() == start
@@ -258,11 +263,7 @@ def test_the_polling_time_of_a_group_grows_only_while_all_ranks_poll() -> None:
 
 def test_reports_of_different_times_do_not_slow_the_polling_time_of_a_group() -> None:
     clocks = [0.0, 0.0]
-    fabric = InMemoryFabric(schedule=lambda _: None)
-    group = open_group(fabric, PREFILL, (2, 1), 6).transport
-    for number, rank in enumerate(group._ranks):
-        rank.transport_poll_s = partial(clocks.__getitem__, number)  # type: ignore[method-assign]
-    group._polls = [0.0, 0.0]
+    group = group_of_clocks(clocks)
     start = group.transport_poll_s()
     for step in range(100):
         clocks[step % 2] += 2 * SLACK_S / 4
