@@ -1,4 +1,4 @@
-"""The shape of a layer's attention, for which the kernels are compiled."""
+"""The shapes of attention and of state layers, for which the kernels are compiled."""
 
 from dataclasses import dataclass
 
@@ -61,3 +61,19 @@ class LatentShape:
     def query(self) -> int:
         """The number of dimensions of one query head."""
         return self.nope + self.rope
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """What a state layer keeps of a request's tokens instead of keys and values; its size does not grow with them.
+
+    It has `heads` parts of equal size, which are computed independently of each other: tensor parallelism divides them.
+    """
+
+    heads: int
+    state: tuple[int, ...]
+    """The shape of one head's recurrent state, which is kept in float32; empty if the layer has none (LFM2)."""
+    channels: int
+    """The number of channels of one head that pass through the short causal convolution."""
+    inputs: int
+    """The number of latest inputs that the convolution keeps of each channel, in the model's dtype: its width - 1."""

@@ -53,8 +53,11 @@ class StepLayout:
     draft_groups  the rows that attention computes together, if all rows of the step have one token and some rows verify
                   draft tokens; else None
 
+    state_pages   [R, 2] for a group of state layers, else None: the page from which each row's state is read, -1 if the
+                  row has no earlier token (its state is zero), and the page to which the new state is written
+
     In steps of fixed size (CUDA graphs) a row may be padding: its slot is -1, so that nothing is stored, and its
-    context is 0.
+    context is 0; its state pages are -1.
     """
 
     positions: Tensor
@@ -69,6 +72,7 @@ class StepLayout:
     group: int = 0
     adapters: Tensor | None = None
     draft_groups: DraftGroups | None = None
+    state_pages: Tensor | None = None
 
     @property
     def decode_only(self) -> bool:

@@ -38,6 +38,20 @@ KvCache = Tensor | QuantizedKv
 """A cache [pages, layers, parts, kv_heads, page_tokens, head_dim]; the 2 parts are keys and values, 1 is latents."""
 
 
+@dataclass(frozen=True, slots=True)
+class StateCache:
+    """The states of a group of state layers (`StateShape`): views of the same pages that other groups use for KV.
+
+    states [pages, layers, heads, *state] float32; None if the layers have no recurrent state
+    inputs [pages, layers, heads, channels, inputs] model dtype: the latest inputs of the convolution, the oldest first
+
+    The state in a page is that after the last computed token whose position lies in the page.
+    """
+
+    states: Tensor | None
+    inputs: Tensor
+
+
 def is_quantized(dtype: torch.dtype) -> bool:
     """Return True if a cache of this dtype holds codes with scales."""
     return dtype in _LARGEST
