@@ -90,7 +90,7 @@ def architecture_of(read: Read) -> Architecture:
         return _DEEPSEEK_V2
     if kind not in ARCHITECTURES:
         raise ModelError(
-            f"architecture {kind} is not supported, because there is no table of its tensor names; supported"
+            f"architecture {kind} is not supported, because there is no table of its tensor names; supported ones are"
             f" {', '.join(ARCHITECTURES)}."
         )
     return ARCHITECTURES[kind]
