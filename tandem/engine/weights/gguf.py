@@ -189,7 +189,7 @@ def _write_folder(path: Path, folder: Path, progress: Progress | None, *, codes:
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2), encoding="utf-8")
     described = {name: (output.dtype, output.shape) for name, output in outputs.items()}
     write_tensors(folder / "model.safetensors", described, _weights(outputs.values(), progress))
-    _write_tokenizer(path, folder, progress)
+    _write_tokenizer(path, folder, read("tokenizer.ggml.tokens") or [], progress)
 
 
 def _modules_by_type(outputs: Mapping[str, _Output]) -> dict[str, list[str]]:
@@ -358,18 +358,40 @@ def _unpermute(weight: Float32 | Bytes, heads: int) -> Float32 | Bytes:
     return weight.reshape(heads, half, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def _write_tokenizer(path: Path, folder: Path, progress: Progress | None) -> None:
-    # Imported here, because it takes seconds and only conversions need it.
-    from transformers import AutoTokenizer
-
+def _write_tokenizer(path: Path, folder: Path, tokens: list[str], progress: Progress | None) -> None:
     if progress is not None:
         progress("converting tokenizer", 0.0)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         # The chat template goes into tokenizer_config.json, which every reader reads.
-        tokenizer.save_pretrained(folder, save_jinja_files=False)
+        _tokenizer(path, tokens).save_pretrained(folder, save_jinja_files=False)
+    except ModelError:
+        raise
     # Code of another library may fail in any way on an unknown file.
     except Exception as error:
         raise ModelError(f"its tokenizer cannot be converted ({error}).") from error
     if progress is not None:
         progress("converting tokenizer", 1.0)
+
+
+def _tokenizer(path: Path, tokens: list[str]) -> Any:
+    """Return the tokenizer that transformers makes of a file, or else the one in the same folder.
+
+    `tokens` are the file's tokens, with which the tokenizer in the folder must agree.
+    """
+    # Imported here, because it takes seconds and only conversions need it.
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    except Exception as error:
+        if not (path.parent / "tokenizer.json").is_file():
+            raise ModelError(
+                f"its tokenizer cannot be converted ({error}); put tokenizer.json and tokenizer_config.json of the"
+                " model from which it was made into its folder."
+            ) from error
+    tokenizer = AutoTokenizer.from_pretrained(path.parent)
+    # Files list unused ids after the tokenizer's last token.
+    known = tokenizer.convert_ids_to_tokens(list(range(min(len(tokenizer), len(tokens)))))
+    if not known or known != tokens[: len(known)]:
+        raise ModelError(f"{path.parent / 'tokenizer.json'} has other tokens than the file; it is of another model.")
+    return tokenizer

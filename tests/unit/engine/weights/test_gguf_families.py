@@ -8,7 +8,9 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import tokenizers
 import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.model_runner import ModelRunner
@@ -73,7 +75,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def write_family(
-    path: Path, family: str, *, split_latent: bool = True, blocks: gguf.GGMLQuantizationType | None = None
+    path: Path,
+    family: str,
+    *,
+    split_latent: bool = True,
+    blocks: gguf.GGMLQuantizationType | None = None,
+    tokens: list[str] | None = None,
 ) -> Path:
     """Write a GGUF file of a tiny model, with matrices in the type `blocks`; None = float32."""
     kind, changes = CASES[family]
@@ -89,6 +96,8 @@ def write_family(
             }  # fmt: skip
             add[type(value)](name, value)
     writer.add_uint32("tokenizer.ggml.eos_token_id", 2)
+    if tokens is not None:
+        writer.add_token_list(tokens)
     for name, weight in converted(random_weights(FAMILIES[family] | changes), config, kind, split_latent).items():
         packed = blocks if weight.ndim > 1 and "norm" not in name and weight.shape[-1] % 32 == 0 else None
         packed = None if "ffn_gate_inp" in name else packed
@@ -261,7 +270,7 @@ def _permute(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, 2, half, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversion, "_write_tokenizer", lambda *_: None)
 
@@ -272,6 +281,7 @@ def logits(folder: Path) -> torch.Tensor:
     return ModelRunner.load(tiny_engine_config(folder), kernels=ReferenceKernels()).logits(batch)
 
 
+@pytest.mark.usefixtures("_no_tokenizer")
 @pytest.mark.parametrize("family", CASES)
 def test_a_gguf_file_has_the_logits_of_its_safetensors(family: str, tmp_path: Path) -> None:
     folder = prepare_model(write_family(tmp_path / "tiny.gguf", family), tmp_path / "cache")
@@ -282,6 +292,7 @@ def test_a_gguf_file_has_the_logits_of_its_safetensors(family: str, tmp_path: Pa
     torch.testing.assert_close(logits(folder), logits(twin), atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.usefixtures("_no_tokenizer")
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
 def test_the_latent_projection_may_be_one_tensor(family: str, tmp_path: Path) -> None:
     path = write_family(tmp_path / "tiny.gguf", family, split_latent=False)
@@ -289,6 +300,7 @@ def test_the_latent_projection_may_be_one_tensor(family: str, tmp_path: Path) ->
     torch.testing.assert_close(logits(prepare_model(path, tmp_path / "cache")), logits(twin), atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.usefixtures("_no_tokenizer")
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gemma2", "phi3", "glm4", "deepseek_v3", "granite_moe"])
 def test_quantized_blocks_have_the_logits_of_their_values(family: str, tmp_path: Path) -> None:
     path = write_family(tmp_path / "tiny.gguf", family, blocks=gguf.GGMLQuantizationType.Q8_0)
@@ -331,3 +343,20 @@ def test_an_unsupported_architecture_is_named(kind: str, tmp_path: Path) -> None
         ModelError, match=f"architecture {kind} is not supported, because there is no table of its tensor names"
     ):
         prepare_model(tmp_path / "m.gguf", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("agrees", [True, False])
+def test_a_tokenizer_that_transformers_cannot_read_is_taken_from_the_folder(agrees: bool, tmp_path: Path) -> None:
+    """Transformers has no tokenizer for files of GLM-4; the one beside the file must have the file's tokens."""
+    tokens = ["<unk>", "a", "b"]
+    path = write_family(tmp_path / "tiny.gguf", "glm4", tokens=tokens)
+    with pytest.raises(ModelError, match=r"cannot be converted .* put tokenizer\.json"):
+        prepare_model(path, tmp_path / "cache")
+    words = {token: number for number, token in enumerate(tokens if agrees else ["<unk>", "b", "a"])}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>").save_pretrained(tmp_path)
+    if agrees:
+        assert AutoTokenizer.from_pretrained(prepare_model(path, tmp_path / "cache"))("b")["input_ids"] == [2]
+    else:
+        with pytest.raises(ModelError, match="has other tokens than the file"):
+            prepare_model(path, tmp_path / "cache")
