@@ -81,9 +81,11 @@ def write_family(
     split_latent: bool = True,
     blocks: gguf.GGMLQuantizationType | None = None,
     tokens: list[str] | None = None,
+    architecture: str | None = None,
 ) -> Path:
     """Write a GGUF file of a tiny model, with matrices in the type `blocks`; None = float32."""
     kind, changes = CASES[family]
+    kind = architecture or kind
     config = {key: value for key, value in (FAMILIES[family] | changes).items() if value is not None}
     writer = gguf.GGUFWriter(path, kind)
     for key, value in metadata(config, kind, split_latent=split_latent).items():
@@ -290,6 +292,16 @@ def test_a_gguf_file_has_the_logits_of_its_safetensors(family: str, tmp_path: Pa
     config = json.loads((twin / "config.json").read_text())
     (twin / "config.json").write_text(json.dumps(config | nulls))
     torch.testing.assert_close(logits(folder), logits(twin), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
+@pytest.mark.parametrize(
+    ("family", "architecture"), [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl"), ("qwen3_moe", "qwen3vlmoe")]
+)
+def test_the_text_of_a_multimodal_file_is_its_text_model(family: str, architecture: str, tmp_path: Path) -> None:
+    path = write_family(tmp_path / "tiny.gguf", family, architecture=architecture)
+    twin = write_tiny_model(tmp_path / "twin", family)
+    torch.testing.assert_close(logits(prepare_model(path, tmp_path / "cache")), logits(twin), atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.usefixtures("_no_tokenizer")
