@@ -10,10 +10,12 @@ import asyncio
 import functools
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kv_transfer.layout import KVLayout
 from tandem.engine.cache.page_pool import PagePool
@@ -28,13 +30,13 @@ from tandem.protocol.messages import SamplingParams
 from tandem.worker.transfer import layout_of
 from tests.e2e.reference import Reference, compare
 from tests.factories import FAMILIES, greedy_answer, row, tiny_engine_config, write_tiny_model
-from tests.unit.engine.test_models import SEEDS
+from tests.unit.engine.test_models import SEEDS, TOLERANCE
 from tests.worker_pair import RequestOutput, Sender, WorkerPair, until
 
 PAGE = 16
 CHUNK = 23
 """The largest number of tokens in a step: prompts are computed in chunks that end within pages."""
-ANSWER = SamplingParams(max_tokens=24)
+ANSWER = SamplingParams(max_tokens=24, logprobs=3)
 LENGTHS = (1, PAGE, 2 * PAGE + 1, 5 * PAGE - 5)
 """The longest prompt is longer than every window of the table, and each answer crosses the end of a page."""
 POOL = 64
@@ -88,10 +90,17 @@ class Served:
         )
 
     def check(self, prompt: list[int], output: RequestOutput, tokens: int) -> None:
-        """Asserts that an answer is transformers' greedy one."""
+        """Asserts that an answer and its log probabilities are transformers' of a greedy one.
+
+        Some tiny models repeat one token whatever the prompt is, but not with the same probability.
+        """
         assert not output.error, output.message
         assert len(output.tokens) == tokens
         compare(tuple(prompt), output.tokens, self.reference)
+        logprobs = self.reference.logprobs(tuple(prompt), tuple(output.tokens))
+        wanted = torch.stack([row[list(token.top_ids)] for row, token in zip(logprobs, output.logprobs, strict=True)])
+        actual = torch.tensor([token.top for token in output.logprobs])
+        torch.testing.assert_close(actual, wanted, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 @pytest.fixture(params=sorted(FAMILIES))
@@ -129,7 +138,7 @@ async def test_tokens_after_a_hand_over_are_those_of_transformers(served: Served
 async def test_a_prefix_is_found_at_each_end_of_a_page(served: Served) -> None:
     """With other tokens after it, and as the whole prompt, whose last page is then computed again."""
     prompt, tail = prompts(5 * PAGE + 3, 7)
-    sampling = SamplingParams(max_tokens=6)
+    sampling = replace(ANSWER, max_tokens=6)
     async with served.pair() as pair:
         served.check(prompt, await ask(pair, "first", prompt, sampling), 6)
         for pages in range(1, 6):
@@ -144,7 +153,7 @@ async def test_a_prefix_is_found_at_each_end_of_a_page(served: Served) -> None:
 
 async def test_preempted_answers_are_those_of_transformers(served: Served) -> None:
     """The pool has one page fewer than one request needs at its end while the two others hold their prompts."""
-    asked, sampling = prompts(5, 6, 7), SamplingParams(max_tokens=40)
+    asked, sampling = prompts(5, 6, 7), replace(ANSWER, max_tokens=40)
     kv = served.load().kv_pages
     async with served.pair(kv.held(7 + 40, decoding=True) + 2 * kv.held(7) - 1) as pair:
         sender = Sender(pair)
@@ -158,19 +167,21 @@ async def test_preempted_answers_are_those_of_transformers(served: Served) -> No
 async def test_another_decode_worker_continues_an_answer(served: Served) -> None:
     """Greedy and with a seed: the prompt and the tokens so far give the tokens that the first worker would sample."""
     (prompt,) = prompts(2 * PAGE + 3)
-    samplings = {"greedy": ANSWER, "seed": SamplingParams(max_tokens=24, temperature=0.9, top_p=0.95, seed=11)}
+    samplings = {"greedy": ANSWER, "seed": replace(ANSWER, temperature=0.9, top_p=0.95, seed=11)}
     async with served.pair() as pair:
         undisturbed = [await ask(pair, f"all of {name}", prompt, samplings[name]) for name in samplings]
-        assert undisturbed[0].tokens != undisturbed[1].tokens
-        outputs = {name: pair.send(name, prompt, sampling) for name, sampling in samplings.items()}
-        await until(lambda: all(len(output.tokens) >= RECEIVED for output in outputs.values()))
+        received = {name: pair.send(name, prompt, sampling) for name, sampling in samplings.items()}
+        await until(lambda: all(len(output.logprobs) >= RECEIVED for output in received.values()))
         await pair.replace_decode()
-        outputs = {
-            name: pair.send(name, prompt, samplings[name], 2, output.tokens[:RECEIVED])
-            for name, output in outputs.items()
-        }
-        await until(lambda: all(output.finish for output in outputs.values()))
-        assert [output.tokens for output in outputs.values()] == [output.tokens for output in undisturbed]
+        outputs = [
+            pair.send(name, prompt, samplings[name], 2, output.tokens[:RECEIVED]) for name, output in received.items()
+        ]
+        await until(lambda: all(output.finish for output in outputs))
+        for output, whole in zip(outputs, undisturbed, strict=True):
+            assert output.tokens == whole.tokens
+            for actual, wanted in zip(output.logprobs, whole.logprobs[RECEIVED:], strict=True):
+                assert actual.top_ids == wanted.top_ids
+                assert actual.top == pytest.approx(wanted.top, abs=TOLERANCE, rel=TOLERANCE)
         await pair.empty()
 
 
