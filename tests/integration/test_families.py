@@ -153,13 +153,13 @@ async def test_a_prefix_is_found_at_each_end_of_a_page(served: Served) -> None:
 
 async def test_preempted_answers_are_those_of_transformers(served: Served) -> None:
     """The pool has one page fewer than one request needs at its end while the two others hold their prompts."""
-    asked, sampling = prompts(5, 6, 7), replace(ANSWER, max_tokens=40)
+    asked, sampling = prompts(5, 6, 7), replace(ANSWER, max_tokens=32)
     kv = served.load().kv_pages
-    async with served.pair(kv.held(7 + 40, decoding=True) + 2 * kv.held(7) - 1) as pair:
+    async with served.pair(kv.held(7 + 32, decoding=True) + 2 * kv.held(7) - 1) as pair:
         sender = Sender(pair)
         outputs = await asyncio.gather(*(sender.run(f"q{n}", prompt, sampling) for n, prompt in enumerate(asked)))
         for prompt, output in zip(asked, outputs, strict=True):
-            served.check(prompt, output, 40)
+            served.check(prompt, output, 32)
         assert pair.decode.worker.report.load().preemptions == sum(sender.attempts.values()) - len(asked) > 0
         await pair.empty()
 

@@ -1,8 +1,10 @@
-"""Limits for the sizes in config.json.
+"""The types of the numbers in config.json, and limits for the sizes.
 
 All published models are within these limits. For a larger model, the checks alone would take minutes.
 """
 
+import math
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,15 +36,30 @@ _LIMITS = {
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), _WIDTH),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), _HEADS),
     **dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), _HEAD_WIDTH),
+    **dict.fromkeys(("moe_k", "moe_topk", "num_experts_per_tok", "n_group", "topk_group"), _EXPERTS),
+    **dict.fromkeys(("first_k_dense_replace", "moe_layer_start_index", "no_rope_layer_interval"), _LAYERS),
+    "max_window_layers": _LAYERS,
+    "prefix_dense_intermediate_size": _WIDTH,
+    "rotary_dim": _HEAD_WIDTH,
     "vocab_size": _VOCABULARY,
-    "max_position_embeddings": MAX_CONTEXT,
-    "sliding_window": MAX_CONTEXT,
+    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings", "sliding_window"), MAX_CONTEXT),
 }
+_PER_LAYER = ("moe_topk", "moe_intermediate_size")
+"""The sizes that may be lists, with a size for each layer."""
+_NUMBERS = (
+    *("rms_norm_eps", "layer_norm_eps", "norm_eps", "rope_theta", "rope_local_base_freq", "partial_rotary_factor"),
+    *("attention_multiplier", "residual_multiplier", "embedding_multiplier", "logits_scaling", "logit_scale"),
+    *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "routed_scaling_factor"),
+)
+"""The numbers that may have a fraction."""
 
 
 def check_limits(config: Mapping[str, Any]) -> None:
-    """Raise ModelError for the first size in a text model's config.json that exceeds its limit."""
-    sizes = {name: _number(config.get(name)) for name in _LIMITS}
+    """Raise ModelError for the first number in a text model's config.json that is none, or exceeds its limit."""
+    sizes = {name: _size(name, config.get(name)) for name in _LIMITS}
+    for name in _NUMBERS:
+        if not math.isfinite(number := _number(name, config.get(name))):
+            raise ModelError(f"{name} {number} is not supported; it must be finite.")
     for name, size in sizes.items():
         check_limit(name, size, _LIMITS[name])
     experts = max(size for name, size in sizes.items() if _LIMITS[name] is _EXPERTS)
@@ -55,11 +72,24 @@ def check_limit(name: str, size: float, most: int) -> None:
         raise ModelError(f"{name} {size:.10g} is not supported; it must be at most {most}.")
 
 
-def _number(value: object) -> float:
-    """Return a size as a number: infinite if it exceeds every float, 0 if it is not a number."""
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except OverflowError:
-        return float("inf")
-    except (TypeError, ValueError):
+def _size(name: str, value: object) -> float:
+    """Return a size, or the largest of a list with a size for each layer. Raises ModelError if it has a fraction."""
+    if isinstance(value, list) and value and name in _PER_LAYER:
+        return max(_size(name, size) for size in value)
+    size = _number(name, value)
+    if not math.isinf(size) and size != round(size):
+        raise ModelError(f"{name} {size} is not supported; it must be a whole number.")
+    return size
+
+
+def _number(name: str, value: object) -> float:
+    """Return a number: infinite if it exceeds every float, 0 if it is missing. Raises ModelError for another type."""
+    if value is None:
         return 0.0
+    try:
+        number = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        return math.inf
+    if math.isnan(number):
+        raise ModelError(f"{name} {value!r:.40} is not supported; it must be a number.")
+    return number

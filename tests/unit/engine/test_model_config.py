@@ -157,7 +157,7 @@ def test_windows_follow_each_family() -> None:
         ({"head_dim": 15}, "15 of 15 dimensions are rotated"),
         ({"vocab_size": 0}, "at least 1"),
         ({"model_type": "arcee"}, "hidden_act 'silu' is not supported without a gate"),
-        ({"hidden_size": "wide"}, "invalid literal"),
+        ({"hidden_size": "wide"}, "hidden_size 'wide' is not supported; it must be a number"),
         ({"rope_scaling": "yes"}, "not a complete model configuration"),
         ({"rope_scaling": {"rope_type": "linear"}}, "'factor' is missing"),
         ({"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["full_attention"]}, "layer_types"),

@@ -34,7 +34,8 @@ def _parse(given: Json) -> ModelSpec:
     layers = grouped_layers(
         config, parse_shape(config, head_dim=128), windows, _experts(config), qkv_bias=biased, output_bias=biased
     )
-    layers = with_dense(config | {"intermediate_size": config.get("prefix_dense_intermediate_size")}, layers, dense)
+    width = config["prefix_dense_intermediate_size"] if dense else None
+    layers = with_dense(config | {"intermediate_size": width}, layers, dense)
     # Layers without a window have no position embedding, but for dense ones if all of these have no window.
     rotated = dense if int(config["prefix_dense_sliding_window_pattern"]) == 1 else []
     layers = [

@@ -1,7 +1,9 @@
 """Model folders that cannot be served: one sentence that names the file, and the tensor or the field."""
 
+import itertools
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem.engine.models.load_spec import load_spec
+from tandem.engine.models.load_spec import load_spec, parse_spec
 from tandem.engine.weights.checkpoint import check_model
 from tandem.protocol.errors import ModelError
 from tests.factories import FAMILIES, write_tiny_model
@@ -68,6 +70,9 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"n_group": 8, "topk_group": 8}, "8 experts in 8 groups: a group's score is that of two experts"),
     ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank 0 is not supported; it must be at least 1"),
     ("llama3", {"hidden_size": 0, "head_dim": 16}, "hidden_size 0 is not supported; it must be at least 1"),
+    ("llama3", {"hidden_size": 64.5}, "hidden_size 64.5 is not supported; it must be a whole number"),
+    ("hunyuan_v1_moe", {"moe_topk": [2, "3", 2]}, "moe_topk '3' is not supported; it must be a number"),
+    ("granite", {"logits_scaling": 1e999}, "logits_scaling inf is not supported; it must be finite"),
     ("llama3", {"num_key_value_heads": -2}, "num_key_value_heads -2 is not supported; it must be at least 1"),
     ("llama3", {"rms_norm_eps": -1.0}, "the epsilon -1.0 of the norms is not supported"),
     ("qwen3", {"rope_theta": -10.0}, "rope_theta -10 is not supported; it must be above 0"),
@@ -111,7 +116,7 @@ def test_wrong_fields(tmp_path: Path, family: str, changes: dict[str, Any], word
 ABSURD: list[tuple[str, dict[str, Any], str]] = [
     ("llama3", {"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000 is not supported; it must be at most 1024"),
     ("llama3", {"num_hidden_layers": 1e300}, "num_hidden_layers 1e+300"),
-    ("llama3", {"num_hidden_layers": "1000000"}, "num_hidden_layers 1000000 "),
+    ("llama3", {"num_hidden_layers": "1000000"}, "num_hidden_layers '1000000' "),
     ("llama3", {"num_hidden_layers": int("9" * 400)}, "num_hidden_layers inf"),
     ("gemma3", {"num_hidden_layers": 10**9, "layer_types": None}, "num_hidden_layers"),
     ("llama3", {"hidden_size": 10**12}, "hidden_size 1e+12"),
@@ -140,6 +145,29 @@ def test_absurd_sizes_are_refused_before_anything_is_built(
     message = refusal(tmp_path)
     assert message.startswith(f"{tmp_path / 'config.json'}: ")
     assert words in message
+
+
+NO_NUMBERS = ["wide", [], {}, True, float("nan"), float("inf")]
+OTHER_TYPES = {"bos_token_id", "eos_token_id", "pad_token_id", "sliding_window_pattern"}
+"""Fields that are numbers in the tiny configurations, and may be lists, text or unused in others."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_value_that_is_no_number_is_refused_by_the_field_s_name(family: str) -> None:
+    config = {name: value for name, value in FAMILIES[family].items() if value is not None}
+    fields = [name for name, value in config.items() if type(value) in (int, float) and name not in OTHER_TYPES]
+    for name, wrong in itertools.product(fields, NO_NUMBERS):
+        with pytest.raises(ModelError, match=f"^{name} .* is not supported; it must be "):
+            parse_spec(config | {name: wrong})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_field_that_is_left_out_has_a_default_or_is_named(family: str) -> None:
+    """A KeyError has the name; any other conversion of a missing field fails this test."""
+    config = {name: value for name, value in FAMILIES[family].items() if value is not None}
+    for missing in config:
+        with suppress(ModelError, KeyError):
+            parse_spec({name: value for name, value in config.items() if name != missing})
 
 
 def absurd_header(count: int = 1, *, shape: list[int] | None = None, padding: int = 0) -> bytes:
