@@ -79,7 +79,8 @@ class FakeEngine:
         self.pool = PagePool(pages)
         self.memory = np.zeros((pages, PAGE_TOKENS, 2), dtype="<i4")
         self.layout = KVLayout(self.memory.ctypes.data, pages, 1, 1, PAGE_TOKENS, 1, 4, "int32")
-        self.page_sums = page_checksums(torch.from_numpy(self.memory).view(-1, 1, 1, 1, PAGE_TOKENS, 2))
+        view = torch.from_numpy(self.memory).view(-1, 1, 1, 1, PAGE_TOKENS, 2)
+        self.page_sums = page_checksums(*[view] * len(self.windows))
         self.cost_guess = UNMEASURED
         self.roofline = Roofline(ModelSizes(1000, 4000, 8, 4), Ceilings(1e9, 1e9, 1e-4))
         self.batches: list[ComputedStep] = []

@@ -9,8 +9,8 @@ from tandem.protocol.errors import TransferFailed
 
 _MASK = (1 << 64) - 1
 
-BeginSums = Callable[[Sequence[int], Sequence[int]], "Future[Sequence[int]]"]
-"""Starts a rank's computation of its part of the checksums of pages."""
+BeginSums = Callable[[Sequence[int], Sequence[int], Sequence[int]], "Future[Sequence[int]]"]
+"""Starts a rank's computation of its part of the checksums of pages, with the arguments of `PageSums`."""
 
 
 class GroupPageSums:
@@ -25,10 +25,10 @@ class GroupPageSums:
         self._first, self._others = first, others
         self._copies = _copies(pages)
 
-    def __call__(self, pages: Sequence[int], filled: Sequence[int]) -> Sequence[int]:
+    def __call__(self, pages: Sequence[int], filled: Sequence[int], groups: Sequence[int] = ()) -> Sequence[int]:
         """Return the checksums. Raises TransferFailed if ranks that have the same heads differ."""
-        begun = [begin(pages, filled) for begin in self._others]
-        sums = [self._first(pages, filled), *(future.result() for future in begun)]
+        begun = [begin(pages, filled, groups) for begin in self._others]
+        sums = [self._first(pages, filled, groups), *(future.result() for future in begun)]
         totals = [
             [sum(values) & _MASK for values in zip(*(sums[n] for n in ranks), strict=True)] for ranks in self._copies
         ]

@@ -117,6 +117,7 @@ class _Sums:
     number: int
     pages: tuple[int, ...]
     filled: tuple[int, ...]
+    groups: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,10 +214,10 @@ class RemoteTransport(RankTransport):
         begin_by = write.begin_by()
         self._request(future, lambda n: _Write(n, write.peer, local, remote, write.notice, begin_by, deadline))
 
-    def sums(self, pages: Sequence[int], filled: Sequence[int]) -> "Future[Sequence[int]]":
+    def sums(self, pages: Sequence[int], filled: Sequence[int], groups: Sequence[int]) -> "Future[Sequence[int]]":
         """Start to compute the rank's checksums of pages (`kv_transfer.checksums.PageSums`)."""
         future: Future[Sequence[int]] = Future()
-        self._request(future, lambda number: _Sums(number, tuple(pages), tuple(filled)))
+        self._request(future, lambda number: _Sums(number, tuple(pages), tuple(filled), tuple(groups)))
         return future
 
     def describe(self) -> PeerDescription:
@@ -418,7 +419,7 @@ class _TransportServer:
 
     def _sum(self, request: _Sums) -> None:
         try:
-            self._outbox.put(_Result(request.number, tuple(self._sums(request.pages, request.filled))))
+            self._outbox.put(_Result(request.number, tuple(self._sums(request.pages, request.filled, request.groups))))
         except Exception as error:
             log.exception("pages could not be summed")
             self._outbox.put(_Result(request.number, None, f"pages could not be summed: {error!r}"))

@@ -41,31 +41,33 @@ class RankTransfer:
 
 def ranked_pages(cache: PagedCache, part: PagePart, ranks: int, stages: int) -> RankedPages:
     """Return how the pages of a model are divided among the ranks of a worker; `cache` is that of one rank."""
+    group = cache.first
     return RankedPages(
         tensor_ranks=ranks // stages,
         kv_heads=part.heads,
         stages=even_stages(part.layers, stages),
         page_tokens=cache.page_tokens,
-        parts=cache.parts,
-        token_bytes=cache.head_dim * cache.item_bytes,
+        parts=group.parts,
+        token_bytes=group.dim * cache.item_bytes,
         scale_bytes=cache.scale_bytes,
     )
 
 
 def layout_of(cache: PagedCache) -> KVLayout:
     """Return the layout of the whole cache, with the spare page after the pool's pages (see `Peers.warm_up`)."""
+    group = cache.first
     return KVLayout(
         base_address=cache.base_address,
         pages=cache.pages + 1,
-        layers=cache.layers,
-        kv_heads=cache.kv_heads,
+        layers=group.depth,
+        kv_heads=group.heads,
         page_tokens=cache.page_tokens,
-        head_dim=cache.head_dim,
+        head_dim=group.dim,
         item_bytes=cache.item_bytes,
         dtype=cache.dtype,
         memory=cache.memory,
         device_id=cache.device_id,
-        parts=cache.parts,
+        parts=group.parts,
         windows=cache.kv_pages.windows,
         scale_bytes=cache.scale_bytes,
     )

@@ -90,7 +90,7 @@ class WatchedEngine(FakeEngine):
             str(dtype).removeprefix("torch."), parts=1, scale_bytes=scale_bytes,
         )  # fmt: skip
         assert self.layout.total_bytes == self.stored.nbytes
-        self.page_sums = page_checksums(cache)
+        self.page_sums = page_checksums(*[cache] * len(self.windows))
         self.seen: Counter[str] = Counter()
 
     def _row(self, row: StepRow) -> int | None:

@@ -13,7 +13,7 @@ from tandem.cost_model.roofline import GPU, guess
 from tandem.cost_model.step_cost import CostParameters, StepCost
 from tandem.cost_model.step_grid import gpu_grid
 from tandem.engine.cache.paged_cache import page_bytes
-from tandem.engine.config.kv import kv_groups, kv_windows
+from tandem.engine.config.kv import kv_windows, page_elements
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.config.sharding import Rank, computed_spec, rank_spec
 from tandem.engine.device import quantized_kv_dtype
@@ -89,7 +89,7 @@ def kv_element_bytes(model: ModelSpec, kv_cache_dtype: str) -> float:
     Raises InvalidArgument in the same cases as `quantized_kv_dtype`.
     """
     dtype = quantized_kv_dtype(kv_cache_dtype, model) or torch.bfloat16
-    return page_bytes(model, 1, dtype) / kv_groups(model)[0].elements
+    return page_bytes(model, 1, dtype) / page_elements(model)
 
 
 def kv_bytes_per_held_token(model: ModelSpec, tokens: float, element_bytes: float = ITEM_BYTES) -> float:
@@ -106,7 +106,7 @@ def kv_bytes_per_held_token(model: ModelSpec, tokens: float, element_bytes: floa
 
 def kv_page_bytes(model: ModelSpec, element_bytes: float = ITEM_BYTES) -> int:
     """Return the bytes of a KV page."""
-    return round(kv_groups(model)[0].elements * GPU_PAGE_TOKENS * element_bytes)
+    return round(page_elements(model) * GPU_PAGE_TOKENS * element_bytes)
 
 
 def roofline(

@@ -174,6 +174,11 @@ class ModelSpec:
     """The cap of logits: softcap · tanh(logit / softcap), applied after the scale; None = no cap."""
     quantization: Quantization | None = None
     """The quantization schemes of the weights; None = all weights are in the model's dtype."""
+    page_layers: tuple[int, ...] = ()
+    """The number of layers per KV page of each class of layers (`page_layers` in kv.py); empty = chosen by the spec.
+
+    A rank's spec has those of the whole model, so that the ranks divide pages in the same way.
+    """
 
     @property
     def attention_shapes(self) -> tuple[AttentionShape, ...]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from tandem.engine.config.attention import AttentionShape
-from tandem.engine.config.kv import kv_groups
+from tandem.engine.config.kv import kv_groups, page_layers
 from tandem.engine.config.model import (
     Attention,
     DenseFeedForward,
@@ -101,13 +101,14 @@ class PagePart:
     first_layer: int = 0
 
 
-def page_part(spec: ModelSpec, rank: Rank) -> PagePart:
-    """Return the part of a page that `rank` has; `spec` describes the whole model."""
-    group = kv_groups(spec)[0]
-    own = kv_groups(rank_spec(spec, rank.count))[0].heads
-    # If there are more ranks than KV heads, several ranks have the same head.
-    first_head = rank.number * (group.heads // own) // rank.count * own
-    return PagePart(group.heads, group.depth, first_head, rank.page_layers(group.depth).start)
+def page_parts(spec: ModelSpec, rank: Rank) -> tuple[PagePart, ...]:
+    """Return the part of a page of each group of layers that `rank` has; `spec` describes the whole model."""
+    parts = []
+    for group, own in zip(kv_groups(spec), kv_groups(rank_spec(spec, rank.count)), strict=True):
+        # If there are more ranks than KV heads, several ranks have the same head.
+        first_head = rank.number * (group.heads // own.heads) // rank.count * own.heads
+        parts.append(PagePart(group.heads, group.depth, first_head, rank.page_layers(group.depth).start))
+    return tuple(parts)
 
 
 def rank_spec(spec: ModelSpec, ranks: int, number: int = 0) -> ModelSpec:
@@ -127,7 +128,7 @@ def rank_spec(spec: ModelSpec, ranks: int, number: int = 0) -> ModelSpec:
         )
         for layer in spec.layers
     )
-    return replace(spec, layers=tuple(layers))
+    return replace(spec, layers=tuple(layers), page_layers=page_layers(spec))
 
 
 def own_spec(spec: ModelSpec, rank: Rank) -> ModelSpec:
@@ -139,7 +140,8 @@ def own_spec(spec: ModelSpec, rank: Rank) -> ModelSpec:
     if rank.stages == 1:
         return divided
     layers = stage_layers(spec, rank.stages)[rank.stage]
-    return replace(divided, layers=divided.layers[layers.start : layers.stop])
+    own = divided.layers[layers.start : layers.stop]
+    return replace(divided, layers=own, page_layers=_stage_page_layers(spec, rank))
 
 
 def stage_layers(spec: ModelSpec, stages: int) -> tuple[range, ...]:
@@ -154,10 +156,11 @@ def stage_layers(spec: ModelSpec, stages: int) -> tuple[range, ...]:
     groups = kv_groups(spec)
     divided = []
     for stage in range(stages):
-        part = Rank(stage=stage, stages=stages).page_layers(groups[0].depth)
-        own = [group.layers[part.start : part.stop] for group in groups]
+        rank = Rank(stage=stage, stages=stages)
+        parts = [rank.page_layers(group.depth) for group in groups]
+        own = [group.layers[part.start : part.stop] for group, part in zip(groups, parts, strict=True)]
         numbers = sorted(chain.from_iterable(own))
-        if not numbers or [*range(numbers[0], numbers[-1] + 1)] != numbers or _grouped(spec, numbers) != own:
+        if not all(own) or [*range(numbers[0], numbers[-1] + 1)] != numbers or _grouped(spec, numbers, rank) != own:
             raise InvalidArgument(
                 "pipeline_parallel_size",
                 f"the model's {len(spec.layers)} layers, whose KV is in {len(groups)} groups, cannot be divided among"
@@ -167,10 +170,16 @@ def stage_layers(spec: ModelSpec, stages: int) -> tuple[range, ...]:
     return tuple(divided)
 
 
-def _grouped(spec: ModelSpec, numbers: list[int]) -> list[tuple[int, ...]]:
-    """Return the groups of these consecutive layers, if they were a model."""
-    groups = kv_groups(replace(spec, layers=spec.layers[numbers[0] : numbers[-1] + 1]))
+def _grouped(spec: ModelSpec, numbers: list[int], rank: Rank) -> list[tuple[int, ...]]:
+    """Return the groups of these consecutive layers, if they were a model with the pages of a rank's stage."""
+    layers = spec.layers[numbers[0] : numbers[-1] + 1]
+    groups = kv_groups(replace(spec, layers=layers, page_layers=_stage_page_layers(spec, rank)))
     return [tuple(numbers[layer] for layer in group.layers) for group in groups]
+
+
+def _stage_page_layers(spec: ModelSpec, rank: Rank) -> tuple[int, ...]:
+    """Return the number of layers of each class in a page of the rank's stage."""
+    return tuple(len(rank.page_layers(depth)) for depth in page_layers(spec))
 
 
 def computed_spec(spec: ModelSpec, rank: Rank) -> ModelSpec:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tandem.engine.config.model import DenseFeedForward, GroupedQueryAttention, LatentAttention, MixtureOfExperts
 from tandem.engine.kernels.base import Kernels, Products, StepLayout
-from tandem.engine.kernels.kv_cache import KvCache, unquantized
+from tandem.engine.kernels.kv_cache import GroupCache, kv_of, unquantized
 from tandem.engine.kernels.layers import (
     AttentionLayer,
     DenseLayer,
@@ -66,17 +66,17 @@ class AttentionBlock:
             q_norm = k_norm = torch.ones_like(q_norm)
         self._layer = AttentionLayer(index, spec.shape, rope, q_norm, k_norm, norm_eps, weights.sinks)
 
-    def store(self, hidden: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
+    def store(self, hidden: Tensor, layout: StepLayout, cache: GroupCache) -> Tensor:
         """Store the keys and values of the step's tokens in `cache`, and return the queries."""
         qkv = normed_linear(self._products, hidden, self._norm, self._qkv)
-        q = self._kernels.rope_and_store(qkv, self._layer, cache, layout)
+        q = self._kernels.rope_and_store(qkv, self._layer, kv_of(cache), layout)
         if self._query_weight is not None:
             q *= self._query_weight
         return _scaled(q, self._query_factors, layout)
 
-    def attend(self, q: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
+    def attend(self, q: Tensor, layout: StepLayout, cache: GroupCache) -> Tensor:
         """Return the output [T, heads·head_dim] of the attention heads, before the output projection."""
-        return self._kernels.attention(q, self._layer, cache, layout)
+        return self._kernels.attention(q, self._layer, kv_of(cache), layout)
 
 
 class LatentBlock:
@@ -107,7 +107,7 @@ class LatentBlock:
         self._query_norm = None if weights.query_norm is None else Norm(weights.query_norm, spec.norm_eps)
         self._layer = LatentLayer(index, spec.shape, rope, Norm(weights.latent_norm, spec.norm_eps), weights.kv_up)
 
-    def store(self, hidden: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
+    def store(self, hidden: Tensor, layout: StepLayout, cache: GroupCache) -> Tensor:
         """Store the latents of the step's tokens in `cache`, and return the rotated queries [T, heads, nope + rope]."""
         cached = self._layer.shape.cached
         down = self._products.norm_linear(hidden, self._norm, self._down)
@@ -117,7 +117,7 @@ class LatentBlock:
         q = self._kernels.latent_store(q, latents, self._layer, unquantized(cache), layout)
         return _scaled(q, self._query_factors, layout)
 
-    def attend(self, q: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
+    def attend(self, q: Tensor, layout: StepLayout, cache: GroupCache) -> Tensor:
         """Return the output [T, heads·v_dim] of the attention heads, before the output projection."""
         return self._kernels.latent_attention(q, self._layer, unquantized(cache), layout)
 

@@ -237,4 +237,4 @@ def test_a_step_ends_only_after_every_rank_has_stored_its_kv(
     with group_runner(config, ranks, stages) as (runner, followers):
         monkeypatch.setattr(ReferenceKernels, "rope_and_store", store_late)
         runner.run(StepBatch([row(IDS[:21], 0, [0, 1], drawn=False)]))
-        assert len(stored) == sum(follower.cache.layers for follower in followers)
+        assert len(stored) == sum(follower.cache.first.depth for follower in followers)

@@ -73,7 +73,7 @@ def open_group(
         open_rank = partial(InMemoryTransport, fabric, KVLayout(*memory, "float32"), rank_peer(me, rank))
         group = KvGroup(own_layers, len(own_layers), len(own_heads), PARTS, DIM)
         part = PagePart(heads, LAYERS, own_heads.start, own_layers[0])
-        rank_sums: PageSums = page_checksums(kernel_view(torch.from_numpy(pool), group, PAGE_TOKENS), part)
+        rank_sums: PageSums = page_checksums(kernel_view(torch.from_numpy(pool), group, PAGE_TOKENS), parts=[part])
         pools.append(pool)
         if rank and in_processes:
             here, there = Pipe()
@@ -89,9 +89,9 @@ def open_group(
     return Group(transport, pages, pools, GroupPageSums(pages, sums[0], sums[1:]), notices)
 
 
-def begun(sums: PageSums, pages: list[int], filled: list[int]) -> Future[Sequence[int]]:
+def begun(sums: PageSums, pages: list[int], filled: list[int], groups: list[int]) -> Future[Sequence[int]]:
     future: Future[Sequence[int]] = Future()
-    future.set_result(sums(pages, filled))
+    future.set_result(sums(pages, filled, groups))
     return future
 
 
