@@ -97,6 +97,12 @@ class KvPages:
         """Return the number of the first page of a group that tokens at or after `position` attend to."""
         return first_page(self.windows[group], position, self.page_tokens)
 
+    def preceding(self, group: int) -> int:
+        """Return the number of pages that the first token of a page attends to besides its own page, at most."""
+        window = self.windows[group]
+        assert window is not None
+        return self.numbers(_reach(window) - 1)
+
     def seen(self, position: int, first: int, end: int) -> list[int]:
         """Return the list indices, ascending, of pages to which tokens at or after `position` attend.
 
@@ -154,10 +160,11 @@ class KvPages:
 
 def first_page(window: int | None, position: int, page_tokens: int) -> int:
     """Return the number of the first page that tokens at or after `position` read in a group with this window."""
-    if window is None:
-        return 0
-    reach = _STATE_WINDOW if window == STATE else window
-    return max(0, position - reach + 1) // page_tokens
+    return 0 if window is None else max(0, position - _reach(window) + 1) // page_tokens
+
+
+def _reach(window: int) -> int:
+    return _STATE_WINDOW if window == STATE else window
 
 
 def held_pages(pages: Sequence[int]) -> list[int]:

@@ -102,7 +102,7 @@ def start_on_gpu(
         if group is not None:
             capacity = group.pool_bytes(capacity, page_bytes(model.spec, page_tokens, kv_dtype, model.dtype))
         # Allocated outside of inference mode, because the transfer and tests write into the cache as well.
-        cache = _cache(config, model, page_tokens, capacity, kv_dtype, device)
+        cache = _cache(config, model, page_tokens, capacity, kv_dtype=kv_dtype, device=device)
         stepper = _make_stepper(config, model, cache, sizes, progress, masks=masks, on_step=on_step)
     log.info("KV cache: %d pages, %.1f GiB", cache.pages, cache.pages * cache.page_bytes / GIB)
     return cache, stepper
@@ -131,7 +131,7 @@ def _one_row(
     row_tokens = min(config.max_step_tokens, model.spec.max_context)
     pages = len(kv_groups(model.spec)) * pages_for(row_tokens, page_tokens)
     capacity = cache_bytes(model.spec, pages, page_tokens, kv_dtype, model.dtype)
-    return _cache(config, model, page_tokens, capacity, kv_dtype, device)
+    return _cache(config, model, page_tokens, capacity, kv_dtype=kv_dtype, device=device)
 
 
 def _cache(
@@ -139,6 +139,7 @@ def _cache(
     model: DecoderModel,
     page_tokens: int,
     capacity: int,
+    *,
     kv_dtype: torch.dtype,
     device: torch.device,
 ) -> PagedCache:

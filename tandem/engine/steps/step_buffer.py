@@ -194,7 +194,7 @@ def decode_error(code: int) -> tuple[int, int]:
     return code % _FAULTS, code // _FAULTS
 
 
-def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a compiled function has no others
+def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0915, PLR0917 - a compiled function has no others
     words,
     at,
     position_offset,
