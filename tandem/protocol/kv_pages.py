@@ -163,6 +163,11 @@ def first_page(window: int | None, position: int, page_tokens: int) -> int:
     return 0 if window is None else max(0, position - _reach(window) + 1) // page_tokens
 
 
+def window_name(window: int | None) -> str:
+    """Return an entry of `KvPages.windows` as text."""
+    return "none" if window is None else "states" if window == STATE else str(window)
+
+
 def _reach(window: int) -> int:
     return _STATE_WINDOW if window == STATE else window
 

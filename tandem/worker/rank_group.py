@@ -114,7 +114,7 @@ class RankGroup:
         runner = ModelRunner.load(config, progress, collectives=self._collectives, on_step=self._steps.send)
         # From now on: each rank has loaded the adapters of the config by itself.
         runner.adapters.on_write = self._adapters.write
-        pages = ranked_pages(runner.cache, runner.page_parts[0], self.ranks, self._stages)
+        pages = ranked_pages(runner.cache, runner.page_parts, self.ranks, self._stages)
         runner.page_sums = GroupPageSums(pages, runner.page_sums, [rank.sums for rank in self._transports])
         runner.device_name = f"{self.ranks} ranks, {runner.device_name}"
         tensor_ranks = self.ranks // self._stages

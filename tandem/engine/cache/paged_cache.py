@@ -26,7 +26,7 @@ from tandem.engine.config.model import ModelSpec
 from tandem.engine.kernels.kv_cache import SCALE_BYTES, GroupCache, KvCache, QuantizedKv, StateCache, is_quantized
 from tandem.engine.memory import GIB, free_bytes
 from tandem.protocol.errors import InvalidArgument
-from tandem.protocol.kv_pages import KvPages
+from tandem.protocol.kv_pages import KvPages, window_name
 
 _SCRATCH_PAGES = 1
 """The number of pages that no request gets: only the scratch page, to which other workers write test data."""
@@ -136,19 +136,28 @@ class PagedCache:
         """The properties that two caches must have in common for transfers between them, as (name, value)."""
         return (
             ("kv_cache_dtype", self.dtype),
-            ("layout", "; ".join(dict.fromkeys(map(self._layout, self.groups)))),
-            ("windows", ", ".join("none" if group.window is None else str(group.window) for group in self.groups)),
+            ("layout", "; ".join(self.layouts)),
+            ("windows", ", ".join(window_name(group.window) for group in self.groups)),
             ("page_tokens", str(self.page_tokens)),
         )
 
-    def _layout(self, group: PageGroup) -> str:
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """The order of the elements in the pages, one text for each order that a group has, the first group's first."""
+        return self.layouts_of([(group.heads, group.depth) for group in self.groups])
+
+    def layouts_of(self, sizes: Sequence[tuple[int, int]]) -> tuple[str, ...]:
+        """Return `layouts` of a cache whose groups have these numbers of heads and of layers in a page."""
+        texts = (self._layout(group, *size) for group, size in zip(self.groups, sizes, strict=True))
+        return tuple(dict.fromkeys(texts))
+
+    def _layout(self, group: PageGroup, heads: int, layers: int) -> str:
         if isinstance(group, KvGroup):
-            return f"pages,{group.heads} heads,{group.depth} layers,{group.parts} parts,tokens,{group.dim} dims"
+            return f"pages,{heads} heads,{layers} layers,{group.parts} parts,tokens,{group.dim} dims"
         shape, dtype = group.shape, str(self.model_dtype).removeprefix("torch.")
         state = "x".join(map(str, shape.state)) or "no"
         return (
-            f"pages,{group.heads} heads,{group.depth} layers,{state} states,{shape.channels} channels,{shape.inputs}"
-            f" inputs in {dtype}"
+            f"pages,{heads} heads,{layers} layers,{state} state,{shape.channels} channels,{shape.inputs} inputs,{dtype}"
         )
 
 
@@ -156,7 +165,7 @@ def page_bytes(spec: ModelSpec, page_tokens: int, dtype: torch.dtype, model_dtyp
     """Return the size of one page in bytes, including its scales; the arguments are those of `PagedCache`."""
     groups = kv_groups(spec)
     item_bytes = (model_dtype or dtype).itemsize
-    most = max(_used_bytes(group, page_tokens, dtype, item_bytes) for group in groups)
+    most = max(used_bytes(group, page_tokens, dtype, item_bytes) for group in groups)
     # The views of states need addresses that are multiples of their alignment in every page.
     aligned = any(isinstance(group, StateGroup) for group in groups)
     return -(-most // ALIGNMENT) * ALIGNMENT if aligned else most
@@ -185,7 +194,7 @@ def choose_pages(
     with_kv = [group for group in kv_groups(spec) if isinstance(group, KvGroup)]
 
     def kv_bytes(tokens: int) -> int:
-        return max(_used_bytes(group, tokens, dtype, model_dtype.itemsize) for group in with_kv)
+        return max(used_bytes(group, tokens, dtype, model_dtype.itemsize) for group in with_kv)
 
     def fits(tokens: int) -> bool:
         page = kv_bytes(tokens)
@@ -235,7 +244,7 @@ def kernel_view(memory: Tensor, group: KvGroup, page_tokens: int) -> KvCache:
     `state_view` depend on this order: kernels take the strides from the tensor. Elements at the end of a page that the
     group does not need are left out.
     """
-    memory = memory[:, : _used_bytes(group, page_tokens, memory.dtype, 0) // memory.element_size()]
+    memory = memory[:, : used_bytes(group, page_tokens, memory.dtype) // memory.element_size()]
     outer = (len(memory), group.heads, group.depth, group.parts)
     if not is_quantized(memory.dtype):
         return memory.view(*outer, page_tokens, group.dim).permute(0, 2, 3, 1, 4, 5)
@@ -262,8 +271,11 @@ def state_view(memory: Tensor, group: StateGroup, model_dtype: torch.dtype) -> S
     )
 
 
-def _used_bytes(group: PageGroup, page_tokens: int, dtype: torch.dtype, item_bytes: int) -> int:
-    """Return the bytes that a group needs of a page; `item_bytes` is the size of an element of the model's dtype."""
+def used_bytes(group: PageGroup, page_tokens: int, dtype: torch.dtype, item_bytes: int = 0) -> int:
+    """Return the bytes that a group needs of a page.
+
+    `item_bytes` is the size of an element of the model's dtype; only states depend on it.
+    """
     if isinstance(group, StateGroup):
         return group.depth * layer_bytes(group.shape, item_bytes)
     scales = SCALE_BYTES * group.elements // group.dim if is_quantized(dtype) else 0

@@ -14,7 +14,9 @@ def make_proposer(
     """Return the proposer of this method; None if the engine does not speculate.
 
     A step that verifies draft tokens would also change the states of state layers by tokens that it then rejects, so
-    models with `states` do not speculate: AUTO then means OFF, and other methods are refused with InvalidArgument. An `asynchronous` engine launches a step before it knows the tokens of the previous one, but draft tokens depend on
+    models with `states` do not speculate: AUTO then means OFF, and other methods are refused with InvalidArgument.
+
+    An `asynchronous` engine launches a step before it knows the tokens of the previous one, but draft tokens depend on
     them, so AUTO then means OFF. `trained` creates the proposer of DRAFT. Raises InvalidArgument if DRAFT is set
     without `trained`.
     """

@@ -1,7 +1,6 @@
 """The order in which writes end and connections are rebuilt, with NIXL's agent faked by the test."""
 
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 
 from kv_transfer import poll_backoff
-from kv_transfer.base import PageWrite, WriteDone
+from kv_transfer.base import PageRanges, PageWrite, WriteDone
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_backend import posted_transfers as nixl_moves
 from kv_transfer.nixl_backend import writes as nixl_writes
@@ -18,7 +17,6 @@ from kv_transfer.nixl_backend.peers import Links
 from kv_transfer.nixl_backend.pending_write import PendingWrite
 from kv_transfer.nixl_backend.writes import Writes
 from kv_transfer.poll_backoff import FIRST_LOOK_S, LAST_LOOK_S
-from kv_transfer.rank_plan import ByteRange
 from tandem.protocol.conversion import encode_notice
 from tandem.protocol.errors import TransferFailed
 from tandem.protocol.messages import Lease, PeerDescription, PeerRef, TransferNotice
@@ -38,7 +36,7 @@ class Agent:
     def fail_if_dead(self, peer: PeerDescription, connection: Connection) -> bool:
         return False
 
-    def connect(self, peer: PeerDescription, ranges: Sequence[ByteRange] = ()) -> Connection:
+    def connect(self, peer: PeerDescription, ranges: PageRanges = ()) -> Connection:
         if self.unreachable:
             raise RuntimeError("NIXL_ERR_BACKEND")
         self.calls.append("connect")
@@ -47,7 +45,7 @@ class Agent:
     def disconnect(self, connection: Connection) -> None:
         self.calls.append("disconnect")
 
-    def prepare(self, connection: Connection, local: Sequence[int], remote: Sequence[int], notice: bytes) -> int:
+    def prepare(self, connection: Connection, write: PageWrite, notice: bytes) -> int:
         handle = len(self.states)
         self.states[handle] = TransferState.IN_PROGRESS
         return handle

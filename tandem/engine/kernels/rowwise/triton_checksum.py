@@ -27,8 +27,8 @@ def partial_sums(
 
     words [pages, rows, words of a row] int32, each page contiguous: the first `codes` words of a row are `token_words`
     words of each token, the rest one word of each token (the scales). chosen [n, 2] int64: a page's number, and the
-    number of tokens in the page. All tensors are on one device. With the numbering (first, head, gap), the index of word w of a
-    page is w + first + w // head * gap.
+    number of tokens in the page. All tensors are on one device. With the numbering (first, head, gap), the index of
+    word w of a page is w + first + w // head * gap.
     """
     _, rows, row_words = words.shape
     first, head, gap = numbering

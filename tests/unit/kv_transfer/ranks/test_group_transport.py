@@ -85,8 +85,8 @@ def open_group(
             openers.append(open_rank)
             sums.append(rank_sums if rank == 0 else partial(begun, rank_sums))
     notices: list[TransferNotice] = []
-    transport = GroupTransport(me, pages, openers, notices.append)
-    return Group(transport, pages, pools, GroupPageSums(pages, sums[0], sums[1:]), notices)
+    transport = GroupTransport(me, [pages], openers, notices.append)
+    return Group(transport, pages, pools, GroupPageSums([pages], sums[0], sums[1:]), notices)
 
 
 def begun(sums: PageSums, pages: list[int], filled: list[int], groups: list[int]) -> Future[Sequence[int]]:
