@@ -10,7 +10,7 @@ from tandem.cost_model.step_collectives import StepCollectives
 from tandem.cost_model.step_cost import CostParameters
 from tandem.cost_model.step_grid import EACH_TOKEN, StepGrid, gpu_grid
 from tandem.engine.cache.paged_cache import PagedCache
-from tandem.engine.config.kv import kv_elements, window_of
+from tandem.engine.config.kv import kv_elements, layer_bytes, state_of, window_of
 from tandem.engine.config.model import (
     Attention,
     GroupedQueryAttention,
@@ -52,6 +52,7 @@ def model_sizes(
         expert_share=max(map(_expert_share, spec.layers)),
         packed=PackedWeights() if on_cpu else packed_weights(spec),
         windowed=tuple(_layers_of(spec, window, kv_bytes) for window in windows),
+        state_bytes=state_bytes(spec, item_bytes),
     )
 
 
@@ -85,6 +86,11 @@ def _layers_of(spec: ModelSpec, window: int, element_bytes: float) -> WindowedLa
 def kv_bytes_per_token(spec: ModelSpec, element_bytes: float) -> int:
     """Return the bytes of one token's KV in all layers; `element_bytes` includes an element's share of its scale."""
     return round(kv_elements(spec.layers) * element_bytes)
+
+
+def state_bytes(spec: ModelSpec, item_bytes: int) -> int:
+    """Return the bytes of one request's states in all layers; `item_bytes` is the size of an element of activations."""
+    return sum(layer_bytes(state, item_bytes) for layer in spec.layers if (state := state_of(layer)) is not None)
 
 
 def active_weights(spec: ModelSpec) -> int:
