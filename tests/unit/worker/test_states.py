@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from tandem.protocol.errors import ResourceExhausted
+from tandem.protocol.errors import InvalidArgument, ResourceExhausted
 from tandem.protocol.kv_pages import STATE, KvPages
 from tandem.protocol.messages import SamplingParams
+from tandem.protocol.speculation_method import SpeculationMethod
 from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to
 from tests.worker_pair import RequestOutput, WorkerPair, until
 
@@ -50,10 +51,41 @@ async def test_answers_do_not_depend_on_the_chunks(both: bool, step: int, monkey
             assert both or output.pages == len(kv.sent(tokens, 0))
 
 
-async def test_one_state_page_a_group_is_sent() -> None:
+async def test_one_state_page_per_group_is_sent() -> None:
     kv = KvPages(PAGE_TOKENS, WINDOWS)
     sent = kv.sent(len(PROMPT), 0)
     assert [entry for entry in sent if entry % 4 > 1] == [20 * 4 + 2, 20 * 4 + 3]
+
+
+@pytest.mark.parametrize("group", [2, 3])
+@pytest.mark.parametrize("lost", [False, True])
+async def test_a_damaged_or_missing_state_is_never_decoded(group: int, lost: bool) -> None:
+    prompt = PROMPT[: 6 * PAGE_TOKENS + 1]
+    kv = KvPages(PAGE_TOKENS, WINDOWS)
+    sent = kv.sent(len(prompt), 0)
+    place = sent.index(6 * kv.groups + group) - len(sent)
+    async with WorkerPair(pages=200) as pair:
+
+        def damage(pages: Sequence[int]) -> None:
+            state = pair.decode.engine.memory[pages[place]]
+            state[0, 1] = 0 if lost else state[0, 1] ^ 1 << 7
+
+        pair.fabric.damage_next(damage)
+        failed = pair.send("q", prompt, TWO)
+        await until(lambda: failed.finish)
+        assert failed.error == "TRANSFER_FAILED"
+        assert not pair.decode.engine.batches
+        await pair.empty()
+        again = pair.send("q", prompt, TWO, attempt=2)
+        await until(lambda: again.finish)
+        assert again.tokens == answer_to(prompt, TWO)
+        assert pair.decode.worker.report.inspect().checksum_failures == 1
+
+
+async def test_speculation_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="state layers; use off") as caught:
+        WorkerPair(pages=200, speculate=SpeculationMethod.NGRAM)
+    assert caught.value.field == "speculate"
 
 
 @pytest.mark.parametrize("both", [False, True])
@@ -73,8 +105,8 @@ async def test_the_next_turn_of_a_conversation_finds_prompt_and_answer(both: boo
         first = await ask(pair, "first", PROMPT[: 6 * PAGE_TOKENS + 5], sampling)
         turn = [*PROMPT[: 6 * PAGE_TOKENS + 5], *first.tokens, *[60] * 9]
         second = await ask(pair, "second", turn, SamplingParams(max_tokens=20))
-        stored = 6 * PAGE_TOKENS + 5 + answer - 1
-        assert not both or second.cached_tokens == stored // PAGE_TOKENS * PAGE_TOKENS
+        known = len(turn) - 10 if both else 6 * PAGE_TOKENS + 5
+        assert second.cached_tokens == known // PAGE_TOKENS * PAGE_TOKENS
 
 
 @pytest.mark.parametrize("both", [False, True])
