@@ -19,9 +19,12 @@ from tandem.engine.config.model import (
     Attention,
     DenseFeedForward,
     FeedForward,
+    GatedDeltaNet,
     GroupedQueryAttention,
     MixtureOfExperts,
     ModelSpec,
+    ShortConvolution,
+    StateLayer,
 )
 from tandem.engine.config.quantization import Quantization
 from tandem.protocol.errors import InvalidArgument
@@ -209,6 +212,8 @@ def local_experts_spec(spec: ModelSpec, gpus: int) -> ModelSpec:
 
 
 def _attention(attention: Attention, ranks: int) -> Attention:
+    if isinstance(attention, StateLayer):
+        return _state_layer(attention, ranks)
     heads = _divided("attention heads", attention.shape.heads, ranks)
     if not isinstance(attention, GroupedQueryAttention):
         return replace(attention, shape=replace(attention.shape, heads=heads))
@@ -216,6 +221,18 @@ def _attention(attention: Attention, ranks: int) -> Attention:
     if attention.qk_norm > shape.head_dim:
         raise _indivisible("the norm over all heads of a query", attention.qk_norm, ranks)
     return replace(attention, shape=replace(shape, heads=heads, kv_heads=_kv_heads(shape, ranks)))
+
+
+def _state_layer(layer: StateLayer, ranks: int) -> StateLayer:
+    if isinstance(layer, GatedDeltaNet):
+        key_heads = _divided("key heads of a state layer", layer.key_heads, ranks)
+        return replace(layer, key_heads=key_heads, value_heads=layer.value_heads // ranks)
+    if isinstance(layer, ShortConvolution):
+        blocks = _divided("blocks of channels of a convolution", layer.blocks, ranks)
+        return replace(layer, channels=layer.channels // ranks, blocks=blocks)
+    groups = _divided("groups of a state layer", layer.groups, ranks)
+    norm_groups = _divided("parts of a state layer's norm", layer.norm_groups, ranks)
+    return replace(layer, heads=layer.heads // ranks, groups=groups, norm_groups=norm_groups)
 
 
 def _kv_heads(shape: AttentionShape, ranks: int) -> int:
@@ -226,8 +243,10 @@ def _kv_heads(shape: AttentionShape, ranks: int) -> int:
     return 1
 
 
-def _feed_forward(network: FeedForward, rank: Rank, quantization: Quantization | None) -> FeedForward:
+def _feed_forward(network: FeedForward | None, rank: Rank, quantization: Quantization | None) -> FeedForward | None:
     ranks = rank.count
+    if network is None:
+        return None
     if isinstance(network, DenseFeedForward):
         return replace(network, width=_divided("elements of a feed-forward network", network.width, ranks))
     assert isinstance(network, MixtureOfExperts)
