@@ -17,6 +17,7 @@ from tandem.engine.config.model import (
     LayerSpec,
     MixtureOfExperts,
     ModelSpec,
+    StateLayer,
 )
 from tandem.engine.config.sharding import Rank, local_experts_spec
 from tandem.engine.kernels.base import is_cpu
@@ -166,6 +167,8 @@ def _dense_weights(layer: LayerSpec, hidden: int) -> int:
     feed_forward = layer.feed_forward
     if isinstance(feed_forward, MixtureOfExperts):
         inner = 3 * feed_forward.shared_width + feed_forward.experts
+    elif feed_forward is None:
+        inner = 0
     else:
         inner = (3 if feed_forward.gated else 2) * feed_forward.width
     return _attention_weights(layer.attention, hidden) + hidden * inner
@@ -174,7 +177,10 @@ def _dense_weights(layer: LayerSpec, hidden: int) -> int:
 def _attention_weights(attention: Attention, hidden: int) -> int:
     if isinstance(attention, GroupedQueryAttention):
         shape = attention.shape
-        return hidden * (shape.qkv_size + shape.heads * shape.head_dim)
+        outputs = (2 if attention.output_gate else 1) * shape.heads * shape.head_dim
+        return hidden * (shape.qkv_size + outputs)
+    if isinstance(attention, StateLayer):
+        return hidden * (sum(attention.projected) + attention.inner)
     latent, rank = attention.shape, attention.query_rank
     queries = latent.heads * latent.query
     down = hidden * ((queries if rank is None else rank) + latent.cached)
@@ -183,7 +189,9 @@ def _attention_weights(attention: Attention, hidden: int) -> int:
 
 
 def _pair_flop(attention: Attention) -> int:
-    """Return the operations in one layer for one token that attends to one other token."""
+    """Return the operations in one layer for one token that attends to one other token; 0 for a state layer."""
+    if isinstance(attention, StateLayer):
+        return 0
     shape = attention.shape
     if isinstance(attention, GroupedQueryAttention):
         return _ATTENTION_FLOP * attention.shape.heads * 2 * attention.shape.head_dim

@@ -351,7 +351,7 @@ def _gated_query_slots(spec: GroupedQueryAttention, weights: AttentionParameters
     size, dim = 2 * spec.shape.qkv_rows[0], spec.shape.head_dim
 
     def gate_first(stored: Tensor) -> Tensor:
-        return stored.unflatten(0, (-1, 2, dim)).transpose(0, 1).flip(0).flatten(0, 2)
+        return torch.unflatten(stored, 0, (-1, 2, dim)).transpose(0, 1).flip(0).flatten(0, 2)
 
     slots = {"self_attn.q_proj.weight": ParameterSlot(weights.qkv[:size], gate_first)}
     if weights.qkv_bias is not None:

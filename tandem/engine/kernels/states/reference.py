@@ -27,7 +27,7 @@ def mix_states(projected: Tensor, layer: RecurrentLayer, cache: StateCache, layo
         tokens = slice(bounds[first], bounds[last])
         if tokens.start == tokens.stop:
             continue
-        part = projected[tokens].unflatten(0, (last - first, -1))
+        part = torch.unflatten(projected[tokens], 0, (last - first, -1))
         out[tokens] = _rows(part, layer, cache, layout.state_pages[first:last].long()).flatten(0, 1)
     return out
 
@@ -40,7 +40,7 @@ def _rows(projected: Tensor, layer: RecurrentLayer, cache: StateCache, pages: Te
     fresh = read < 0
     held = write >= 0
     inputs = cache.inputs[read.clamp(min=0), layer.index].masked_fill(fresh[:, None, None, None], 0)
-    parts = projected.split(spec.projected, -1)
+    parts = projected.split_with_sizes(spec.projected, -1)
     if isinstance(spec, ShortConvolution):
         before, after, x = parts
         mixed, inputs = _convolve(layer, inputs, [before * x])
@@ -77,17 +77,17 @@ def _convolve(layer: RecurrentLayer, inputs: Tensor, parts: list[Tensor]) -> tup
     if layer.convolution_bias is not None:
         biases = [part.unsqueeze(0) for part in _split(layer.convolution_bias, sizes, heads)]
         mixed += _by_head(biases, heads)[0].unsqueeze(-1).to(wide)
-    return list(mixed.permute(0, 3, 1, 2).split(sizes, -1)), sequence[..., sequence.shape[-1] - kept :]
+    return list(mixed.permute(0, 3, 1, 2).split_with_sizes(sizes, -1)), sequence[..., sequence.shape[-1] - kept :]
 
 
 def _split(weight: Tensor, sizes: tuple[int, ...], heads: int) -> tuple[Tensor, ...]:
     """Return the rows of each part of the convolution's weight or bias."""
-    return weight.split([size * heads for size in sizes])
+    return weight.split_with_sizes([size * heads for size in sizes])
 
 
 def _by_head(parts: list[Tensor], heads: int) -> Tensor:
     """Return the channels [..., heads, channels] of all parts [..., heads · channels of the part]."""
-    return torch.cat([part.unflatten(-1, (heads, -1)) for part in parts], -1)
+    return torch.cat([torch.unflatten(part, -1, (heads, -1)) for part in parts], -1)
 
 
 def _delta_rule(
@@ -96,14 +96,14 @@ def _delta_rule(
     q, k, v = mixed
     shared = spec.value_heads // spec.key_heads
     q, k = (_unit(part).repeat_interleave(shared, 2).transpose(1, 2) for part in (q, k))
-    v = v.unflatten(-1, (shared, spec.value_dim)).flatten(2, 3).transpose(1, 2)
+    v = torch.unflatten(v, -1, (shared, spec.value_dim)).flatten(2, 3).transpose(1, 2)
     assert layer.decay_log is not None
     assert layer.step_bias is not None
     log_decay = -layer.decay_log.to(decay.dtype).exp() * F.softplus(decay + layer.step_bias)
     steps = spec.step_scale * step.sigmoid()
     initial = state.flatten(1, 2).to(v.dtype)
     out, last = recurrence(q * spec.key_dim**-0.5, k, v, log_decay.transpose(1, 2), steps.transpose(1, 2), initial)
-    return out.transpose(1, 2), last.unflatten(1, (spec.key_heads, shared))
+    return out.transpose(1, 2), torch.unflatten(last, 1, (spec.key_heads, shared))
 
 
 def _selective(
@@ -116,12 +116,12 @@ def _selective(
     assert layer.skip is not None
     steps = F.softplus(dt + layer.step_bias).clamp(min=spec.least_step)
     log_decay = -layer.decay_log.to(dt.dtype).exp() * steps
-    heads = x.unflatten(-1, (shared, spec.head_dim)).flatten(2, 3)
+    heads = torch.unflatten(x, -1, (shared, spec.head_dim)).flatten(2, 3)
     b, c = (part.repeat_interleave(shared, 2).transpose(1, 2) for part in (b, c))
     values = (heads * steps.unsqueeze(-1)).transpose(1, 2)
     initial = state.flatten(1, 2).to(x.dtype)
     out, last = recurrence(c, b, values, log_decay.transpose(1, 2), None, initial)
-    return out.transpose(1, 2) + layer.skip[:, None] * heads, last.unflatten(1, (spec.groups, shared))
+    return out.transpose(1, 2) + layer.skip[:, None] * heads, torch.unflatten(last, 1, (spec.groups, shared))
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -143,8 +143,8 @@ def _gated_norm(out: Tensor, gate: Tensor, layer: RecurrentLayer, dtype: torch.d
     x = x.to(dtype).to(wide)
     if gate_first:
         x = x * gates
-    x = x.unflatten(-1, (parts, -1))
+    x = torch.unflatten(x, -1, (parts, -1))
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + layer.norm.eps)
-    weight = layer.norm.weight.unflatten(0, (parts, -1)) if gate_first else layer.norm.weight
+    weight = torch.unflatten(layer.norm.weight, 0, (parts, -1)) if gate_first else layer.norm.weight
     x = (weight * x.to(dtype)).flatten(2)
     return x if gate_first else (x.to(wide) * gates).to(dtype)

@@ -172,8 +172,8 @@ def _by_part(heads: int, *parts: int) -> Callable[[Tensor], Tensor]:
     """Return a function that orders rows by projection, which are stored by head: `parts` rows of each projection."""
 
     def ordered(stored: Tensor) -> Tensor:
-        by_head = stored.unflatten(0, (heads, -1))
-        return torch.cat([part.flatten(0, 1) for part in by_head.split(parts, 1)])
+        by_head = torch.unflatten(stored, 0, (heads, -1))
+        return torch.cat([part.flatten(0, 1) for part in by_head.split_with_sizes(parts, 1)])
 
     return ordered
 
