@@ -401,6 +401,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
     },
     "qwen3_5": _BASE | _DELTA | {"model_type": "qwen3_5_text", "head_dim": 32},
+    "nemotron_h": _BASE
+    | {
+        "model_type": "nemotron_h",
+        "num_hidden_layers": None,
+        "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"],
+        "intermediate_size": 96,
+        "head_dim": 32,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+    },
+    "olmo_hybrid": _BASE | _DELTA | {"model_type": "olmo_hybrid", "pad_token_id": 0},
     "lfm2": _BASE
     | {
         "model_type": "lfm2",
