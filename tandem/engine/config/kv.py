@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 
 from tandem.engine.config.attention import StateShape
-from tandem.engine.config.model import GroupedQueryAttention, LayerSpec, ModelSpec
+from tandem.engine.config.model import GroupedQueryAttention, LatentAttention, LayerSpec, ModelSpec, StateLayer
 from tandem.protocol.errors import ModelError
 from tandem.protocol.kv_pages import STATE
 
@@ -141,8 +141,7 @@ def recurrent_bytes(shape: StateShape) -> int:
 
 def state_of(layer: LayerSpec) -> StateShape | None:
     """Return the shape of the layer's state; None if it is no state layer."""
-    state: StateShape | None = getattr(layer.attention, "state", None)
-    return state
+    return layer.attention.state if isinstance(layer.attention, StateLayer) else None
 
 
 def window_of(layer: LayerSpec) -> int | None:
@@ -197,4 +196,5 @@ def _kv_shape(layer: LayerSpec) -> _KvShape:
     attention = layer.attention
     if isinstance(attention, GroupedQueryAttention):
         return attention.shape.kv_heads, 2, attention.shape.head_dim
+    assert isinstance(attention, LatentAttention)
     return 1, 1, attention.shape.cached
