@@ -14,9 +14,11 @@ from tandem.engine.config.kv import kv_elements, layer_bytes, state_of, window_o
 from tandem.engine.config.model import (
     Attention,
     GroupedQueryAttention,
+    KimiDelta,
     LayerSpec,
     MixtureOfExperts,
     ModelSpec,
+    StateLayer,
 )
 from tandem.engine.config.sharding import Rank, local_experts_spec
 from tandem.engine.kernels.base import is_cpu
@@ -164,7 +166,9 @@ def step_grid(spec: ModelSpec, device: torch.device) -> StepGrid:
 def _dense_weights(layer: LayerSpec, hidden: int) -> int:
     """Return the number of elements of those matrices of a layer that every step reads."""
     feed_forward = layer.feed_forward
-    if isinstance(feed_forward, MixtureOfExperts):
+    if feed_forward is None:
+        inner = 0
+    elif isinstance(feed_forward, MixtureOfExperts):
         inner = 3 * feed_forward.shared_width + feed_forward.experts
     else:
         inner = (3 if feed_forward.gated else 2) * feed_forward.width
@@ -175,6 +179,12 @@ def _attention_weights(attention: Attention, hidden: int) -> int:
     if isinstance(attention, GroupedQueryAttention):
         shape = attention.shape
         return hidden * (shape.qkv_size + shape.heads * shape.head_dim)
+    if isinstance(attention, KimiDelta):
+        # Queries, keys, values and step sizes; decay and output gate, each by way of `head_dim` elements; the output.
+        gates = 2 * (hidden + attention.inner) * attention.head_dim
+        return hidden * (4 * attention.inner + attention.heads) + gates
+    if isinstance(attention, StateLayer):
+        return hidden * (sum(attention.projected) + attention.inner)
     latent, rank = attention.shape, attention.query_rank
     queries = latent.heads * latent.query
     down = hidden * ((queries if rank is None else rank) + latent.cached)
@@ -184,10 +194,11 @@ def _attention_weights(attention: Attention, hidden: int) -> int:
 
 def _pair_flop(attention: Attention) -> int:
     """Return the operations in one layer for one token that attends to one other token."""
-    shape = attention.shape
+    if isinstance(attention, StateLayer):
+        return 0
     if isinstance(attention, GroupedQueryAttention):
         return _ATTENTION_FLOP * attention.shape.heads * 2 * attention.shape.head_dim
-    return _ATTENTION_FLOP * shape.heads * (attention.shape.query + attention.shape.v_dim)
+    return _ATTENTION_FLOP * attention.shape.heads * (attention.shape.query + attention.shape.v_dim)
 
 
 def _expert_share(layer: LayerSpec) -> float:

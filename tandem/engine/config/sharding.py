@@ -19,9 +19,13 @@ from tandem.engine.config.model import (
     Attention,
     DenseFeedForward,
     FeedForward,
+    GatedDeltaNet,
     GroupedQueryAttention,
+    KimiDelta,
+    Mamba2,
     MixtureOfExperts,
     ModelSpec,
+    StateLayer,
 )
 from tandem.engine.config.quantization import Quantization
 from tandem.protocol.errors import InvalidArgument
@@ -209,6 +213,8 @@ def local_experts_spec(spec: ModelSpec, gpus: int) -> ModelSpec:
 
 
 def _attention(attention: Attention, ranks: int) -> Attention:
+    if isinstance(attention, StateLayer):
+        return _state_layer(attention, ranks)
     heads = _divided("attention heads", attention.shape.heads, ranks)
     if not isinstance(attention, GroupedQueryAttention):
         return replace(attention, shape=replace(attention.shape, heads=heads))
@@ -216,6 +222,19 @@ def _attention(attention: Attention, ranks: int) -> Attention:
     if attention.qk_norm > shape.head_dim:
         raise _indivisible("the norm over all heads of a query", attention.qk_norm, ranks)
     return replace(attention, shape=replace(shape, heads=heads, kv_heads=_kv_heads(shape, ranks)))
+
+
+def _state_layer(layer: StateLayer, ranks: int) -> StateLayer:
+    """Return a rank's part of a state layer: some of its heads, each with its whole state."""
+    heads = _divided("heads of a state layer", layer.state.heads, ranks)
+    if isinstance(layer, GatedDeltaNet):
+        return replace(layer, key_heads=heads, value_heads=layer.value_heads // ranks)
+    if isinstance(layer, Mamba2):
+        norms = _divided("parts of the norm of a state layer", layer.norm_groups, ranks)
+        return replace(layer, heads=layer.heads // ranks, groups=heads, norm_groups=norms)
+    if isinstance(layer, KimiDelta):
+        return replace(layer, heads=heads)
+    return replace(layer, channels=layer.channels // ranks, blocks=heads)
 
 
 def _kv_heads(shape: AttentionShape, ranks: int) -> int:
@@ -226,7 +245,9 @@ def _kv_heads(shape: AttentionShape, ranks: int) -> int:
     return 1
 
 
-def _feed_forward(network: FeedForward, rank: Rank, quantization: Quantization | None) -> FeedForward:
+def _feed_forward(network: FeedForward | None, rank: Rank, quantization: Quantization | None) -> FeedForward | None:
+    if network is None:
+        return None
     ranks = rank.count
     if isinstance(network, DenseFeedForward):
         return replace(network, width=_divided("elements of a feed-forward network", network.width, ranks))

@@ -108,7 +108,7 @@ def with_everything(spec: ModelSpec) -> ModelSpec:
 
 
 def with_shapes(spec: ModelSpec) -> ModelSpec:
-    """Returns the model with other heads in the layers with a window; those without leave a part of their pages unused."""
+    """Returns the model with other heads in the layers with a window; the other one leaves a part of a page unused."""
     layers = []
     for layer in spec.layers:
         attention = layer.attention

@@ -124,7 +124,8 @@ _LEAST_TOKENS = 32768
 def make_copies(model: ModelSpec, page_tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate memory for the dequantized copies of one layer: [pages, 2, kv_heads, page_tokens, head_dim].
 
-    The number of heads and their dimension are those of the layers with the most KV. The pages hold the longest context of the model, and at least `_LEAST_TOKENS` tokens.
+    The number of heads and their dimension are those of the layers with the most KV. The pages hold the longest context
+    of the model, and at least `_LEAST_TOKENS` tokens.
     """
     shape = max(model.attention_shapes, key=lambda shape: shape.kv_heads * shape.head_dim)
     pages = pages_for(max(model.max_context, _LEAST_TOKENS), page_tokens)
