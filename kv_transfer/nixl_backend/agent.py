@@ -192,9 +192,9 @@ class PoolAgent:
         return self._agent.make_prepped_xfer(
             "WRITE",
             connection.local_ranges,
-            _range_indices(write.local_pages, orders, per_order),
+            range_indices(write.local_pages, orders, per_order),
             connection.remote_ranges,
-            _range_indices(write.remote_pages, orders, per_order),
+            range_indices(write.remote_pages, orders, per_order),
             notice,
             [UCX],
         )
@@ -268,7 +268,7 @@ def _parts(
     return table
 
 
-def _range_indices(
+def range_indices(
     pages: Sequence[int], orders: Sequence[int], ranges_per_order: Sequence[int]
 ) -> np.ndarray[Any, np.dtype[np.int32]]:
     """Return the indices of all ranges of the pages; `orders` has the order of each page, empty = the first."""

@@ -115,7 +115,8 @@ class EngineSettings(Settings):
     """Decode workers have one stage: the first stage would not know the tokens that the last one has just sampled."""
     page_tokens: int | None = setting(
         None,
-        help=f"Tokens per KV page; default: {CPU_PAGE_TOKENS} on CPU, {GPU_PAGE_TOKENS} on GPUs.",
+        help=f"Tokens per KV page; default: {CPU_PAGE_TOKENS} on CPU, {GPU_PAGE_TOKENS} on GPUs, or more if a page is"
+        " too small for the states of state layers.",
         topic=Topic.ENGINE,
         aliases=("--block-size",),
         least=1,

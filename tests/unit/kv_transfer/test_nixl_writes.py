@@ -12,7 +12,7 @@ from kv_transfer.base import PageRanges, PageWrite, WriteDone
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_backend import posted_transfers as nixl_moves
 from kv_transfer.nixl_backend import writes as nixl_writes
-from kv_transfer.nixl_backend.agent import Connection, TransferState
+from kv_transfer.nixl_backend.agent import Connection, TransferState, range_indices
 from kv_transfer.nixl_backend.peers import Links
 from kv_transfer.nixl_backend.pending_write import PendingWrite
 from kv_transfer.nixl_backend.writes import Writes
@@ -235,3 +235,10 @@ def test_an_announced_notice_is_due_until_it_arrives_or_for_a_while(
     assert bench.writes.notice_due, "the other one's"
     now += nixl_writes.DUE_S
     assert not bench.writes.notice_due
+
+
+def test_the_ranges_of_each_page_are_those_of_its_order() -> None:
+    """Orders of 2, 0 and 3 ranges: a page has 5 in all, and none of a page of the second order is written."""
+    assert range_indices([4, 0, 2], [2, 0, 1], (2, 0, 3)).tolist() == [22, 23, 24, 0, 1]
+    assert range_indices([4, 0], (), (2, 0, 3)).tolist() == [20, 21, 0, 1]
+    assert range_indices([7, 3], [5, 9], (1,)).tolist() == [7, 3], "whole pages have no orders"

@@ -5,15 +5,12 @@ tiles of all keys by `BLOCK_V` values. The convolution's inputs of a key head be
 launch stores the new ones after all programs have read the old ones.
 """
 
-import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from tandem.engine.config.model import GatedDeltaNet
 from tandem.engine.kernels.kv_cache import StateCache
 from tandem.engine.kernels.layers import RecurrentLayer
-from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
 _TILE = 32
 """The maximum number of values of a tile of the state."""
