@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from tandem.engine.config.kv import ALIGNMENT
 from tandem.engine.config.sharding import PagePart
 from tandem.engine.kernels.kv_cache import GroupCache, QuantizedKv, StateCache, codes_of
 
@@ -69,8 +70,10 @@ def _state_words(cache: StateCache, part: PagePart | None) -> PageWords:
     """Return a view of the memory of states; the padding of a head's state counts, as it is transferred too."""
     inputs, states = cache.inputs, cache.states
     pages, layers, heads = inputs.shape[:3]
-    item, row_words = inputs.element_size(), inputs.stride(1) * inputs.element_size() // WORD_BYTES
-    start = inputs.storage_offset() * item - (0 if states is None else states[0, 0, 0].nbytes)
+    item, state_bytes = inputs.element_size(), 0 if states is None else states[0, 0, 0].nbytes
+    # Not a stride: PyTorch chooses that of a dimension of one layer freely.
+    row_words = -(-(state_bytes + inputs[0, 0, 0].nbytes) // ALIGNMENT) * ALIGNMENT // WORD_BYTES
+    start = inputs.storage_offset() * item - state_bytes
     shape, page_words = (pages, heads * layers, row_words), inputs.stride(0) * item // WORD_BYTES
     words = torch.empty(0, dtype=torch.int32, device=inputs.device)
     words.set_(inputs.untyped_storage(), start // WORD_BYTES, shape, (page_words, row_words, 1))

@@ -1,5 +1,7 @@
 """State layers in plain PyTorch, the reference of all other implementations. The arithmetic is in float32 or wider."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,9 +20,10 @@ def mix_states(projected: Tensor, layer: RecurrentLayer, cache: StateCache, layo
     """Advance the states of the step's rows; see `Kernels.mix_states`."""
     assert layout.state_pages is not None
     out = projected.new_zeros(len(projected), layer.spec.inner)
-    bounds: list[int] = layout.row_starts.tolist()
     rows = len(layout.state_pages)
-    single = min(layout.single_rows, rows)
+    # Steps of one-token rows do not wait for the device, so that CUDA graphs can contain them.
+    bounds: Sequence[int] = range(rows + 1) if layout.decode_only else layout.row_starts.tolist()
+    single = rows if layout.decode_only else layout.single_rows
     # The rows of one token are computed together, the others one after the other.
     spans = ([(0, single)] if single else []) + [(row, row + 1) for row in range(single, rows)]
     for first, last in spans:
@@ -33,18 +36,20 @@ def mix_states(projected: Tensor, layer: RecurrentLayer, cache: StateCache, layo
 
 
 def _rows(projected: Tensor, layer: RecurrentLayer, cache: StateCache, pages: Tensor) -> Tensor:
-    """Return the output [B, L, inner] of B rows of L tokens, and write their states."""
+    """Return the output [B, L, inner] of B rows of L tokens, and write their states.
+
+    The states of padding rows are written to page -1, the last one, which no request has.
+    """
     spec, dtype = layer.spec, projected.dtype
     wide = torch.promote_types(dtype, torch.float32)
     read, write = pages.unbind(1)
     fresh = read < 0
-    held = write >= 0
     inputs = cache.inputs[read.clamp(min=0), layer.index].masked_fill(fresh[:, None, None, None], 0)
     parts = projected.split_with_sizes(spec.projected, -1)
     if isinstance(spec, ShortConvolution):
         before, after, x = parts
         mixed, inputs = _convolve(layer, inputs, [before * x])
-        cache.inputs[write[held], layer.index] = inputs[held]
+        cache.inputs[write, layer.index] = inputs
         return (after.to(wide) * mixed[0].flatten(2)).to(dtype)
     assert cache.states is not None
     state = cache.states[read.clamp(min=0), layer.index].masked_fill(fresh[:, None, None, None, None], 0)
@@ -57,8 +62,8 @@ def _rows(projected: Tensor, layer: RecurrentLayer, cache: StateCache, pages: Te
         gate, x, b, c, dt = parts
         mixed, inputs = _convolve(layer, inputs, [x, b, c])
         out, state = _selective(layer, spec, [F.silu(part) for part in mixed], dt.to(wide), state)
-    cache.inputs[write[held], layer.index] = inputs[held]
-    cache.states[write[held], layer.index] = state[held].to(cache.states.dtype)
+    cache.inputs[write, layer.index] = inputs
+    cache.states[write, layer.index] = state.to(cache.states.dtype)
     return _gated_norm(out, gate, layer, dtype)
 
 

@@ -1,8 +1,10 @@
 """OLMo Hybrid: Gated DeltaNet whose inputs are normalized, beside OLMo 2's attention whose outputs are."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from tandem.engine.config.model import ModelSpec
+from tandem.engine.kernels.packed_weight import Weight
 from tandem.engine.models.families.family import Family, Json, make_model, without_rope
 from tandem.engine.models.families.olmo2 import olmo_layers
 from tandem.engine.models.families.states.qwen3_next import delta_layers, delta_weights, parse_delta_net
@@ -57,16 +59,14 @@ def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
             for name, norm in outputs.items()
             if norm is not None
         }
-    for number, layer, weights in delta_weights(spec, parameters):
+    for number, layer, delta in delta_weights(spec, parameters):
         prefix = f"model.layers.{number}.linear_attn."
-        own = state_slots(layer, weights, _NAMES)
-        convolution = own.pop("conv1d.weight")
-        parts = convolution.tensor.split_with_sizes(convolution.stacked)
-        for name, part in zip("qkv", parts, strict=True):
-            own[f"{name}_conv1d.weight"] = replace(
-                convolution, tensor=part, shape=(part.shape[0], 1, part.shape[1]), stacked=()
-            )
-        rows = weights.projections.split_with_sizes(layer.projected)
+        own = state_slots(layer, delta, _NAMES)
+        whole = own.pop("conv1d.weight")
+        for name, part in zip("qkv", delta.convolution.split_with_sizes(whole.stacked), strict=True):
+            shape = (part.shape[0], 1, part.shape[1])
+            own[f"{name}_conv1d.weight"] = replace(whole, tensor=part, shape=shape, stacked=())
+        rows: Sequence[Weight] = delta.projections.split_with_sizes(layer.projected)
         own |= {f"{name}.weight": ParameterSlot(part) for name, part in zip(_PROJECTIONS, rows, strict=True)}
         slots |= {prefix + name: slot for name, slot in own.items()}
     return slots
