@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.config.kv import KvGroup, kv_groups
-from tandem.engine.config.model import DenseFeedForward, GroupedQueryAttention, ModelSpec
+from tandem.engine.config.model import DenseFeedForward, GroupedQueryAttention, ModelSpec, StateLayer
 from tandem.engine.kernels.base import StepLayout
 from tandem.engine.kernels.packed_weight import Weight
 from tandem.engine.models.allocation import allocate_parameters
@@ -118,6 +118,10 @@ def check_calibrated(spec: ModelSpec, source: Source) -> None:
 def _unsupported(spec: ModelSpec) -> str:
     """Return the part of the model that `CalibratedLayer` does not support; "" if it supports all layers."""
     for layer in spec.layers:
+        if isinstance(layer.attention, StateLayer):
+            return "state layers"
+        if isinstance(layer.attention, GroupedQueryAttention) and layer.attention.output_gate:
+            return "attention with an output gate"
         if not isinstance(layer.attention, GroupedQueryAttention) or not isinstance(
             layer.feed_forward, DenseFeedForward
         ):
