@@ -118,10 +118,9 @@ def check_calibrated(spec: ModelSpec, source: Source) -> None:
 def _unsupported(spec: ModelSpec) -> str:
     """Return the part of the model that `CalibratedLayer` does not support; "" if it supports all layers."""
     for layer in spec.layers:
-        if isinstance(layer.attention, StateLayer):
-            return "state layers"
-        if isinstance(layer.attention, GroupedQueryAttention) and layer.attention.output_gate:
-            return "attention with an output gate"
+        gated = isinstance(layer.attention, GroupedQueryAttention) and layer.attention.output_gate
+        if gated or isinstance(layer.attention, StateLayer):
+            return "state layers and attention with an output gate"
         if not isinstance(layer.attention, GroupedQueryAttention) or not isinstance(
             layer.feed_forward, DenseFeedForward
         ):
