@@ -15,7 +15,7 @@ from tandem.engine.parallel.context_model import row_parts
 from tandem.engine.steps.batch import StepBatch
 from tandem.protocol.errors import InvalidArgument
 from tests.factories import row, tiny_engine_config, write_tiny_model
-from tests.ranks import group_runner
+from tests.ranks import Boards, ThreadCollectives, group_runner
 
 TOLERANCE = 2e-5
 IDS = [(7 * position + 3) % 157 for position in range(60)]
@@ -95,5 +95,7 @@ def test_ranks_attend_to_equally_many_keys_of_a_long_prompt(ranks: int) -> None:
 
 def test_drafts_are_refused(tmp_path: Path) -> None:
     config = tiny_engine_config(write_tiny_model(tmp_path, "llama3"), kv_cache_bytes=8 << 20, keep_hidden=True)
-    with pytest.raises(InvalidArgument, match="do not decode"), group_runner(config, 2, divides_tokens=True):
-        pass
+    collectives = ThreadCollectives(Rank(0, 2, divides_tokens=True), Boards(2))
+    with pytest.raises(InvalidArgument, match="do not decode") as caught:
+        ModelRunner.load(config, kernels=ReferenceKernels(), collectives=collectives)
+    assert caught.value.field == "draft"
