@@ -142,7 +142,7 @@ class Transport(Sender, Receiver):
         return ()
 
     def silent_s(self) -> float:
-        """Return for how many seconds a rank in another process has not reported that it polls; 0 without such ranks.
+        """Return for how many seconds a rank in another process has been silent; 0 if none is.
 
         Notices to a silent rank may have arrived without having been read.
         """

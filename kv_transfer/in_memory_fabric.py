@@ -26,7 +26,7 @@ from typing import Protocol
 
 from kv_transfer.base import NoticeHandler, PageWrite, WriteDone
 from kv_transfer.layout import KVLayout
-from kv_transfer.rank_plan import ByteRange
+from kv_transfer.rank_plan import ByteRange, copied_bytes
 from tandem.protocol.errors import TransferFailed
 from tandem.protocol.messages import PeerRef, TransferNotice
 
@@ -65,7 +65,7 @@ class InFlightWrite:
         elif now > self.deadline and self.write.notice is None:
             self.fail("it ended after its deadline")
         else:
-            moved = len(self.write.local_pages) * (sum(part.bytes for part in self.ranges) or page_bytes)
+            moved = len(self.write.local_pages) * copied_bytes(self.ranges, page_bytes)
             self.future.set_result(WriteDone(moved, int((now - self.begun_at) * 1e9), time.time_ns()))
 
     def fail(self, why: str) -> None:

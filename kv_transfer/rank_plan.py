@@ -9,7 +9,7 @@ this pool has the planes of the rank's heads and layers, ordered by head, then b
 to the same tokens on every rank of a worker.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, product
@@ -122,6 +122,11 @@ class ByteRange:
     def target_end(self) -> int:
         """The offset of the end in the target page, in bytes."""
         return self.target_start + self.bytes
+
+
+def copied_bytes(ranges: Sequence[ByteRange], page_bytes: int) -> int:
+    """Return the number of bytes that a write copies of each page: its `ranges`, or without ranges the whole page."""
+    return sum(part.bytes for part in ranges) or page_bytes
 
 
 def why_not(source: RankedPages, target: RankedPages) -> str | None:

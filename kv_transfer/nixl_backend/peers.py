@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_transfer.nixl_backend.agent import Connection, PoolAgent
-from kv_transfer.rank_plan import ByteRange
+from kv_transfer.rank_plan import ByteRange, copied_bytes
 from tandem.protocol.errors import TandemError, TransferFailed
 from tandem.protocol.messages import PeerDescription, PeerRef
 
@@ -35,7 +35,7 @@ class Link:
     @property
     def bytes_per_page(self) -> int:
         """Number of bytes of a page that a write copies."""
-        return sum(part.bytes for part in self.ranges) or self.description.page_bytes
+        return copied_bytes(self.ranges, self.description.page_bytes)
 
 
 class Links:

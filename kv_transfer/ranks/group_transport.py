@@ -149,7 +149,7 @@ class GroupTransport(Transport):
             return self._polled_s
 
     def silent_s(self) -> float:
-        """Return the seconds since the last report of the rank that has been silent the longest."""
+        """Return the seconds of silence of the rank that has been silent the longest; 0 if none is silent."""
         return max(rank.silent_s() for rank in self._ranks)
 
     def transport_name(self) -> str:

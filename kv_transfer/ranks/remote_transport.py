@@ -31,6 +31,11 @@ OPEN_TIMEOUT_S = 120.0
 CLOSE_TIMEOUT_S = 15.0
 STATUS_S = 0.1
 """Interval in seconds at which the rank reports its status."""
+SILENT_S = 0.5
+"""Seconds without a message after which an open rank is silent: half of the delay of reports of delivered notices.
+
+Only time in which this process waits for a message counts: a busy host or a debugger delays both processes.
+"""
 _OPENING = -1
 """The number of the result of an `_Open` that failed."""
 
@@ -166,8 +171,7 @@ class RemoteTransport(RankTransport):
         self._pending: dict[int, Future[Any]] | None = {}
         """The results that are outstanding, by number; None once the pipe is closed."""
         self._expects = False
-        self.reports = 0
-        """Number of reports that the rank has sent, one every `STATUS_S` seconds while its process runs."""
+        self._silent_s = 0.0
         self._opened: Future[_Opened] = Future()
         self._reader: threading.Thread | None = None
 
@@ -234,8 +238,8 @@ class RemoteTransport(RankTransport):
         return self._status.poll_s
 
     def silent_s(self) -> float:
-        """Return the seconds since the rank's last report."""
-        return time.monotonic() - self._reported_at
+        """Return the seconds in which the open rank has sent nothing, in steps of `SILENT_S`; 0 if it is not silent."""
+        return self._silent_s
 
     def transport_name(self) -> str:
         """Return the name that the rank has reported last."""
@@ -284,9 +288,13 @@ class RemoteTransport(RankTransport):
         """Receive results, notices and reports until the rank closes its end."""
         while True:
             try:
+                if not self._pipe.poll(SILENT_S):
+                    self._silent_s += SILENT_S if self._opened.done() else 0.0
+                    continue
                 message = self._pipe.recv()
             except (EOFError, OSError):
                 break
+            self._silent_s = 0.0
             try:
                 self._take(message)
             except Exception:
@@ -316,10 +324,9 @@ class RemoteTransport(RankTransport):
             case TransferNotice():
                 self._on_notice(message)
             case _Status():
-                self._status, self._reported_at = message, time.monotonic()
-                self.reports += 1
+                self._status = message
             case _Opened():
-                self._status, self._reported_at = message.status, time.monotonic()
+                self._status = message.status
                 self._opened.set_result(message)
             case _Result():
                 future = self._pop(message.number)

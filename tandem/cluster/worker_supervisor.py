@@ -83,7 +83,9 @@ class WorkerSupervisor:
         self._workers = WorkerActors(cluster, config.token, self._serves_metrics)
         self.fleet = Fleet(self._keeper, self._new_slot, self._workers.release)
         calls = WorkerCalls(config.token)
-        self._assignments = Assignments(registry, Topology.of(cluster), {}, calls.set_assignment)
+        self._assignments = Assignments(
+            registry, Topology.of(cluster), {}, calls.set_assignment, cluster.engine.pipeline_parallel_size
+        )
         self.operator = Operator(registry, self._assignments, self.fleet, calls, node_is_up)
         self.adapters = Adapters(
             registry,

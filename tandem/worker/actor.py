@@ -50,7 +50,7 @@ class WorkerActor:
         self._config = config
         self._me = PeerRef(config.worker_id, incarnation)
         engine = replace(config.engine, device=given_device(config.engine.device))
-        self._process = WorkerProcess(replace(config, host=get_node_ip_address(), engine=engine), incarnation)
+        self._process = WorkerProcess(replace(config, host=get_node_ip_address(), engine=engine), incarnation, log)
         self._progress = ("starting", 0.0)
         self._over: asyncio.Task[None] | None = None
         self._called_at = time.monotonic()

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import grpc.aio
 
 from tandem.engine.model_runner import ModelRunner
+from tandem.logging.logs import LogConfig
 from tandem.metrics.exposition import Exposition
 from tandem.metrics.metrics_server import METRICS_PATH, MetricsServer, metrics_page
 from tandem.net import rpc
@@ -55,8 +56,9 @@ RANK_GRACE_S = 5.0
 class WorkerProcess:
     """One incarnation of a worker: `start` once, `stop` once. After `stop`, no thread, port or memory is left."""
 
-    def __init__(self, config: WorkerConfig, incarnation: int) -> None:
-        self._config = config
+    def __init__(self, config: WorkerConfig, incarnation: int, log_config: LogConfig | None = None) -> None:
+        """`log_config` is that of this process, for its other ranks."""
+        self._config, self._log_config = config, log_config
         self._me = PeerRef(config.worker_id, incarnation)
         stages = config.engine.pipeline_parallel_size
         self._transfer = RankTransfer(config.transfer_backend, self._me, config.trusted_network, stages)
@@ -110,9 +112,11 @@ class WorkerProcess:
         tensor_ranks, stages = engine.tensor_parallel_size, engine.pipeline_parallel_size
         if engine.context_parallel_size > 1:
             # The first rank has the KV of all tokens, so the others hand nothing over.
-            self._group = RankGroup(engine, engine.context_parallel_size, divides_tokens=True)
+            self._group = RankGroup(
+                engine, engine.context_parallel_size, divides_tokens=True, log_config=self._log_config
+            )
         else:
-            self._group = RankGroup(engine, tensor_ranks, self._transfer, stages=stages)
+            self._group = RankGroup(engine, tensor_ranks, self._transfer, stages=stages, log_config=self._log_config)
         self._watching = asyncio.run_coroutine_threadsafe(self._watch(self._group), self._events)
         return self._group.load(progress)
 

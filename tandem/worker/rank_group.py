@@ -1,19 +1,18 @@
 """The ranks of a worker: the first is the worker's own process, and the others, the followers, are its children.
 
-All ranks live and die together. A follower kills itself when the first rank's process ends, because a step that waits
-for another rank on a GPU cannot be ended in any other way. The first rank learns from `ended_rank`, or from an error of
-the next step, that a follower has ended, and from `silent_rank` that one hangs.
+All ranks live and die together. The kernel kills a follower when the first rank's process ends, because a step that
+waits for another rank on a GPU cannot be ended in any other way, and a stopped process cannot end itself. The first
+rank learns from `ended_rank`, or from an error of the next step, that a follower has ended, and from `silent_rank` that
+one hangs.
 """
 
-import contextlib
+import ctypes
 import itertools
 import logging
 import multiprocessing
 import os
-import shutil
 import signal
 import socket
-import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -35,6 +34,7 @@ from tandem.engine.parallel.adapter_stream import AdapterSender, write_adapters
 from tandem.engine.parallel.collectives import Collectives, GlooCollectives
 from tandem.engine.parallel.step_stream import StepSender, received_steps
 from tandem.engine.weights.checkpoint import Progress
+from tandem.logging.logs import LogConfig, begin_log
 from tandem.protocol.errors import InvalidArgument, TandemError, Unavailable
 from tandem.worker.transfer import OpenTransport, RankTransfer, ranked_pages
 from tandem.worker.worker import first_line
@@ -47,12 +47,10 @@ START_TIMEOUT_S = 600.0
 The first exchange waits for the rank that loads its part of the model last.
 """
 END_TIMEOUT_S = 5.0
-SILENT_LOOKS, SILENT_LOOKS_ON_CPU = 10, 50
-"""Number of calls of `silent_rank` without a report after which a follower hangs.
-
-Calls are counted, not seconds, because a host that is busy delays the first rank as it delays the others. On a CPU, the
-ranks compete for its cores.
-"""
+HANG_S, HANG_ON_CPU_S = 2.0, 10.0
+"""Seconds of silence after which a follower hangs. On a CPU, the ranks compete for its cores."""
+PR_SET_PDEATHSIG = 1
+"""The option of prctl(2) for the signal that the kernel sends this process when its parent ends."""
 
 
 class RankGroup:
@@ -66,25 +64,26 @@ class RankGroup:
         *,
         stages: int = 1,
         divides_tokens: bool = False,
+        log_config: LogConfig | None = None,
     ) -> None:
         """Start the followers and join them; they load their parts of the model while the first rank loads its own.
 
         The model is divided among `stages` pipeline stages of `ranks` ranks each. On GPUs, rank n computes on the n-th
         GPU after that of the config. With `divides_tokens`, each rank has the whole model, and the first rank alone
         hands KV over. `transfer` has the settings of the ranks' transports; without it, they have none.
-        Raises InvalidArgument if there are fewer GPUs than ranks or if a GPU cannot access the memory of another,
-        Unavailable if the ranks do not join.
+        The thread that calls this must live as long as the group: the kernel kills the followers when it ends. Raises
+        InvalidArgument if there are fewer GPUs than ranks or if a GPU cannot access the memory of another, Unavailable
+        if the ranks do not join.
         """
         self._config, self.ranks, self._stages = config, ranks * stages, stages
         self._divides_tokens = divides_tokens
         self._transports: list[RemoteTransport] = []
-        self._reports: dict[int, tuple[int, int]] = {}
-        """The number of reports of each follower, and of calls of `silent_rank` since the last one."""
         setting = "tensor_parallel_size" if stages == 1 else "pipeline_parallel_size"
         _check_devices(config.device, self.ranks, "context_parallel_size" if divides_tokens else setting)
         members = [replace(Rank.of(n, ranks, stages), divides_tokens=divides_tokens) for n in range(self.ranks)]
-        self._folder = tempfile.TemporaryDirectory(prefix="tandem-ranks-")
-        meeting = Path(self._folder.name) / "meeting"
+        # A file without a name ends with this process. The followers open it through this process's descriptor.
+        self._meeting = os.memfd_create("meeting")
+        meeting = Path(f"/proc/{os.getpid()}/fd/{self._meeting}")
         context = multiprocessing.get_context("spawn")
         self._processes: list[SpawnProcess] = []
         leading_ends: list[tuple[socket.socket, socket.socket]] = []
@@ -96,6 +95,7 @@ class RankGroup:
             process = context.Process(
                 target=_follow,
                 args=(self.config_of(number), members[number], meeting, connections, transfer),
+                kwargs={"log_config": log_config or LogConfig()},
                 name=f"rank {number}",
                 daemon=True,
             )
@@ -147,23 +147,17 @@ class RankGroup:
         return next((number for number, process in enumerate(self._processes, 1) if not process.is_alive()), None)
 
     def silent_rank(self) -> int | None:
-        """Return the number of a follower that has sent no report since `SILENT_LOOKS` calls; None if there is none.
+        """Return the number of a follower that has been silent for `HANG_S` seconds; None if there is none.
 
-        Must be called at equal intervals. Followers report from the time at which their transports are open.
+        Followers report from the time at which their transports are open.
         """
-        most = SILENT_LOOKS_ON_CPU if is_cpu(parse_device(self._config.device)) else SILENT_LOOKS
-        for number, rank in enumerate(self._transports, 1):
-            known, looks = self._reports.get(number, (0, 0))
-            self._reports[number] = (rank.reports, 1 if rank.reports > known else looks + 1)
-            if rank.reports and looks >= most and rank.reports == known:
-                return number
-        return None
+        most_s = HANG_ON_CPU_S if is_cpu(parse_device(self._config.device)) else HANG_S
+        return next((number for number, rank in enumerate(self._transports, 1) if rank.silent_s() >= most_s), None)
 
     def kill(self) -> None:
         """Kill the followers, because one of them hangs or has ended."""
         for process in self._processes:
             process.kill()
-        self.remove_folder()
 
     def close(self) -> None:
         """End the followers. Idempotent."""
@@ -178,11 +172,6 @@ class RankGroup:
             self._end_followers()
             if sound:
                 leaving.join(END_TIMEOUT_S)
-
-    def remove_folder(self) -> None:
-        """Remove the group's temporary folder, before the process is killed."""
-        with contextlib.suppress(OSError):
-            self._folder.cleanup()
 
     def config_of(self, number: int) -> EngineConfig:
         """Return the config of one rank: its GPU, or on CPUs its share of the threads."""
@@ -203,7 +192,7 @@ class RankGroup:
         self._adapters.close()
         for rank in self._transports:
             rank.close()
-        self.remove_folder()
+        os.close(self._meeting)
 
 
 def _check_devices(name: str, ranks: int, setting: str) -> None:
@@ -248,11 +237,21 @@ class _Connections:
 
 
 def _follow(
-    config: EngineConfig, rank: Rank, meeting: Path, connections: _Connections, transfer: RankTransfer | None
+    config: EngineConfig,
+    rank: Rank,
+    meeting: Path,
+    connections: _Connections,
+    transfer: RankTransfer | None,
+    *,
+    log_config: LogConfig,
 ) -> None:
     """Run as a follower until the first rank closes the connection for steps; without `transfer`, hand over no KV."""
-    logging.basicConfig(level=logging.INFO, format=f"rank {rank.world_number} %(levelname)s %(name)s: %(message)s")
-    _start_thread(_end_with_parent, meeting.parent)
+    _end_with_parent()
+    name = f"rank {rank.world_number}"
+    if transfer is None:
+        begin_log(log_config, name)
+    else:
+        begin_log(log_config, f"{transfer.me.worker_id} {name}", transfer.me.incarnation)
     with connections.steps:
         try:
             collectives = _join(config, rank, meeting)
@@ -281,10 +280,14 @@ def _start_thread(run: Callable[..., None], *arguments: object) -> None:
     threading.Thread(target=run_or_end, name=run.__name__.strip("_"), daemon=True).start()
 
 
-def _end_with_parent(folder: Path) -> None:
-    """Kill this process when the process of the first rank has ended; remove the group's temporary folder before."""
+def _end_with_parent() -> None:
+    """Let the kernel kill this process, even if it is stopped, when the thread of the first rank that started it ends.
+
+    The thread ends with its process at the latest.
+    """
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    shutil.rmtree(folder, ignore_errors=True)
-    os.kill(os.getpid(), signal.SIGKILL)
+    if parent is None or os.getppid() != parent.pid:
+        # It has ended before the call.
+        os.kill(os.getpid(), signal.SIGKILL)

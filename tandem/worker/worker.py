@@ -52,8 +52,6 @@ from tandem.worker.validation import check_prefill, check_reservation
 
 log = logging.getLogger(__name__)
 
-SILENT_S = 0.5
-"""Seconds without a report of another rank after which its notices may be unread; half of a report's delay."""
 _GRAMMAR_THREADS = 2
 """Threads that compile the grammars of new requests. Routers admit only grammars that compile within seconds."""
 
@@ -209,7 +207,7 @@ class Worker:
         Raises Unavailable while another rank is silent, because it may have notices that it has not read: the report
         comes again.
         """
-        if self.transport.silent_s() > SILENT_S:
+        if self.transport.silent_s():
             raise Unavailable(f"a rank of {self.me.worker_id} does not respond; report again")
         self.admission.delivered(leases, prefill)
 

@@ -9,8 +9,10 @@ import asyncio
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
@@ -96,6 +98,7 @@ def test_no_answer_is_wrong_or_hangs_when_ranks_die_at_random_moments_under_load
     )
     expected = asyncio.run(undisturbed(cluster.grpc_address, QUESTIONS))
     rng = random.Random(11)
+    restarts_s: list[float] = []
 
     async def kill_at_random() -> Load:
         async with Client(cluster.grpc_address) as client:
@@ -105,11 +108,17 @@ def test_no_answer_is_wrong_or_hangs_when_ranks_die_at_random_moments_under_load
                 worker = rng.choice(cluster.workers())
                 ranks = [worker.pid, *(follower.pid for follower in followers(worker.pid))]
                 os.kill(rng.choice(ranks), signal.SIGKILL)
+                killed_at = time.monotonic()
                 await asyncio.to_thread(restarted, cluster, worker)
+                restarts_s.append(time.monotonic() - killed_at)
             await load.stop()
             return load
 
     load = asyncio.run(kill_at_random())
+    print(
+        f"{DEATHS} deaths: {load.right} answers right, {len(load.refused)} refused;"
+        f" restarts in {median(restarts_s):.1f} s (median), at most {max(restarts_s):.1f} s"
+    )
     assert load.right >= AT_ONCE
     assert len(load.refused) <= DEATHS // 10, load.refused
     cluster.assert_idle_and_sound()

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
 import signal
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch.distributed
 
+from tandem.engine.config import EngineConfig
 from tandem.engine.model_runner import ModelRunner
+from tandem.logging.logs import LogConfig, LogFormat
 from tandem.protocol.errors import TandemError
+from tandem.protocol.messages import PeerRef
 from tandem.settings.parsing import NamedPath
 from tandem.worker.rank_group import RankGroup
+from tandem.worker.transfer import RankTransfer
 from tests.adapters import TinyAdapter, load_at_runtime
 from tests.factories import greedy_answer, tiny_engine_config, write_tiny_model
 
@@ -77,3 +85,47 @@ def test_a_killed_rank_is_named_and_the_next_step_fails(tmp_path: Path) -> None:
     finally:
         group.close()
     assert group.ended_rank() == 1, "the others end, too"
+
+
+def lead(config: EngineConfig, pids: Connection) -> None:
+    """Run as the first rank of two, and send the process ids of the followers."""
+    group = RankGroup(config, 2)
+    pids.send([process.pid for process in group._processes])
+    group.load()
+    signal.pause()
+
+
+def test_a_stopped_follower_ends_with_its_killed_leader(tmp_path: Path) -> None:
+    config = tiny_engine_config(write_tiny_model(tmp_path, "smollm2"))
+    context = multiprocessing.get_context("spawn")
+    pids, sent = context.Pipe()
+    leader = context.Process(target=lead, args=(config, sent))
+    leader.start()
+    (pid,) = pids.recv()
+    follower = psutil.Process(pid)
+    follower.suspend()
+    leader.kill()
+    leader.join()
+    while follower.is_running() and follower.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+
+
+def lead_without_model(config: EngineConfig, log_config: LogConfig) -> None:
+    """Run as the first rank of two until the other one has ended, because it has no model."""
+    group = RankGroup(config, 2, RankTransfer("nixl", PeerRef("decode-0", 7), False), log_config=log_config)
+    while group.ended_rank() is None:
+        time.sleep(0.01)
+    group.close()
+
+
+def test_the_lines_of_a_follower_have_the_format_and_the_name_of_its_worker(tmp_path: Path) -> None:
+    config = tiny_engine_config(tmp_path / "nowhere")
+    log = LogConfig(tmp_path / "log", LogFormat.JSON)
+    leader = multiprocessing.get_context("spawn").Process(target=lead_without_model, args=(config, log))
+    leader.start()
+    leader.join()
+    assert leader.exitcode == 0
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    ended = next(line for line in lines if line["message"] == "rank 1 has ended")
+    assert (ended["process"], ended["incarnation"]) == ("decode-0 rank 1", 7)
+    assert "nowhere" in ended["error"]

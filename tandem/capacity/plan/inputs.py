@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from tandem.capacity.plan.what_if import Quantized
-from tandem.capacity.plan.worker_kind import WorkerKind
+from tandem.capacity.plan.worker_kind import STAGES, WorkerKind
 from tandem.capacity.planner.decision import Split
 from tandem.capacity.planner.demand import Demand, LatencyTargets
 from tandem.capacity.planner.policy import TARGET_RATIO
@@ -29,6 +29,8 @@ class PlanInputs:
     targets: LatencyTargets
     workers: int | None = None
     """Number of workers; None = the smallest number that leaves headroom."""
+    compares_stages: bool = False
+    """True if `with_fewest_gpus` also tries prefill workers with pipeline stages."""
 
     @property
     def one_kind(self) -> bool:
@@ -51,6 +53,8 @@ class PlanInputs:
 
     def check(self) -> None:
         """Check the input. Raises InvalidArgument if no number of workers can serve the load within its targets."""
+        if self.decode.stages > 1:
+            raise InvalidArgument("--prefill-pipeline-size", "decode workers have one stage; give the stages to others")
         for kind in dict.fromkeys((self.prefill, self.decode)):
             kind.check_memory(self.demand)
         self.decode.check_decode(self.demand, self.targets)
@@ -71,17 +75,26 @@ class PlanInputs:
     def with_fewest_gpus(self) -> PlanInputs:
         """Return the input with the numbers of `WorkerKind.group_sizes` that serve the load with the fewest GPUs.
 
-        All workers of one kind have equally many. If no number is sufficient, the load ratio decides. Raises
-        InvalidArgument, as `check` does, if no number can serve the load within its targets.
+        All workers of one kind have equally many. Prefill workers have pipeline stages if that takes fewer GPUs. If no
+        number is sufficient, the load ratio decides. Raises InvalidArgument, as `check` does, if no number can serve
+        the load within its targets.
         """
         if self.one_kind:
-            candidates = [replace(self, prefill=kind, decode=kind) for kind in self.prefill.groups()]
+            pairs = [(kind, kind) for kind in self.prefill.groups()]
         else:
-            pairs = product(self.prefill.groups(), self.decode.groups())
-            candidates = [replace(self, prefill=prefill, decode=decode) for prefill, decode in pairs]
+            pairs = [*product(self.prefill.groups(), self.decode.groups())]
+        best = self._best(pairs)
+        if not self.compares_stages:
+            return best
+        staged = [(kind, best.decode) for kind in replace(self.prefill, stages=STAGES).groups()]
+        return self._best([(best.prefill, best.decode), *staged])
+
+    def _best(self, pairs: Sequence[tuple[WorkerKind, WorkerKind]]) -> PlanInputs:
+        """Return the input with the pair of kinds, for prefill and for decode, that has the least `_effort`."""
         possible = []
         refused: InvalidArgument | None = None
-        for candidate in candidates:
+        for prefill, decode in pairs:
+            candidate = replace(self, prefill=prefill, decode=decode)
             try:
                 candidate.check()
             except InvalidArgument as error:

@@ -16,7 +16,8 @@ from tandem.settings.slo import SloClass
 SIMULATED_MAX = 8
 """Maximum number of simulated workers; larger clusters are scaled in proportion.
 
-Each GPU of an expert-parallel worker is simulated as a worker, since it has its own requests.
+Each GPU of an expert-parallel worker is simulated as a worker, since it has its own requests. A worker with pipeline
+stages is simulated as so many workers of one stage that they have its throughput.
 """
 GUESSED = 0.8
 """The search for the knee starts at this fraction of the maximum rate that the cost model predicts."""
@@ -64,6 +65,6 @@ def _simulated(inputs: PlanInputs, split: Split) -> tuple[int, int, float]:
     def divided(workers: int) -> int:
         return min(max(1, round(workers * share)), max(workers - 1, 1))
 
-    most = min(total, SIMULATED_MAX)
+    most = min(round(total), SIMULATED_MAX)
     workers = min(range(most, min(most, 2) - 1, -1), key=lambda workers: abs(divided(workers) / workers - share))
     return workers, divided(workers), total / workers

@@ -27,7 +27,7 @@ from tandem.cost_model.step_cost import StepCost
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.config.quantization import Codes
-from tandem.engine.config.sharding import Rank, local_experts_spec, rank_spec
+from tandem.engine.config.sharding import Rank, local_experts_spec, own_spec
 from tandem.engine.memory import GIB
 from tandem.engine.model_sizes import matrix_bytes
 from tandem.engine.models.load_spec import quantized_at_load
@@ -40,6 +40,13 @@ SETTINGS = EngineConfig.of(Path("model"))
 """The default engine settings, which all planned workers have."""
 GROUP_SIZES = (1, 2, 4, 8)
 """The numbers of GPUs of a worker that are compared if none is given: up to those of a common host."""
+STAGES = 2
+"""The number of pipeline stages of prefill workers that is compared with one: more than two do not compute at once."""
+STAGED_THROUGHPUT = 1.85
+"""Throughput of long prompts in several stages ÷ that in one stage of as many GPUs as each of them has.
+
+Measured on two H200 (docs/decisions/tensor_parallelism.md).
+"""
 _HELPS = "more workers do not help: relax the target, or take a faster --gpu or a smaller model"
 
 
@@ -48,13 +55,16 @@ class WorkerKind:
     """Workers of one kind: each has a model that is divided among `gpus` GPUs.
 
     With `expert_parallel`, these are the GPUs of several hosts: each holds a part of the experts, all other weights and
-    the KV of its own requests. Otherwise they are ranks of one host (tensor parallelism).
+    the KV of its own requests. Otherwise they are ranks of one host, in pipeline stages of equally many ranks (tensor
+    parallelism).
     """
 
     name: str
     model: ModelSpec
     device: DeviceKind
     gpus: int = 1
+    stages: int = 1
+    """Number of pipeline stages among which the layers are divided; decode workers have 1."""
     group_sizes: tuple[int, ...] = ()
     """The numbers of GPUs among which `PlanInputs.with_fewest_gpus` chooses; empty = `gpus` is given."""
     cost: CostParameters | None = None
@@ -82,19 +92,28 @@ class WorkerKind:
     def _roofline(self, model: ModelSpec, kv_element_bytes: float) -> CostParameters:
         ceilings = self.device.ceilings
         if not self.expert_parallel:
-            return roofline(model, ceilings, kv_element_bytes, self.gpus)
+            return roofline(model, ceilings, kv_element_bytes, self.tensor_ranks)
         return expert_parallel_roofline(
             model, ceilings, kv_element_bytes, self.gpus, two_batch_overlap=self.two_batch_overlap
         )
 
     @property
-    def replicas(self) -> int:
-        """The number of a worker's GPUs that compute different requests."""
-        return self.gpus if self.expert_parallel else 1
+    def tensor_ranks(self) -> int:
+        """The number of ranks of each pipeline stage."""
+        return self.gpus // self.stages
+
+    @property
+    def replicas(self) -> float:
+        """The number of a worker's parts that compute different requests: GPUs, or stages by their throughput."""
+        if self.expert_parallel:
+            return self.gpus
+        return STAGED_THROUGHPUT if self.stages > 1 else 1
 
     def _part(self, model: ModelSpec) -> ModelSpec:
-        """Return the spec of the part of a model that each GPU holds."""
-        return local_experts_spec(model, self.gpus) if self.expert_parallel else rank_spec(model, self.gpus)
+        """Return the spec of the part of a model that each GPU holds; the first stage has the most layers."""
+        if self.expert_parallel:
+            return local_experts_spec(model, self.gpus)
+        return own_spec(model, Rank(0, self.tensor_ranks, 0, self.stages))
 
     def draft_step_ratio(self, demand: Demand) -> float:
         """Return the duration of a one-request decode step of the draft model ÷ that of the main model.
@@ -117,9 +136,10 @@ class WorkerKind:
         a_token = kv_bytes_per_held_token(part, demand.kv_tokens, kv_element_bytes)
         device_bytes = self.device.memory_gib * GIB * SETTINGS.gpu_memory_fraction
         weights, draft = matrix_bytes(part, ITEM_BYTES), self.draft
-        if self.gpus > self.replicas:
-            # The first rank has the most: the whole embedding, and its part of the output layer.
-            weights = rank_bytes(model, Rank(0, self.gpus), torch.bfloat16, on_cpu=False)
+        if self.gpus > 1 and not self.expert_parallel:
+            # The first rank of a stage has the most: the whole embedding, or its part of the output layer, or both.
+            first = [Rank(0, self.tensor_ranks, stage, self.stages) for stage in range(self.stages)]
+            weights = max(rank_bytes(model, rank, torch.bfloat16, on_cpu=False) for rank in first)
         return Memory(device_bytes, weights, a_token, draft.weight_bytes, draft.kv_bytes_per_token(demand))
 
     def facts(self, demand: Demand) -> WorkerFacts:
@@ -177,17 +197,22 @@ class WorkerKind:
     def groups(self) -> Iterator[WorkerKind]:
         """Yield these workers with each number of `group_sizes` that divides the model, or with the given number.
 
+        The number of stages stays the same.
+
         Raises InvalidArgument if the given number does not divide the model.
         """
         if not self.group_sizes:
             self._part(self.model)
             yield self
         for gpus in self.group_sizes:
+            if gpus % self.stages:
+                continue
+            kind = replace(self, gpus=gpus)
             try:
-                rank_spec(self.model, gpus)
+                kind._part(self.model)
             except InvalidArgument:
                 continue
-            yield replace(self, gpus=gpus)
+            yield kind
 
     def _fits(self, demand: Demand, memory: Memory) -> bool:
         return memory.kv_tokens >= demand.kv_tokens
@@ -212,7 +237,7 @@ class WorkerKind:
         larger.sort(key=lambda name: DEVICES[name].memory_gib)
         choices = [
             *fitting[:1],
-            *(f"--tensor-parallel-size {gpus}" for gpus in groups[:1] if not self.expert_parallel),
+            *(f"--tensor-parallel-size {gpus // self.stages}" for gpus in groups[:1] if not self.expert_parallel),
             *(f"--gpu {name}" for name in larger[:1]),
         ]
         if choices:

@@ -68,7 +68,7 @@ class WorkerFacts:
 
     Load ratios ignore the speedup, because draft tokens may not raise the throughput of a full batch.
     """
-    replicas: int = 1
+    replicas: float = 1
     """Number of a worker's parts that compute different requests; costs and capacity are those of each part."""
 
     def occupied(self, tokens: float, role: Role) -> float:
@@ -98,14 +98,14 @@ def prefill_load_ratio(
 
     `backlog_s` is the work on queued prompts in addition to the new load, in device seconds per second.
     """
-    workers *= facts.replicas
+    servers = workers * facts.replicas
     each_s = demand.prompt_seconds(StepCost(facts.cost), facts.chunk_tokens)
-    busy = (demand.per_s * each_s + backlog_s) / workers
-    cap = busy_cap(workers, each_s, targets.ttft_s)
+    busy = (demand.per_s * each_s + backlog_s) / servers
+    cap = busy_cap(servers, each_s, targets.ttft_s)
     return LoadRatio(busy / cap, Limit.COMPUTE if cap >= BUSY_MAX else Limit.TTFT)
 
 
-def busy_cap(workers: int, service_s: float, ttft_s: float) -> float:
+def busy_cap(workers: float, service_s: float, ttft_s: float) -> float:
     """Return the utilization of `workers` prefill workers at which the fraction `LATE` of the prompts misses the TTFT.
 
     A mean prompt takes `service_s` seconds on a worker; the TTFT target is `ttft_s` seconds. The result is at most
@@ -165,9 +165,9 @@ def shared_load_ratio(
     `backlog_s` is the work on queued prompts in addition to the new load, in device seconds per second.
     """
     cost, base_s = StepCost(facts.cost), facts.cost.base_s
-    workers *= facts.replicas
-    per_s = demand.per_s / workers
-    prompts_s = per_s * demand.prompt_seconds(cost, facts.chunk_tokens) + backlog_s / workers
+    servers = workers * facts.replicas
+    per_s = demand.per_s / servers
+    prompts_s = per_s * demand.prompt_seconds(cost, facts.chunk_tokens) + backlog_s / servers
     answers_s = per_s * demand.answer_tokens * cost.row_seconds(demand.context_tokens)
     fits = rows_that_fit(demand, targets, facts, Role.BOTH)
     # The number of rows is tokens per second times step time, so the step may also last until all rows that fit are
@@ -175,7 +175,7 @@ def shared_load_ratio(
     by_rows_s = fits.count / max(per_s * demand.answer_tokens, 1e-9)
     longest_s = min(targets.gap_s * HEADROOM, max(by_rows_s, base_s))
     headroom = max(1.0 - base_s / longest_s, SLACK_MIN) if longest_s < math.inf else 1.0
-    cap = min(headroom, busy_cap(workers, prompts_s / max(per_s, 1e-9), targets.ttft_s))
+    cap = min(headroom, busy_cap(servers, prompts_s / max(per_s, 1e-9), targets.ttft_s))
     by_gap = targets.gap_s * HEADROOM <= by_rows_s
     limit = fits.limit if not by_gap else Limit.GAP if headroom <= cap else Limit.TTFT
     return LoadRatio((prompts_s + answers_s) / cap, limit)

@@ -96,6 +96,8 @@ def size(inputs: PlanInputs, split: Split) -> str:
         each = _count(inputs.decode.gpus, "GPU")
         return f"{split.workers} workers of {each} = {gpus}, prefill:decode {split.text}"
     prefill, decode = _count(inputs.prefill.gpus, "GPU"), _count(inputs.decode.gpus, "GPU")
+    if inputs.prefill.stages > 1:
+        prefill += f" in {inputs.prefill.stages} stages"
     workers = (
         f"{_count(split.prefill, 'prefill worker')} of {prefill} + {_count(split.decode, 'decode worker')} of {decode}"
     )
@@ -208,7 +210,8 @@ def plan(
             name=shape.name,
             model=model,
             device=device,
-            gpus=experts or ranks or 1,
+            gpus=experts or (ranks or 1) * stages,
+            stages=stages,
             group_sizes=GROUP_SIZES if searched and experts is None and ranks is None else (),
             expert_parallel=experts is not None,
             two_batch_overlap=gpu.two_batch_overlap,
@@ -216,14 +219,19 @@ def plan(
             kv_element_bytes=shape.kv_element_bytes(model),
             draft=shape.draft_memory(model),
         )
-        for device, experts, ranks in zip(
-            gpu.kinds(), gpu.expert_parallel_sizes, gpu.tensor_parallel_sizes, strict=True
+        for device, experts, ranks, stages in zip(
+            gpu.kinds(),
+            gpu.expert_parallel_sizes,
+            gpu.tensor_parallel_sizes,
+            (gpu.prefill_pipeline_size or 1, 1),
+            strict=True,
         )
     ]
     drafting = Drafting.parse("0.7,3" if speculate is None else speculate, kinds[1].draft_step_ratio(demand))
     if speculate is not None:
         kinds = [replace(kind, drafting=drafting) for kind in kinds]
-    inputs = PlanInputs(kinds[0], kinds[1], demand, targets, workers)
+    free = gpu.prefill_pipeline_size is None and bool(kinds[0].group_sizes) and workers != 1
+    inputs = PlanInputs(kinds[0], kinds[1], demand, targets, workers, compares_stages=free)
     _check_kinds(inputs, fitted=fitted is not None, compares=check is not None)
     if check is None:
         _answer(inputs.with_fewest_gpus(), drafting, simulate=simulate)
@@ -233,14 +241,30 @@ def plan(
 
 def _check_kinds(inputs: PlanInputs, *, fitted: bool, compares: bool) -> None:
     """Raise InvalidArgument if an option does not allow these kinds of workers."""
+    from tandem.capacity.plan.worker_kind import GROUP_SIZES
     from tandem.protocol.errors import InvalidArgument
 
+    stages, most = inputs.prefill.stages > 1, GROUP_SIZES[-1]
+    too_many = any(kind.gpus > most and not kind.expert_parallel for kind in (inputs.prefill, inputs.decode))
     wide = inputs.prefill.expert_parallel or inputs.decode.expert_parallel
     special = wide or not inputs.one_kind
     equal = "is for equal workers on one host each; leave out the GPUs and expert parallelism of a role"
     for option, refused, why in (
         ("--from", fitted and special, equal),
         ("--check", compares and special, equal),
+        (
+            "--tensor-parallel-size",
+            too_many,
+            f"the GPUs of a worker, in all its stages, are on one host, which has up to {most}; give fewer, and more"
+            " workers serve the load",
+        ),
+        ("--prefill-pipeline-size", stages and inputs.prefill.expert_parallel, "excludes expert parallelism"),
+        (
+            "--draft",
+            stages and bool(inputs.prefill.draft.weight_bytes),
+            "excludes --prefill-pipeline-size; leave one out",
+        ),
+        ("--workers", inputs.workers == 1 and stages, "1 worker decodes, too, and has one stage; give 2"),
         ("--workers", inputs.workers == 1 and not inputs.one_kind, "1 worker cannot have two kinds of GPUs; give 2"),
         ("--two-batch-overlap", inputs.decode.two_batch_overlap and not wide, "is for expert parallelism"),
     ):

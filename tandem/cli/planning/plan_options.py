@@ -107,6 +107,12 @@ class GpuOptions:
     decode_tensor_parallel_size: Annotated[
         int | None, typer.Option(min=1, help="GPUs of each decode worker; default: --tensor-parallel-size.")
     ] = None
+    prefill_pipeline_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Pipeline stages of each prefill worker; default: 1, or 2 with which fewer GPUs serve the load."
+        ),
+    ] = None
     prefill_expert_parallel_size: Annotated[
         int | None,
         typer.Option(min=1, help="GPUs over several hosts of each prefill worker, which divide the experts."),

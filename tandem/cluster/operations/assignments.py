@@ -44,12 +44,23 @@ Raises a TandemError on failure.
 class Assignments:
     """The wanted assignments of all workers; `run` sends them. Belongs to the event loop."""
 
-    def __init__(self, registry: Registry, topology: Topology, roles: Mapping[str, Role], send: SendAssignment) -> None:
-        """Start with `roles`, the initial role of each worker; `send` sends an assignment to a worker."""
+    def __init__(
+        self,
+        registry: Registry,
+        topology: Topology,
+        roles: Mapping[str, Role],
+        send: SendAssignment,
+        prefill_stages: int = 1,
+    ) -> None:
+        """Start with `roles`, the initial role of each worker; `send` sends an assignment to a worker.
+
+        Prefill workers have `prefill_stages` pipeline stages; with several, they cannot decode.
+        """
         self.topology = topology
         """The current topology of the cluster."""
         self._registry = registry
         self._send = send
+        self._prefill_stages = prefill_stages
         self._wanted = {worker_id: topology.assignment(role) for worker_id, role in roles.items()}
         self._absent: dict[str, Role] = {}
         """The workers that do not serve and are not counted in `topology`, with the role that each returns to."""
@@ -74,9 +85,7 @@ class Assignments:
         here = self._here()
         # Without the drained workers one phase may have no worker; the present workers then do both.
         if not all(_played(phase, here.values()) for phase in (Role.PREFILL, Role.DECODE)):
-            self._wanted.update(
-                {worker_id: replace(assignment, role=Role.BOTH) for worker_id, assignment in here.items()}
-            )
+            self._wanted.update(self._in_both_roles(here))
         self._registry.set_mode(topology.mode)
         self._poll()
 
@@ -122,9 +131,10 @@ class Assignments:
     async def set_mode(self, change: ModeChange) -> None:
         """Change the mode; return when every serving worker has its new assignment.
 
-        Raises InvalidArgument for an impossible change, and DeadlineExceeded if workers do not adopt their assignments
-        in time. If the needed schedulers did not open in time, nothing has changed; otherwise the mode has changed, and
-        the remaining workers adopt their assignments when they can.
+        Raises InvalidArgument for an impossible change, FailedPrecondition if prefill workers have pipeline stages, and
+        DeadlineExceeded if workers do not adopt their assignments in time. If the needed schedulers did not open in
+        time, nothing has changed; otherwise the mode has changed, and the remaining workers adopt their assignments
+        when they can.
         """
         async with self._one_at_a_time:
             await self._share(change.over(self.topology, len(self._here())), change.grace_s)
@@ -134,7 +144,7 @@ class Assignments:
         """Turn `into_prefill` decode workers into prefill workers; a negative number turns prefill into decode workers.
 
         It has no effect unless the mode is disaggregated. Raises FailedPrecondition if a role would be left without
-        workers; other errors are those of `set_mode`.
+        workers or if prefill workers have pipeline stages; other errors are those of `set_mode`.
         """
         async with self._one_at_a_time:
             if self.topology.mode is not Mode.DISAGGREGATED or not into_prefill:
@@ -150,6 +160,11 @@ class Assignments:
 
         Returns once the schedulers that the topology needs are open; the others close later.
         """
+        if self._prefill_stages > 1:
+            raise FailedPrecondition(
+                f"prefill workers have {self._prefill_stages} pipeline stages and cannot decode; to change roles, start"
+                " the cluster with --prefill-pipeline-size 1"
+            )
         before = self._here()
         assignments = assign(topology, {worker_id: assignment.role for worker_id, assignment in before.items()})
         self._grace_s = grace_s
@@ -164,8 +179,9 @@ class Assignments:
     async def cover_role_of(self, worker_id: str) -> None:
         """Mark a worker as absent; if no other worker has its role, all present workers open both schedulers.
 
-        Does nothing if the worker is absent already. Raises DeadlineExceeded, with everything unchanged, if the workers
-        do not open the schedulers in time.
+        Workers with pipeline stages keep their role: while the only decode worker is absent, requests wait for it. Does
+        nothing if the worker is absent already. Raises DeadlineExceeded, with everything unchanged, if the workers do
+        not open the schedulers in time.
         """
         async with self._one_at_a_time:
             if worker_id in self._absent:
@@ -177,10 +193,7 @@ class Assignments:
             missing = [phase for phase in (Role.PREFILL, Role.DECODE) if not _played(phase, before.values())]
             if missing and before:
                 try:
-                    await self._open(
-                        before,
-                        {present_id: replace(assignment, role=Role.BOTH) for present_id, assignment in before.items()},
-                    )
+                    await self._open(before, self._in_both_roles(before))
                 except DeadlineExceeded:
                     del self._absent[worker_id]
                     self.topology = topology
@@ -206,6 +219,15 @@ class Assignments:
         """Return the wanted assignments of the present workers."""
         return {
             worker_id: assignment for worker_id, assignment in self._wanted.items() if worker_id not in self._absent
+        }
+
+    def _in_both_roles(self, assignments: Mapping[str, Assignment]) -> dict[str, Assignment]:
+        """Return the assignments with both roles for every worker that can have both."""
+        return {
+            worker_id: assignment
+            if assignment.role is Role.PREFILL and self._prefill_stages > 1
+            else replace(assignment, role=Role.BOTH)
+            for worker_id, assignment in assignments.items()
         }
 
     def _role(self, worker_id: str) -> Role:

@@ -9,19 +9,30 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, ReaderField, ReaderTensor, dequantize
 
 from tandem.engine.models.load_spec import parse_spec
 from tandem.engine.models.quantization_config import GGUF_SCHEMES
 from tandem.engine.user_cache import user_cache
 from tandem.engine.weights.checkpoint import Progress, check_model
-from tandem.engine.weights.gguf_config import ROPE_FACTORS, eos_token_ids, huggingface_config, huggingface_name
+from tandem.engine.weights.gguf_architectures import Architecture, Join, architecture_of
+from tandem.engine.weights.gguf_config import (
+    LONGROPE_FACTORS,
+    ROPE_FACTORS,
+    eos_token_ids,
+    huggingface_config,
+    huggingface_name,
+    layer_of,
+    number_of_layers,
+)
 from tandem.engine.weights.safetensors_file import write_tensors
 from tandem.protocol.errors import ModelError
 
@@ -29,7 +40,7 @@ Float32 = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
 _MAGIC = b"GGUF"
-_VERSION = b"1"
+_VERSION = b"2"
 """A part of the cache key, which is changed when the converter's output changes, so that old folders are not used."""
 _DTYPE = "bfloat16"
 """The dtype of activations and KV of a quantized model on GPUs, because the file does not state one."""
@@ -139,10 +150,24 @@ def _convert(path: Path, folder: Path, progress: Progress | None, *, codes: bool
         shutil.rmtree(partial, ignore_errors=True)
 
 
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """One tensor of the converted checkpoint."""
+
+    dtype: str
+    """The safetensors dtype: U8 for quantized blocks, else F32."""
+    shape: tuple[int, ...]
+    read: Callable[[], Float32 | Bytes]
+    """Reads the file and returns the tensor."""
+    elements: int
+    """The number of the file's elements from which the tensor is computed."""
+    blocks: str | None = None
+    """The type of the quantized blocks; None = F32."""
+
+
 def _write_folder(path: Path, folder: Path, progress: Progress | None, *, codes: bool) -> None:
     reader = _open(path)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    factors = tensors.pop(ROPE_FACTORS, None)
     if "token_embd.weight" not in tensors:
         raise ModelError("it has no token embedding; convert the model to GGUF again.")
 
@@ -150,39 +175,101 @@ def _write_folder(path: Path, folder: Path, progress: Progress | None, *, codes:
         field = reader.get_field(key)
         return None if field is None else field.contents()
 
+    architecture, layers = architecture_of(read), number_of_layers(read)
+    factors = {name: _dequantize(tensors.pop(name)) for name in (ROPE_FACTORS, *LONGROPE_FACTORS) if name in tensors}
+    tensors = {name: tensor for name, tensor in tensors.items() if (layer_of(name) or 0) < layers}
     vocab_size = int(tensors["token_embd.weight"].shape[1])
-    config = huggingface_config(read, vocab_size, tensors, None if factors is None else _dequantize(factors))
+    config = huggingface_config(read, vocab_size, tensors, factors)
     generation = {"bos_token_id": config["bos_token_id"], "eos_token_id": eos_token_ids(read) or None}
-    kept = {name for name, tensor in tensors.items() if codes and _has_codes(tensor)}
-    if kept:
-        types = _modules_by_type(tensors[name] for name in kept)
+    outputs = _outputs(tensors, architecture, config, codes=codes)
+    if types := _modules_by_type(outputs):
         config |= {"quantization_config": {"quant_method": "gguf", "types": types}, "torch_dtype": _DTYPE}
     parse_spec(config, generation)
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2), encoding="utf-8")
-    described = {huggingface_name(name): _described(tensor, kept=name in kept) for name, tensor in tensors.items()}
-    write_tensors(folder / "model.safetensors", described, _weights(list(tensors.values()), kept, config, progress))
-    _write_tokenizer(path, folder, progress)
+    described = {name: (output.dtype, output.shape) for name, output in outputs.items()}
+    write_tensors(folder / "model.safetensors", described, _weights(outputs.values(), progress))
+    _write_tokenizer(path, folder, read("tokenizer.ggml.tokens") or [], progress)
 
 
-def _modules_by_type(tensors: Iterable[ReaderTensor]) -> dict[str, list[str]]:
-    """Return the names of the tensors' modules for each block type."""
+def _modules_by_type(outputs: Mapping[str, _Output]) -> dict[str, list[str]]:
+    """Return the names of the modules of quantized weights for each block type."""
     by_type: dict[str, list[str]] = {}
-    for tensor in tensors:
-        by_type.setdefault(tensor.tensor_type.name, []).append(huggingface_name(tensor.name).removesuffix(".weight"))
+    for name, output in outputs.items():
+        if output.blocks is not None:
+            by_type.setdefault(output.blocks, []).append(name.removesuffix(".weight"))
     return {kind: sorted(modules) for kind, modules in sorted(by_type.items())}
 
 
-def _has_codes(tensor: ReaderTensor) -> bool:
-    """Return True if the tensor's quantized blocks can be kept."""
-    return tensor.tensor_type.name in GGUF_SCHEMES and tensor.name.endswith(".weight") and len(tensor.shape) == 2
+def _outputs(
+    tensors: Mapping[str, ReaderTensor], architecture: Architecture, config: dict[str, Any], *, codes: bool
+) -> dict[str, _Output]:
+    """Return the tensors of the converted checkpoint by name. With `codes`, quantized blocks are kept if possible."""
+    outputs: dict[str, _Output] = {}
+    joined: set[str] = set()
+    for number in range(int(config["num_hidden_layers"])):
+        for join in architecture.joins:
+            names = [f"blk.{number}.{name}" for name in join.inputs]
+            if all(name in tensors for name in names):
+                outputs[f"model.layers.{number}.{join.name}"] = _joined(join, [tensors[name] for name in names])
+                joined.update(names)
+    for name, tensor in tensors.items():
+        if name in joined:
+            continue
+        target = huggingface_name(name, architecture)
+        if "{}" in target:
+            for expert in range(int(config["num_experts"])):
+                outputs[target.format(expert)] = _copied(tensor, tensor.data[expert], None, codes=codes)
+        else:
+            outputs[target] = _copied(tensor, tensor.data, _change(name, architecture, config), codes=codes)
+    return outputs
 
 
-def _described(tensor: ReaderTensor, kept: bool) -> tuple[str, tuple[int, ...]]:
-    """Return the dtype and the shape with which a tensor is written."""
+def _joined(join: Join, tensors: list[ReaderTensor]) -> _Output:
     # GGUF lists dimensions from the fastest-varying one, safetensors from the slowest-varying one.
-    shape = tensor.data.shape if kept else tensor.shape[::-1]
-    return "U8" if kept else "F32", tuple(map(int, shape))
+    shapes = [tuple(map(int, tensor.shape[::-1])) for tensor in tensors]
+    shape = tuple(join.compute(*(torch.empty(shape, device="meta") for shape in shapes)).shape)
+
+    def read() -> Float32:
+        weights = (torch.tensor(_dequantize(tensor)) for tensor in tensors)
+        result: Float32 = join.compute(*weights).numpy()
+        return result
+
+    return _Output("F32", shape, read, sum(int(tensor.n_elements) for tensor in tensors))
+
+
+def _copied(
+    tensor: ReaderTensor,
+    data: npt.NDArray[Any],
+    change: Callable[[Float32 | Bytes], Float32 | Bytes] | None,
+    *,
+    codes: bool,
+) -> _Output:
+    """Return the output of a tensor, or of the part `data` of it, whose values `change` may reorder or shift."""
+    kind = str(tensor.tensor_type.name)
+    kept = codes and kind in GGUF_SCHEMES and tensor.name.endswith(".weight") and data.ndim == 2
+    block_size, type_size = GGML_QUANT_SIZES[tensor.tensor_type]
+    columns = data.shape[-1] if kept else data.shape[-1] * data.itemsize // type_size * block_size
+
+    def read() -> Float32 | Bytes:
+        weight: Float32 | Bytes = data if kept else _dequantize(tensor, data)
+        return weight if change is None else change(weight)
+
+    shape = (*map(int, data.shape[:-1]), int(columns))
+    return _Output("U8" if kept else "F32", shape, read, math.prod(shape), kind if kept else None)
+
+
+def _change(
+    name: str, architecture: Architecture, config: dict[str, Any]
+) -> Callable[[Float32 | Bytes], Float32 | Bytes] | None:
+    """Return the function that reverts what the converter did to a tensor; None if it did nothing."""
+    if architecture.permuted and ".attn_q." in name:
+        return lambda weight: _unpermute(weight, config["num_attention_heads"])
+    if architecture.permuted and ".attn_k." in name:
+        return lambda weight: _unpermute(weight, config["num_key_value_heads"])
+    if architecture.norms_plus_one and name.endswith("norm.weight"):
+        return lambda weight: weight - 1
+    return None
 
 
 class _Reader(GGUFReader):  # type: ignore[misc]  # its package has no types
@@ -241,30 +328,24 @@ def _open(path: Path) -> GGUFReader:
         ) from error
 
 
-def _weights(
-    tensors: list[ReaderTensor], kept: set[str], config: dict[str, Any], progress: Progress | None
-) -> Iterator[Float32 | Bytes]:
-    total = sum(int(tensor.n_elements) for tensor in tensors)
+def _weights(outputs: Collection[_Output], progress: Progress | None) -> Iterator[Float32 | Bytes]:
+    total = sum(output.elements for output in outputs)
     done = 0
-    for tensor in tensors:
-        weight: Float32 | Bytes = tensor.data if tensor.name in kept else _dequantize(tensor)
-        if config["model_type"] == "llama" and ".attn_q." in tensor.name:
-            weight = _unpermute(weight, config["num_attention_heads"])
-        elif config["model_type"] == "llama" and ".attn_k." in tensor.name:
-            weight = _unpermute(weight, config["num_key_value_heads"])
-        yield weight
-        done += int(tensor.n_elements)
+    for output in outputs:
+        yield output.read()
+        done += output.elements
         if progress is not None:
             progress("converting weights", done / total)
 
 
-def _dequantize(tensor: ReaderTensor) -> Float32:
+def _dequantize(tensor: ReaderTensor, part: npt.NDArray[Any] | None = None) -> Float32:
+    """Return the values of a tensor, or of the part `part` of its data."""
     try:
-        weight: Float32 = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+        weight: Float32 = dequantize(tensor.data if part is None else part, tensor.tensor_type)
+        return weight.astype(np.float32, copy=False)
     except NotImplementedError as error:
         kind = tensor.tensor_type.name
         raise ModelError(f"tensor {tensor.name} is stored as {kind}, which cannot be dequantized.") from error
-    return weight
 
 
 def _unpermute(weight: Float32 | Bytes, heads: int) -> Float32 | Bytes:
@@ -277,18 +358,40 @@ def _unpermute(weight: Float32 | Bytes, heads: int) -> Float32 | Bytes:
     return weight.reshape(heads, half, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def _write_tokenizer(path: Path, folder: Path, progress: Progress | None) -> None:
-    # Imported here, because it takes seconds and only conversions need it.
-    from transformers import AutoTokenizer
-
+def _write_tokenizer(path: Path, folder: Path, tokens: list[str], progress: Progress | None) -> None:
     if progress is not None:
         progress("converting tokenizer", 0.0)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         # The chat template goes into tokenizer_config.json, which every reader reads.
-        tokenizer.save_pretrained(folder, save_jinja_files=False)
+        _tokenizer(path, tokens).save_pretrained(folder, save_jinja_files=False)
+    except ModelError:
+        raise
     # Code of another library may fail in any way on an unknown file.
     except Exception as error:
         raise ModelError(f"its tokenizer cannot be converted ({error}).") from error
     if progress is not None:
         progress("converting tokenizer", 1.0)
+
+
+def _tokenizer(path: Path, tokens: list[str]) -> Any:
+    """Return the tokenizer that transformers makes of a file, or else the one in the same folder.
+
+    `tokens` are the file's tokens, with which the tokenizer in the folder must agree.
+    """
+    # Imported here, because it takes seconds and only conversions need it.
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    except Exception as error:
+        if not (path.parent / "tokenizer.json").is_file():
+            raise ModelError(
+                f"its tokenizer cannot be converted ({error}); put tokenizer.json and tokenizer_config.json of the"
+                " model from which it was made into its folder."
+            ) from error
+    tokenizer = AutoTokenizer.from_pretrained(path.parent)
+    # Files list unused ids after the tokenizer's last token.
+    known = tokenizer.convert_ids_to_tokens(list(range(min(len(tokenizer), len(tokens)))))
+    if not known or known != tokens[: len(known)]:
+        raise ModelError(f"{path.parent / 'tokenizer.json'} has other tokens than the file; it is of another model.")
+    return tokenizer

@@ -151,6 +151,36 @@ def test_it_says_how_many_gpus_a_model_that_fits_none_needs() -> None:
     assert "4 prefill workers of 2 GPUs + 2 decode workers of 4 GPUs = 16 GPUs" in size
 
 
+def test_prefill_workers_have_pipeline_stages_where_that_takes_fewer_gpus() -> None:
+    """Sums over PCIe take longer than the first stage waits; one GPU is too small for the model."""
+    shape = ["--shape", "qwen3-32b", "--gpu", "L40S", "--slo-itl", "100", "--slo-ttft", "30000", "--rate", "20"]
+    staged, whole = size_of(*shape), size_of(*shape, "--prefill-pipeline-size", "1")
+    assert "of 2 GPUs in 2 stages + " in staged
+    assert "stages" not in whole
+    gpus = [int(size.partition(" GPUs, ")[0].rpartition("= ")[2].split()[0]) for size in (staged, whole)]
+    assert gpus[0] < gpus[1]
+
+
+def test_stages_have_the_measured_throughput_and_a_part_of_the_layers() -> None:
+    from dataclasses import replace
+
+    from tandem.capacity.plan.worker_kind import WorkerKind
+    from tandem.capacity.planner.demand import Demand, LatencyTargets
+    from tandem.capacity.planner.load_ratio import prefill_load_ratio
+    from tandem.cost_model.devices import device_kind
+    from tandem.engine.models.shapes import shape_config
+
+    demand, targets = Demand(2.0, 7000, 50), LatencyTargets()
+    one = WorkerKind("llama-3-8b", shape_config("llama-3-8b"), device_kind("--gpu", "H200"))
+    two = replace(one, gpus=2, stages=2)
+    ratios = [prefill_load_ratio(demand, targets, kind.facts(demand), 1).value for kind in (one, two)]
+    assert ratios[0] / ratios[1] == pytest.approx(1.85)
+    assert two.costs == one.costs, "a lone prompt passes all stages"
+    memories = [kind.memory(demand) for kind in (one, two)]
+    assert memories[0].kv_bytes_per_token == 2 * memories[1].kv_bytes_per_token
+    assert memories[1].weight_bytes < 0.6 * memories[0].weight_bytes
+
+
 @pytest.mark.usefixtures("short_loads")
 def test_prefill_and_decode_workers_may_have_different_gpus() -> None:
     pools = ["--prefill-gpu", "H100", "--decode-gpu", "H200"]
@@ -246,6 +276,18 @@ def test_fitted_costs_take_the_place_of_the_roofline(tmp_path: Path) -> None:
         (["--slo-itl", "0.5"], "--slo-itl: a single request has"),
         (["--slo-ttft", "5"], "--slo-ttft: a prompt of 2000 tokens alone takes"),
         (["--tensor-parallel-size", "3"], "--tensor-parallel-size: 32 attention heads cannot be divided among 3 ranks"),
+        (
+            ["--tensor-parallel-size", "16"],
+            "--tensor-parallel-size: the GPUs of a worker, in all its stages, are on one",
+        ),
+        (
+            ["--prefill-tensor-parallel-size", "8", "--prefill-pipeline-size", "2"],
+            "one host, which has up to 8; give fewer",
+        ),
+        (["--prefill-pipeline-size", "2", "--workers", "1"], "--workers: 1 worker decodes, too, and has one stage"),
+        (["--prefill-pipeline-size", "2", "--prefill-expert-parallel-size", "8"], "excludes expert parallelism"),
+        (["--prefill-pipeline-size", "7"], "32 layers"),
+        (["--decode-pipeline-size", "2"], "No such option"),
         (["--prefill-gpu", "H800X"], "--prefill-gpu"),
         (["--decode-gpu", "H100", "--workers", "1"], "--workers: 1 worker cannot have two kinds of GPUs"),
         (["--decode-gpu", "H100", "--check", "/nowhere.json"], "--check: is for equal workers on one host each"),

@@ -139,6 +139,30 @@ async def test_who_takes_too_long_follows_later(monkeypatch: pytest.MonkeyPatch)
     await workers.stop()
 
 
+async def test_a_prefill_worker_with_pipeline_stages_is_not_asked_to_decode() -> None:
+    workers = Workers({"a": P, "b": D}, DISAGGREGATED, prefill_stages=2)
+    await workers.assignments.cover_role_of("b")
+    workers.die("b")
+    assert workers.assignments.wanted("a").role is P
+    workers.start("b", 2, workers.assignments.wanted("b"))
+    await workers.assignments.restore_worker("b")
+    for change in (workers.assignments.set_mode(ModeChange("colocated")), workers.assignments.flip(-1, 0.0)):
+        with pytest.raises(FailedPrecondition):
+            await change
+    assert workers.roles == {"a": P, "b": D}
+    await workers.assignments.cover_role_of("a")
+    workers.die("a")
+    assert workers.roles == {"b": BOTH}, "a decode worker has one stage and can do both"
+    await workers.stop()
+
+
+async def test_after_a_takeover_without_decode_workers_pipeline_stages_do_not_decode() -> None:
+    workers = Workers({"a": P, "b": D}, DISAGGREGATED, prefill_stages=2)
+    workers.assignments.inherit(DISAGGREGATED, {"a": P, "b": D}, drained=["b"])
+    assert workers.assignments.wanted("a").role is P
+    await workers.stop()
+
+
 def test_roles_that_are_needed_are_kept() -> None:
     roles = {"a": D, "b": BOTH, "c": P, "d": D}
     assigned = {name: assignment.role for name, assignment in assign(Topology(Mode.DISAGGREGATED, 2), roles).items()}

@@ -57,6 +57,14 @@ def test_workers_of_several_gpus_get_the_gpus_of_a_pod(chart: Chart) -> None:
     check_places(manifests)
 
 
+def test_prefill_workers_with_pipeline_stages_get_the_gpus_of_all_stages(chart: Chart) -> None:
+    sizes = "serving.prefillTensorParallelSize=2,serving.prefillPipelineSize=3,groups.prefill.gpu.count=6"
+    manifests = chart.render("--set", sizes)
+    options = parsed(driver(manifests)["command"])[1]
+    assert (options["prefill_tensor_parallel_size"], options["prefill_pipeline_size"]) == (2, 3)
+    check_places(manifests)
+
+
 def check_places(manifests: Sequence[Manifest]) -> None:
     """Checks that `tandem up` needs as many Ray resources as all pods have."""
     name, options = parsed(driver(manifests)["command"])
@@ -71,6 +79,7 @@ def check_places(manifests: Sequence[Manifest]) -> None:
         tensor_parallel_size=options["tensor_parallel_size"] or 1,
         prefill_tensor_parallel_size=options["prefill_tensor_parallel_size"],
         decode_tensor_parallel_size=options["decode_tensor_parallel_size"],
+        pipeline_parallel_size=options["prefill_pipeline_size"],
         ray_address=options["address"],
         places_timeout_s=options["places_timeout"],
         start_timeout_s=options["start_timeout"],

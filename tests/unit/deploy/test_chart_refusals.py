@@ -38,6 +38,14 @@ GATEWAY = "gateway.enabled=true,gateway.parentRefs[0].name=public"
         ("serving.tensorParallelSize=0", r"'/serving/tensorParallelSize': minimum: got 0, want 1"),
         ("serving.decodeTensorParallelSize=2", r"groups.decode: the workers of a pod need 2 GPUs .*, gpu.count is 1"),
         (f"{GROUPS},serving.prefillTensorParallelSize=2", r"serving.prefillTensorParallelSize is for serving.mode"),
+        ("serving.prefillPipelineSize=0", r"'/serving/prefillPipelineSize': minimum: got 0, want 1"),
+        ("serving.prefillPipelineSize=2", r"groups.prefill: the workers of a pod need 2 GPUs .*, gpu.count is 1"),
+        (f"{GROUPS},serving.prefillPipelineSize=2", r"serving.prefillPipelineSize is for serving.mode disaggregated"),
+        ("serving.prefillPipelineSize=2,planner.mode=on", r"serving.prefillPipelineSize excludes planner.mode on"),
+        (
+            "serving.prefillPipelineSize=2,serving.draft=/models/x",
+            r"serving.prefillPipelineSize excludes serving.draft",
+        ),
         (
             f"{GROUPS},groups.both.gpu.count=7",
             r"groups.both: the workers of a pod need 8 GPUs .*, gpu.count is 7",

@@ -73,6 +73,17 @@ tandem/release: {{ .Release.Name }}
 {{- fail (printf "serving.%s is for serving.mode disaggregated: set serving.tensorParallelSize" $setting) -}}
 {{- end -}}
 {{- end -}}
+{{- if gt (int .Values.serving.prefillPipelineSize) 1 -}}
+{{- if ne .Values.serving.mode "disaggregated" -}}
+{{- fail "serving.prefillPipelineSize is for serving.mode disaggregated, whose decode workers have one stage: set it to 1" -}}
+{{- end -}}
+{{- if eq .Values.planner.mode "on" -}}
+{{- fail "serving.prefillPipelineSize excludes planner.mode on, which changes the roles of workers: set one of them to 1 or off" -}}
+{{- end -}}
+{{- if .Values.serving.draft -}}
+{{- fail "serving.prefillPipelineSize excludes serving.draft: set one of them to 1 or empty" -}}
+{{- end -}}
+{{- end -}}
 {{- if eq .Values.serving.mode "disaggregated" -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- if lt (int (include "tandem.places" (dict "root" $ "role" $role))) 1 -}}
@@ -86,13 +97,13 @@ tandem/release: {{ .Release.Name }}
 {{- $all := $.Values.serving.tensorParallelSize -}}
 {{- $gpus := mul $all (max $group.places.prefill $group.places.decode) -}}
 {{- if eq $.Values.serving.mode "disaggregated" -}}
-{{- $gpus = add (mul $group.places.prefill ($.Values.serving.prefillTensorParallelSize | default $all)) (mul $group.places.decode ($.Values.serving.decodeTensorParallelSize | default $all)) -}}
+{{- $gpus = add (mul $group.places.prefill ($.Values.serving.prefillTensorParallelSize | default $all) $.Values.serving.prefillPipelineSize) (mul $group.places.decode ($.Values.serving.decodeTensorParallelSize | default $all)) -}}
 {{- end -}}
 {{- if lt (int (include "tandem.maxReplicas" $group)) (int $group.replicas) -}}
 {{- fail (printf "groups.%s.maxReplicas is less than replicas, %d" $name (int $group.replicas)) -}}
 {{- end -}}
 {{- if and (gt (int (include "tandem.maxReplicas" $group)) 0) (eq $.Values.serving.device "cuda") (gt (int $gpus) (int $group.gpu.count)) -}}
-{{- fail (printf "groups.%s: the workers of a pod need %d GPUs (places × tensor parallel size), gpu.count is %d" $name (int $gpus) (int $group.gpu.count)) -}}
+{{- fail (printf "groups.%s: the workers of a pod need %d GPUs (places × tensor parallel size × prefill pipeline size), gpu.count is %d" $name (int $gpus) (int $group.gpu.count)) -}}
 {{- end -}}
 {{- end -}}
 {{- if gt (add .Values.drain.seconds 60) (int .Values.drain.gracePeriodSeconds) -}}

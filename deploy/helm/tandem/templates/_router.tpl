@@ -22,6 +22,9 @@
 {{- with .Values.serving.decodeTensorParallelSize | int }}
 - --decode-tensor-parallel-size={{ . }}
 {{- end }}
+{{- if gt (int .Values.serving.prefillPipelineSize) 1 }}
+- --prefill-pipeline-size={{ .Values.serving.prefillPipelineSize | int }}
+{{- end }}
 {{- if eq .Values.serving.mode "disaggregated" }}
 - --prefill={{ include "tandem.places" (dict "root" . "role" "prefill") }}
 - --decode={{ include "tandem.places" (dict "root" . "role" "decode") }}

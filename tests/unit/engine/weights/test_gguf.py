@@ -28,7 +28,8 @@ from tandem.engine.steps.batch import StepBatch
 from tandem.engine.weights import gguf as conversion
 from tandem.engine.weights.checkpoint import check_model
 from tandem.engine.weights.gguf import default_cache, prepare_model, refuse_codes
-from tandem.engine.weights.gguf_config import huggingface_config, huggingface_name
+from tandem.engine.weights.gguf_architectures import ARCHITECTURES
+from tandem.engine.weights.gguf_config import ROPE_FACTORS, huggingface_config, huggingface_name
 from tandem.protocol.errors import ModelError
 from tests.factories import FAMILIES, random_weights, row, tiny_engine_config, write_tiny_model
 from tests.soak import soak
@@ -145,7 +146,7 @@ def write_gguf(
     writer.add_uint32("tokenizer.ggml.eos_token_id", 2)
     for key, value in changes.items():
         writer.add_uint32(f"{kind}.{key}", int(str(value)))
-    names = {hf: name for name in _gguf_names(config) if (hf := huggingface_name(name))}
+    names = {hf: name for name in _gguf_names(config) if (hf := huggingface_name(name, ARCHITECTURES[kind]))}
     for hf, weight in random_weights(config).items():
         heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
         which = hf.partition("_proj")[0][-1]
@@ -282,7 +283,6 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"expert_count": 8}, "architecture llama is not supported"),
         ({"rope.dimension_count": 8}, "a part of each head"),
         ({"drop": "block_count"}, "lacks llama.block_count"),
     ],
@@ -325,7 +325,7 @@ def test_a_folder_is_returned_as_it_is(tmp_path: Path) -> None:
 def test_unknown_tensors_are_named() -> None:
     for name in ("blk.0.ssm_a.weight", "enc.0.attn_q.weight"):
         with pytest.raises(ModelError, match=name):
-            huggingface_name(name)
+            huggingface_name(name, ARCHITECTURES["llama"])
 
 
 def test_llama3_divisors_become_their_parameters() -> None:
@@ -342,10 +342,10 @@ def test_llama3_divisors_become_their_parameters() -> None:
         "llama.feed_forward_length": 64, "llama.block_count": 1, "llama.context_length": 131072,
         "llama.attention.layer_norm_rms_epsilon": 1e-5, "llama.rope.freq_base": theta,
     }  # fmt: skip
-    config = huggingface_config(fields.get, 100, [], np.array(divisors, dtype=np.float32))
+    config = huggingface_config(fields.get, 100, [], {ROPE_FACTORS: np.array(divisors, dtype=np.float32)})
     assert config["rope_scaling"]["factor"] == 32
     with pytest.raises(ModelError, match="RoPE divisors"):
-        huggingface_config(fields.get, 100, [], np.linspace(1, 5, half, dtype=np.float32))
+        huggingface_config(fields.get, 100, [], {ROPE_FACTORS: np.linspace(1, 5, half, dtype=np.float32)})
 
 
 def test_the_default_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,219 @@
+"""The architectures of GGUF files: their families in Hugging Face checkpoints, tensor names and changed weights."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.protocol.errors import ModelError
+
+Read = Callable[[str], Any]
+"""A function that returns the value of a metadata key; None if the file does not have the key."""
+
+_SIGMOID = 2
+"""The value of `expert_gating_func` for sigmoid scores."""
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """One tensor of a checkpoint that is computed from one or more GGUF tensors of the same layer."""
+
+    inputs: tuple[str, ...]
+    """The names of the GGUF tensors without the prefix `blk.N.`."""
+    name: str
+    """The name of the result without the prefix `model.layers.N.`."""
+    compute: Callable[..., Tensor]
+    """The function of the tensors, which must also work on the device `meta`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How the weights of a GGUF architecture differ from those of a Llama file."""
+
+    model_type: str
+    """The `model_type` of config.json."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Names in a layer that differ from `LAYER_NAMES`."""
+    permuted: bool = False
+    """True if the converter stores the two rows of each RoPE pair of q and k next to each other."""
+    norms_plus_one: bool = False
+    """True if the converter adds 1 to the weights of norms."""
+    joins: tuple[Join, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of config.json that the file's metadata may override."""
+
+
+LAYER_NAMES: Mapping[str, str] = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "attn_sinks.weight": "self_attn.sinks",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+"""The checkpoint's name of each tensor in a layer, with its suffix or for every suffix; `{}` is an expert's number."""
+
+
+def architecture_of(read: Read) -> Architecture:
+    """Return the architecture of a file. Raises ModelError, which names it, if it is not supported."""
+    kind = read("general.architecture")
+    if kind == "llama" and read("llama.expert_count"):
+        return _MIXTRAL
+    if kind == "olmo2" and read("olmo2.attention.sliding_window"):
+        return _OLMO3
+    if kind == "deepseek2" and read("deepseek2.expert_gating_func") != _SIGMOID:
+        return _DEEPSEEK_V2
+    if kind not in ARCHITECTURES:
+        raise ModelError(
+            f"architecture {kind} is not supported, because there is no table of its tensor names; supported ones are"
+            f" {', '.join(ARCHITECTURES)}."
+        )
+    return ARCHITECTURES[kind]
+
+
+def _heads_of_latent(keys: Tensor, values: Tensor) -> Tensor:
+    """Return the KV up-projection [heads·(nope + v), latent] of keys [heads, latent, nope], values [heads, v, latent].
+
+    Each head's keys come first, then its values.
+    """
+    return torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
+
+
+def _alternating(gate: Tensor, up: Tensor) -> Tensor:
+    """Return [E, 2·I], in which gate and up alternate, from the gate and up biases of experts, [E, I] each."""
+    return torch.stack((gate, up), dim=2).flatten(1, 2)
+
+
+def _alternating_columns(gate: Tensor, up: Tensor) -> Tensor:
+    """Return [E, H, 2·I], in which the columns of gate and up alternate, from [E, I, H] each."""
+    return _alternating(gate, up).transpose(1, 2)
+
+
+def _one_row(vector: Tensor) -> Tensor:
+    return vector.reshape(1, -1)
+
+
+_GEMMA_NORMS = {"ffn_norm": "pre_feedforward_layernorm"}
+_MIXTRAL_NAMES = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+}
+_HUNYUAN_NAMES = {
+    "attn_q_norm": "self_attn.query_layernorm",
+    "attn_k_norm": "self_attn.key_layernorm",
+    "ffn_gate_inp": "mlp.gate.wg",
+    "ffn_gate_shexp": "mlp.shared_mlp.gate_proj",
+    "ffn_up_shexp": "mlp.shared_mlp.up_proj",
+    "ffn_down_shexp": "mlp.shared_mlp.down_proj",
+}
+_LATENT_JOIN = (Join(("attn_k_b.weight", "attn_v_b.weight"), "self_attn.kv_b_proj.weight", _heads_of_latent),)
+_MIXTRAL = Architecture("mixtral", _MIXTRAL_NAMES, permuted=True)
+_OLMO3 = Architecture("olmo3")
+_DEEPSEEK_V2 = Architecture("deepseek_v2", joins=_LATENT_JOIN, defaults={"norm_topk_prob": False})
+_QWEN3_MOE = Architecture("qwen3_moe", defaults={"norm_topk_prob": True})
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture("llama", permuted=True),
+    "qwen2": Architecture("qwen2"),
+    "qwen2vl": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
+    "qwen3vl": Architecture("qwen3"),
+    "qwen2moe": Architecture(
+        "qwen2_moe",
+        {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+        joins=(Join(("ffn_gate_inp_shexp.weight",), "mlp.shared_expert_gate.weight", _one_row),),
+        defaults={"norm_topk_prob": False},
+    ),
+    "qwen3moe": _QWEN3_MOE,
+    "qwen3vlmoe": _QWEN3_MOE,
+    "mistral3": Architecture("ministral3", permuted=True),
+    "gemma": Architecture("gemma", norms_plus_one=True, defaults={"hidden_act": "gelu_pytorch_tanh"}),
+    "gemma2": Architecture("gemma2", _GEMMA_NORMS, norms_plus_one=True, defaults={"hidden_act": "gelu_pytorch_tanh"}),
+    "gemma3": Architecture(
+        "gemma3_text", _GEMMA_NORMS, norms_plus_one=True, defaults={"hidden_act": "gelu_pytorch_tanh"}
+    ),
+    "phi3": Architecture("phi3", {"ffn_up": "mlp.gate_up_proj"}),
+    "glm4": Architecture(
+        "glm4",
+        {
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+        },
+    ),
+    "glm4moe": Architecture("glm4_moe", defaults={"norm_topk_prob": True}),
+    "deepseek2": Architecture("deepseek_v3", joins=_LATENT_JOIN, defaults={"norm_topk_prob": False}),
+    "gpt-oss": Architecture(
+        "gpt_oss",
+        {"ffn_gate_inp": "mlp.router", "ffn_down_exps.bias": "mlp.experts.down_proj_bias"},
+        joins=(
+            Join(("ffn_gate_exps.weight", "ffn_up_exps.weight"), "mlp.experts.gate_up_proj", _alternating_columns),
+            Join(("ffn_gate_exps.bias", "ffn_up_exps.bias"), "mlp.experts.gate_up_proj_bias", _alternating),
+            Join(("ffn_down_exps.weight",), "mlp.experts.down_proj", lambda down: down.transpose(1, 2)),
+        ),
+    ),
+    "granite": Architecture("granite", permuted=True),
+    "granitemoe": Architecture(
+        "granitemoe",
+        {
+            "ffn_gate_inp": "block_sparse_moe.router.layer",
+            "ffn_down_exps.weight": "block_sparse_moe.output_linear.weight",
+        },
+        permuted=True,
+        joins=(
+            Join(
+                ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+                "block_sparse_moe.input_linear.weight",
+                lambda gate, up: torch.cat((gate, up), dim=1),
+            ),
+        ),
+    ),
+    "cohere2": Architecture("cohere2"),
+    "nemotron": Architecture("nemotron", norms_plus_one=True, defaults={"hidden_act": "relu2"}),
+    "arcee": Architecture("arcee", permuted=True, defaults={"hidden_act": "relu2"}),
+    "olmo2": Architecture("olmo2"),
+    "olmoe": Architecture("olmoe", defaults={"norm_topk_prob": False}),
+    "ernie4_5": Architecture("ernie4_5"),
+    "ernie4_5-moe": Architecture(
+        "ernie4_5_moe",
+        joins=(Join(("exp_probs_b.bias",), "mlp.moe_statics.e_score_correction_bias", _one_row),),
+    ),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", _HUNYUAN_NAMES),
+    "hunyuan-moe": Architecture("hunyuan_v1_moe", _HUNYUAN_NAMES),
+    "seed_oss": Architecture("seed_oss"),
+    "smollm3": Architecture("smollm3", permuted=True),
+    "exaone4": Architecture("exaone4"),
+    "exaone-moe": Architecture("exaone_moe", {"exp_probs_b.bias": "mlp.e_score_correction_bias"}),
+    "dots1": Architecture("dots1"),
+    "minimax-m2": Architecture(
+        "minimax_m2", _MIXTRAL_NAMES | {"exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"}
+    ),
+}
+"""The supported architectures by the value of `general.architecture`; `architecture_of` knows their variants."""
