@@ -14,7 +14,6 @@ from tandem.engine.config.kv import kv_elements, layer_bytes, state_of, window_o
 from tandem.engine.config.model import (
     Attention,
     GroupedQueryAttention,
-    KimiDelta,
     LayerSpec,
     MixtureOfExperts,
     ModelSpec,
@@ -166,10 +165,10 @@ def step_grid(spec: ModelSpec, device: torch.device) -> StepGrid:
 def _dense_weights(layer: LayerSpec, hidden: int) -> int:
     """Return the number of elements of those matrices of a layer that every step reads."""
     feed_forward = layer.feed_forward
-    if feed_forward is None:
-        inner = 0
-    elif isinstance(feed_forward, MixtureOfExperts):
+    if isinstance(feed_forward, MixtureOfExperts):
         inner = 3 * feed_forward.shared_width + feed_forward.experts
+    elif feed_forward is None:
+        inner = 0
     else:
         inner = (3 if feed_forward.gated else 2) * feed_forward.width
     return _attention_weights(layer.attention, hidden) + hidden * inner
@@ -178,11 +177,8 @@ def _dense_weights(layer: LayerSpec, hidden: int) -> int:
 def _attention_weights(attention: Attention, hidden: int) -> int:
     if isinstance(attention, GroupedQueryAttention):
         shape = attention.shape
-        return hidden * (shape.qkv_size + shape.heads * shape.head_dim)
-    if isinstance(attention, KimiDelta):
-        # Queries, keys, values and step sizes; decay and output gate, each by way of `head_dim` elements; the output.
-        gates = 2 * (hidden + attention.inner) * attention.head_dim
-        return hidden * (4 * attention.inner + attention.heads) + gates
+        outputs = (2 if attention.output_gate else 1) * shape.heads * shape.head_dim
+        return hidden * (shape.qkv_size + outputs)
     if isinstance(attention, StateLayer):
         return hidden * (sum(attention.projected) + attention.inner)
     latent, rank = attention.shape, attention.query_rank
@@ -193,12 +189,13 @@ def _attention_weights(attention: Attention, hidden: int) -> int:
 
 
 def _pair_flop(attention: Attention) -> int:
-    """Return the operations in one layer for one token that attends to one other token."""
+    """Return the operations in one layer for one token that attends to one other token; 0 for a state layer."""
     if isinstance(attention, StateLayer):
         return 0
+    shape = attention.shape
     if isinstance(attention, GroupedQueryAttention):
         return _ATTENTION_FLOP * attention.shape.heads * 2 * attention.shape.head_dim
-    return _ATTENTION_FLOP * attention.shape.heads * (attention.shape.query + attention.shape.v_dim)
+    return _ATTENTION_FLOP * shape.heads * (shape.query + shape.v_dim)
 
 
 def _expert_share(layer: LayerSpec) -> float:

@@ -151,32 +151,6 @@ class Mamba2:
 
 
 @dataclass(frozen=True, slots=True)
-class KimiDelta:
-    """Kimi Delta Attention (arXiv:2510.26692): the delta rule with a decay per head, token and key dimension."""
-
-    heads: int
-    head_dim: int
-    width: int
-    """The width of the short causal convolutions of queries, keys and values, in tokens."""
-    norm_eps: float
-
-    @property
-    def state(self) -> StateShape:
-        """What the layer keeps of a request."""
-        return StateShape(self.heads, (1, self.head_dim, self.head_dim), sum(self.convolved), self.width - 1)
-
-    @property
-    def convolved(self) -> tuple[int, ...]:
-        """The numbers of channels of query, key and value of one head."""
-        return self.head_dim, self.head_dim, self.head_dim
-
-    @property
-    def inner(self) -> int:
-        """The number of elements of the layer's output before the output projection."""
-        return self.heads * self.head_dim
-
-
-@dataclass(frozen=True, slots=True)
 class ShortConvolution:
     """The gated short convolution of LFM2: C · convolution(B · x), with B, C and x projected from the input."""
 
@@ -275,10 +249,15 @@ class MixtureOfExperts:
         return range(self.experts) if self.local is None else self.local
 
 
-StateLayer = GatedDeltaNet | Mamba2 | KimiDelta | ShortConvolution
+StateLayer = GatedDeltaNet | Mamba2 | ShortConvolution
 """The kinds of layers that keep a state instead of keys and values, in place of attention."""
 Attention = GroupedQueryAttention | LatentAttention | StateLayer
 FeedForward = DenseFeedForward | MixtureOfExperts
+
+
+def rope_of(attention: Attention) -> RopeConfig | None:
+    """Return the rotary embedding of a layer; None if it has none."""
+    return None if isinstance(attention, StateLayer) else attention.rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,4 +345,5 @@ class ModelSpec:
     @property
     def heads(self) -> int:
         """The maximum number of query heads in any layer with attention."""
-        return max(shape.heads for shape in (*self.attention_shapes, *self.latent_shapes))
+        attentions = (layer.attention for layer in self.layers)
+        return max(attention.shape.heads for attention in attentions if not isinstance(attention, StateLayer))

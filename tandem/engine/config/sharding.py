@@ -21,10 +21,9 @@ from tandem.engine.config.model import (
     FeedForward,
     GatedDeltaNet,
     GroupedQueryAttention,
-    KimiDelta,
-    Mamba2,
     MixtureOfExperts,
     ModelSpec,
+    ShortConvolution,
     StateLayer,
 )
 from tandem.engine.config.quantization import Quantization
@@ -225,16 +224,15 @@ def _attention(attention: Attention, ranks: int) -> Attention:
 
 
 def _state_layer(layer: StateLayer, ranks: int) -> StateLayer:
-    """Return a rank's part of a state layer: some of its heads, each with its whole state."""
-    heads = _divided("heads of a state layer", layer.state.heads, ranks)
     if isinstance(layer, GatedDeltaNet):
-        return replace(layer, key_heads=heads, value_heads=layer.value_heads // ranks)
-    if isinstance(layer, Mamba2):
-        norms = _divided("parts of the norm of a state layer", layer.norm_groups, ranks)
-        return replace(layer, heads=layer.heads // ranks, groups=heads, norm_groups=norms)
-    if isinstance(layer, KimiDelta):
-        return replace(layer, heads=heads)
-    return replace(layer, channels=layer.channels // ranks, blocks=heads)
+        key_heads = _divided("key heads of a state layer", layer.key_heads, ranks)
+        return replace(layer, key_heads=key_heads, value_heads=layer.value_heads // ranks)
+    if isinstance(layer, ShortConvolution):
+        blocks = _divided("blocks of channels of a convolution", layer.blocks, ranks)
+        return replace(layer, channels=layer.channels // ranks, blocks=blocks)
+    groups = _divided("groups of a state layer", layer.groups, ranks)
+    norm_groups = _divided("parts of a state layer's norm", layer.norm_groups, ranks)
+    return replace(layer, heads=layer.heads // ranks, groups=groups, norm_groups=norm_groups)
 
 
 def _kv_heads(shape: AttentionShape, ranks: int) -> int:
@@ -246,9 +244,9 @@ def _kv_heads(shape: AttentionShape, ranks: int) -> int:
 
 
 def _feed_forward(network: FeedForward | None, rank: Rank, quantization: Quantization | None) -> FeedForward | None:
+    ranks = rank.count
     if network is None:
         return None
-    ranks = rank.count
     if isinstance(network, DenseFeedForward):
         return replace(network, width=_divided("elements of a feed-forward network", network.width, ranks))
     assert isinstance(network, MixtureOfExperts)

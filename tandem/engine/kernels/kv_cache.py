@@ -68,6 +68,13 @@ def kv_of(cache: GroupCache) -> KvCache:
     return cache
 
 
+def states_of(cache: GroupCache) -> StateCache:
+    """Return the cache of a state layer. Raises Internal if it has keys and values."""
+    if not isinstance(cache, StateCache):
+        raise Internal("The pages of attention have no states.")
+    return cache
+
+
 def unquantized(cache: GroupCache) -> Tensor:
     """Return the cache for kernels that support no 8-bit KV. Raises Internal if it is quantized, or has states."""
     if isinstance(held := kv_of(cache), QuantizedKv):

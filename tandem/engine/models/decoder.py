@@ -143,7 +143,7 @@ class DecoderModel:
 
     def _finish(self, layer: DecoderLayer, mixed: Tensor, hidden: Tensor, slots: Tensor) -> None:
         """Add a layer's attention and feed-forward outputs to the residual stream `hidden`, in place."""
-        if layer.parallel:
+        if layer.parallel and layer.feed_forward is not None:
             # Attention has already read its input, so the order of the additions does not matter to it.
             layer.feed_forward.add(hidden, slots, layer.feed_forward_output_norm)
         if layer.attention_output_norm is None:
@@ -151,7 +151,7 @@ class DecoderModel:
         else:
             out = self._products.linear(mixed, layer.attention.output)
             self.kernels.norm_add(out, layer.attention_output_norm, hidden)
-        if not layer.parallel:
+        if not layer.parallel and layer.feed_forward is not None:
             layer.feed_forward.add(hidden, slots, layer.feed_forward_output_norm)
 
     def _logits(self, hidden: Tensor) -> Tensor:

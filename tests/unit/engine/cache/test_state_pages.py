@@ -14,7 +14,6 @@ from tandem.engine.config.model import (
     DenseFeedForward,
     GatedDeltaNet,
     GroupedQueryAttention,
-    KimiDelta,
     LayerSpec,
     Mamba2,
     ModelSpec,
@@ -192,7 +191,6 @@ def test_stages_that_cannot_be_formed_are_refused(pattern: str, pages: tuple[int
         MAMBA,
         CONVOLUTION,
         GatedDeltaNet(4, 8, 8, 6, 4, 1e-5),
-        KimiDelta(4, 8, 4, 1e-5),
     ],
 )
 def test_ranks_divide_the_heads_of_a_state(state: StateLayer) -> None:

@@ -59,7 +59,11 @@ def logits_of(runner: ModelRunner) -> list[torch.Tensor]:
     return [runner.logits(batch).clone() for batch in steps(pages)]
 
 
-INDIVISIBLE = {("smollm2", 2), ("smollm2", 4), *product(("minimax_m2", "olmo2", "olmo3", "olmoe"), (2, 3, 4))}
+INDIVISIBLE = {
+    ("smollm2", 2),
+    ("smollm2", 4),
+    *product(("minimax_m2", "olmo2", "olmo3", "olmo_hybrid", "olmoe"), (2, 3, 4)),
+}
 """Three heads, and a norm over all heads of a query."""
 NUMBERS = {family: number for number, family in enumerate(sorted(FAMILIES))}
 """Each family is tested with one number of ranks in `make test`."""
