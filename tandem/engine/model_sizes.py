@@ -165,10 +165,10 @@ def step_grid(spec: ModelSpec, device: torch.device) -> StepGrid:
 def _dense_weights(layer: LayerSpec, hidden: int) -> int:
     """Return the number of elements of those matrices of a layer that every step reads."""
     feed_forward = layer.feed_forward
-    if isinstance(feed_forward, MixtureOfExperts):
-        inner = 3 * feed_forward.shared_width + feed_forward.experts
-    elif feed_forward is None:
+    if feed_forward is None:
         inner = 0
+    elif isinstance(feed_forward, MixtureOfExperts):
+        inner = 3 * feed_forward.shared_width + feed_forward.experts
     else:
         inner = (3 if feed_forward.gated else 2) * feed_forward.width
     return _attention_weights(layer.attention, hidden) + hidden * inner
@@ -189,13 +189,12 @@ def _attention_weights(attention: Attention, hidden: int) -> int:
 
 
 def _pair_flop(attention: Attention) -> int:
-    """Return the operations in one layer for one token that attends to one other token; 0 for a state layer."""
+    """Return the operations in one layer for one token that attends to one other token."""
     if isinstance(attention, StateLayer):
         return 0
-    shape = attention.shape
     if isinstance(attention, GroupedQueryAttention):
         return _ATTENTION_FLOP * attention.shape.heads * 2 * attention.shape.head_dim
-    return _ATTENTION_FLOP * shape.heads * (shape.query + shape.v_dim)
+    return _ATTENTION_FLOP * attention.shape.heads * (attention.shape.query + attention.shape.v_dim)
 
 
 def _expert_share(layer: LayerSpec) -> float:

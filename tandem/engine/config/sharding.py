@@ -21,9 +21,9 @@ from tandem.engine.config.model import (
     FeedForward,
     GatedDeltaNet,
     GroupedQueryAttention,
+    Mamba2,
     MixtureOfExperts,
     ModelSpec,
-    ShortConvolution,
     StateLayer,
 )
 from tandem.engine.config.quantization import Quantization
@@ -224,15 +224,14 @@ def _attention(attention: Attention, ranks: int) -> Attention:
 
 
 def _state_layer(layer: StateLayer, ranks: int) -> StateLayer:
+    """Return a rank's part of a state layer: some of its heads, each with its whole state."""
+    heads = _divided("heads of a state layer", layer.state.heads, ranks)
     if isinstance(layer, GatedDeltaNet):
-        key_heads = _divided("key heads of a state layer", layer.key_heads, ranks)
-        return replace(layer, key_heads=key_heads, value_heads=layer.value_heads // ranks)
-    if isinstance(layer, ShortConvolution):
-        blocks = _divided("blocks of channels of a convolution", layer.blocks, ranks)
-        return replace(layer, channels=layer.channels // ranks, blocks=blocks)
-    groups = _divided("groups of a state layer", layer.groups, ranks)
-    norm_groups = _divided("parts of a state layer's norm", layer.norm_groups, ranks)
-    return replace(layer, heads=layer.heads // ranks, groups=groups, norm_groups=norm_groups)
+        return replace(layer, key_heads=heads, value_heads=layer.value_heads // ranks)
+    if isinstance(layer, Mamba2):
+        norms = _divided("parts of the norm of a state layer", layer.norm_groups, ranks)
+        return replace(layer, heads=layer.heads // ranks, groups=heads, norm_groups=norms)
+    return replace(layer, channels=layer.channels // ranks, blocks=heads)
 
 
 def _kv_heads(shape: AttentionShape, ranks: int) -> int:

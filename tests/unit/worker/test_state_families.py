@@ -1,4 +1,4 @@
-"""Real models with state layers, through both workers: tokens do not depend on chunks, cached prefixes or hand-overs."""
+"""Real models with state layers, through both workers: neither chunks, cached prefixes nor hand-overs change tokens."""
 
 from collections.abc import Callable
 from pathlib import Path
