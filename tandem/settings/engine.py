@@ -126,7 +126,8 @@ class EngineSettings(Settings):
     """Every rank computes steps without a prompt chunk as a whole, so more ranks would not make decoding faster."""
     page_tokens: int | None = setting(
         None,
-        help=f"Tokens per KV page; default: {CPU_PAGE_TOKENS} on CPU, {GPU_PAGE_TOKENS} on GPUs.",
+        help=f"Tokens per KV page; default: {CPU_PAGE_TOKENS} on CPU, {GPU_PAGE_TOKENS} on GPUs, or more if a page is"
+        " too small for the states of state layers.",
         topic=Topic.ENGINE,
         aliases=("--block-size",),
         least=1,

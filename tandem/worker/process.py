@@ -184,8 +184,8 @@ class WorkerProcess:
 
     async def _open(self, engine: ModelRunner) -> WorkerInfo:
         others = () if self._group is None else self._group.open_transports
-        open_transport = self._transfer.group_opener(engine.cache, engine.page_part, others)
-        layout = whole_layout(engine.cache, engine.page_part)
+        open_transport = self._transfer.group_opener(engine.cache, engine.page_parts, others)
+        layout = whole_layout(engine.cache, engine.page_parts)
         self._worker = Worker(self._config, self._me, engine, layout, open_transport)
         self._worker.died.add_done_callback(lambda died: self._die(died.result()))
         self._server = rpc.open_server()

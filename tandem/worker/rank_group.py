@@ -127,7 +127,7 @@ class RankGroup:
         runner.device_name = f"{self.ranks} ranks, {runner.device_name}"
         if self._divides_tokens:
             return runner
-        pages = ranked_pages(runner.cache, runner.page_part, self.ranks, self._stages)
+        pages = ranked_pages(runner.cache, runner.page_parts, self.ranks, self._stages)
         runner.page_sums = GroupPageSums(pages, runner.page_sums, [rank.sums for rank in self._transports])
         tensor_ranks = self.ranks // self._stages
         if not config.on_cpu and tensor_ranks > 1:

@@ -117,7 +117,7 @@ def check_page(config: ClusterSettings) -> None:
 
     from tandem.engine.cache.paged_cache import cache_bytes
     from tandem.engine.config.sharding import rank_spec
-    from tandem.engine.device import parse_kv_dtype, parse_page_tokens
+    from tandem.engine.device import parse_dtype, parse_kv_dtype, parse_pages
     from tandem.engine.models.load_spec import bounded, load_spec
     from tandem.engine.speculation.load_draft import split_kv
 
@@ -126,10 +126,11 @@ def check_page(config: ClusterSettings) -> None:
     engine = _engine(config)
     device = torch.device(config.engine.device)
     shape = bounded(load_spec(config.served.model), config.engine.max_model_len)
-    page_tokens = parse_page_tokens(engine, device)
+    shape, page_tokens = parse_pages(engine, device, shape)
     # The fewer ranks, the larger the page of each.
     shape = rank_spec(shape, min(config.tensor_ranks_of(role) for role in config.worker_counts()))
-    needed = cache_bytes(shape, 1, page_tokens, parse_kv_dtype(engine, device, shape))
+    dtypes = parse_kv_dtype(engine, device, shape), parse_dtype(engine, device, shape)
+    needed = cache_bytes(shape, 1, page_tokens, *dtypes)
     pages = split_kv(engine, shape, page_tokens, device, config.engine.kv_pool_bytes).target or 0
     if pages < needed:
         beside = "" if pages == config.engine.kv_pool_bytes else ", without the draft model's part,"

@@ -18,9 +18,18 @@ from tandem.engine.kernels.base import DeferredTokens, Kernels, StepLayout
 from tandem.engine.kernels.experts import packed_experts
 from tandem.engine.kernels.experts.triton_experts import ExpertKernels
 from tandem.engine.kernels.fallback import why_no_flash
-from tandem.engine.kernels.kv_cache import KvCache, is_quantized
+from tandem.engine.kernels.kv_cache import KvCache, StateCache, is_quantized
 from tandem.engine.kernels.latent.latent_kernels import LatentKernels
-from tandem.engine.kernels.layers import AttentionLayer, DenseLayer, Experts, ExpertsLayer, LatentLayer, Linear, Norm
+from tandem.engine.kernels.layers import (
+    AttentionLayer,
+    DenseLayer,
+    Experts,
+    ExpertsLayer,
+    LatentLayer,
+    Linear,
+    Norm,
+    RecurrentLayer,
+)
 from tandem.engine.kernels.libraries import Libraries, Wanted
 from tandem.engine.kernels.linear import triton_linear
 from tandem.engine.kernels.linear.gated_product import GatedProduct
@@ -34,6 +43,7 @@ from tandem.engine.kernels.rowwise import triton_rope
 from tandem.engine.kernels.rowwise.triton_embed import embed
 from tandem.engine.kernels.rowwise.triton_norm import norm_add, rms_norm
 from tandem.engine.kernels.second_stream import SecondStream
+from tandem.engine.kernels.states.reference import mix_states
 from tandem.engine.kernels.triton_launch import overlaps_launches
 from tandem.protocol.errors import InvalidArgument
 
@@ -259,6 +269,10 @@ class CudaKernels(Kernels):
     def latent_attention(self, q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
         """Compute absorbed attention of rows with few tokens, and expanded attention of longer rows."""
         return self._latent.attention(q, layer, cache, layout, self._single_rows(layout))
+
+    def mix_states(self, projected: Tensor, layer: RecurrentLayer, cache: StateCache, layout: StepLayout) -> Tensor:
+        """Compute one-token rows together and longer rows one after the other, in PyTorch."""
+        return mix_states(projected, layer, cache, layout)
 
     def _normed(self, hidden: Tensor, norm: Norm, *, streamed: bool = True) -> tuple[Tensor, Norm | None]:
         """Return the input of a product, and the norm that a streaming kernel still has to apply, or None.
