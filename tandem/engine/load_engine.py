@@ -132,8 +132,10 @@ class _Setting:
 
     @property
     def rank(self) -> Rank:
-        """The rank of this process."""
-        return ALONE if self.collectives is None else self.collectives.rank
+        """The rank whose part of the model this process has; the whole model if only tokens are divided."""
+        if self.collectives is None or self.collectives.rank.divides_tokens:
+            return ALONE
+        return self.collectives.rank
 
     @property
     def own_spec(self) -> ModelSpec:

@@ -110,7 +110,13 @@ class WorkerProcess:
         if engine.ranks == 1:
             return ModelRunner.load(engine, progress)
         tensor_ranks, stages = engine.tensor_parallel_size, engine.pipeline_parallel_size
-        self._group = RankGroup(engine, tensor_ranks, self._transfer, stages=stages, log_config=self._log_config)
+        if engine.context_parallel_size > 1:
+            # The first rank has the KV of all tokens, so the others hand nothing over.
+            self._group = RankGroup(
+                engine, engine.context_parallel_size, divides_tokens=True, log_config=self._log_config
+            )
+        else:
+            self._group = RankGroup(engine, tensor_ranks, self._transfer, stages=stages, log_config=self._log_config)
         self._watching = asyncio.run_coroutine_threadsafe(self._watch(self._group), self._events)
         return self._group.load(progress)
 

@@ -77,7 +77,7 @@ def check_device(config: ClusterSettings) -> None:
     ranks = max(config.ranks_of(role) for role in config.worker_counts())
     if ranks > count:
         raise InvalidArgument(
-            "--tensor-parallel-size" if config.engine.pipeline_parallel_size == 1 else "--prefill-pipeline-size",
+            _ranks_option(config),
             f"{ranks} GPUs asked for, PyTorch sees {count}; use a smaller number",
         )
     first = int(config.engine.device.partition(":")[2] or 0)
@@ -197,8 +197,8 @@ def check_weights(config: ClusterSettings) -> None:
     for role in counts:
         ranks = [
             Rank.of(number, config.tensor_ranks_of(role), config.stages_of(role))
-            for number in range(config.ranks_of(role))
-        ]
+            for number in range(config.tensor_ranks_of(role) * config.stages_of(role))
+        ] * config.context_ranks_of(role)
         weights = [rank_bytes(shapes[role], rank, dtype, on_cpu=True, whole_output=whole_output) for rank in ranks]
         sizes[role] = sum(weights) + len(ranks) * slot_bytes(engine, divided[role], dtype) + drafts
     weights_gib, pages = max(sizes.values()) / GIB, config.engine.kv_pool_bytes or 0
@@ -211,6 +211,13 @@ def check_weights(config: ClusterSettings) -> None:
             f" cache each do not fit into the {free / GIB:.2f} GiB of memory that are free; use --device cuda, another"
             " --dtype, less --kv-cache-gib or a smaller model",
         )
+
+
+def _ranks_option(config: ClusterSettings) -> str:
+    """Return the option that decides how many ranks the workers with the most ranks have."""
+    if config.engine.context_parallel_size > 1:
+        return "--prefill-context-parallel-size"
+    return "--tensor-parallel-size" if config.engine.pipeline_parallel_size == 1 else "--prefill-pipeline-size"
 
 
 def _workers_of(config: ClusterSettings) -> str:

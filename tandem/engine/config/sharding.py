@@ -41,6 +41,8 @@ class Rank:
     stage: int = 0
     """The number of the rank's pipeline stage, counted from 0."""
     stages: int = 1
+    divides_tokens: bool = False
+    """True if each rank has the whole model, and the tokens of a step are divided (`parallel/context_model.py`)."""
 
     @classmethod
     def of(cls, world_number: int, count: int, stages: int) -> "Rank":

@@ -81,6 +81,8 @@ class AttentionBlock:
             # to the queries, as a score is a sum of products of their elements and the keys'.
             self._query_weight = q_norm.float() * k_norm.float()
             q_norm = k_norm = torch.ones_like(q_norm)
+        self.cache_index = index
+        """The layer's index in the pages of its KV group."""
         self._layer = AttentionLayer(index, spec.shape, rope, q_norm, k_norm, norm_eps, weights.sinks)
         self._gate_size = spec.shape.qkv_rows[0] if spec.output_gate else 0
 
@@ -127,6 +129,8 @@ class LatentBlock:
         self._down = products.prepare(Linear(weights.down, weights.down_bias))
         self._query_up = None if weights.query_up is None else products.prepare(Linear(weights.query_up))
         self._query_norm = None if weights.query_norm is None else Norm(weights.query_norm, spec.norm_eps)
+        self.cache_index = index
+        """The layer's index in the pages of its KV group."""
         self._layer = LatentLayer(index, spec.shape, rope, Norm(weights.latent_norm, spec.norm_eps), weights.kv_up)
 
     def store(self, hidden: Tensor, layout: StepLayout, cache: GroupCache) -> Queries:

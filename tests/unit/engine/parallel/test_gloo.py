@@ -22,8 +22,8 @@ PROMPT = [(5 * position + 2) % 150 for position in range(50)]
 LIMIT_S = 120.0
 
 
-def lead(folder: Path, ranks: int, followers: list[socket.socket], results: SimpleQueue[list[int]]) -> None:
-    collectives = GlooCollectives(Rank(0, ranks), folder / "meeting", LIMIT_S)
+def lead(folder: Path, rank: Rank, followers: list[socket.socket], results: SimpleQueue[list[int]]) -> None:
+    collectives = GlooCollectives(rank, folder / "meeting", LIMIT_S)
     sender = StepSender(followers)
     runner = ModelRunner.load(tiny_engine_config(folder), collectives=collectives, on_step=sender.send)
     results.put(greedy_answer(runner, PROMPT, 20))
@@ -39,10 +39,12 @@ def follow(folder: Path, rank: Rank, leader: socket.socket) -> None:
     collectives.close()
 
 
-@soak
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_processes_give_the_tokens_of_one(ranks: int, tmp_path: Path) -> None:
-    """With the kernels of CPUs, and three KV heads or one for each rank.
+@pytest.mark.parametrize(
+    ("ranks", "divides_tokens"),
+    [pytest.param(2, False, marks=soak), pytest.param(3, False, marks=soak), pytest.param(3, True)],
+)
+def test_processes_give_the_tokens_of_one(ranks: int, divides_tokens: bool, tmp_path: Path) -> None:
+    """With the kernels of CPUs, and three KV heads or one for each rank; or the whole model on each rank.
 
     `tests/integration/test_rank_group.py` runs a worker's own processes in `make test`.
     """
@@ -51,9 +53,11 @@ def test_processes_give_the_tokens_of_one(ranks: int, tmp_path: Path) -> None:
     pairs = [socket.socketpair() for _ in range(ranks - 1)]
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
-    leader = context.Process(target=lead, args=(folder, ranks, [mine for mine, _ in pairs], results))
+    leader = context.Process(
+        target=lead, args=(folder, Rank(0, ranks, divides_tokens=divides_tokens), [mine for mine, _ in pairs], results)
+    )
     others = [
-        context.Process(target=follow, args=(folder, Rank(number, ranks), theirs))
+        context.Process(target=follow, args=(folder, Rank(number, ranks, divides_tokens=divides_tokens), theirs))
         for number, (_, theirs) in enumerate(pairs, 1)
     ]
     for process in (leader, *others):
