@@ -15,9 +15,11 @@ from torch import Tensor
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.config.sharding import Rank
 from tandem.engine.kernels.base import DeferredTokens, Kernels, StepLayout
-from tandem.engine.kernels.kv_cache import KvCache, QuantizedKv
+from tandem.engine.kernels.kv_cache import GroupCache, QuantizedKv, kv_of
 from tandem.engine.kernels.lora.adapted_products import AdaptedProducts
+from tandem.engine.models.blocks import Queries, StateBlock
 from tandem.engine.models.decoder import DecoderModel
+from tandem.engine.models.layers import DecoderLayer
 from tandem.engine.models.parameters import Parameters
 from tandem.engine.parallel.collectives import Collectives
 from tandem.engine.steps.prompt_scoring import StepPieces
@@ -132,7 +134,7 @@ class ContextModel(DecoderModel):
         self,
         token_ids: Tensor,
         layouts: Sequence[StepLayout],
-        cache: KvCache,
+        caches: Sequence[GroupCache],
         drawn: Tensor | None,
         feed: DeferredTokens | None = None,
         *,
@@ -140,21 +142,19 @@ class ContextModel(DecoderModel):
     ) -> Tensor | None:
         """Run this rank's part of a step. It ends on each rank only after the KV of all tokens is in its cache."""
         if layouts[0].decode_only or len(token_ids) < 2 * self._rank.count:
-            return super().forward(token_ids, layouts, cache, drawn, feed, scoring=scoring)
+            return super().forward(token_ids, layouts, caches, drawn, feed, scoring=scoring)
         division = _TokenDivision.of(layouts, self._rank)
         own = division.layouts
-        hidden = self._begin_step(token_ids, own, cache, feed)[division.tokens]
+        hidden = self._begin_step(token_ids, own, caches, feed)[division.tokens]
         for layer in self._layers[:-1]:
-            q = layer.attention.store(hidden, own[layer.group], cache)
-            self._gather(layer.attention.cache_index, layouts[layer.group].slots, division, cache, own[layer.group])
-            mixed = layer.attention.attend(q, own[layer.group], cache)
+            q = self._store(layer, hidden, layouts, division, caches)
+            mixed = layer.attention.attend(q, own[layer.group], caches[layer.group])
             self._finish(layer, mixed, hidden, own[0].slots)
         last = self._layers[-1]
-        q = last.attention.store(hidden, own[last.group], cache)
-        self._gather(last.attention.cache_index, layouts[last.group].slots, division, cache, own[last.group])
+        q = self._store(last, hidden, layouts, division, caches)
         if drawn is not None and len(drawn) == 0:
             return None
-        mixed = last.attention.attend(q, own[last.group], cache)
+        mixed = last.attention.attend(q, own[last.group], caches[last.group])
         drawn = torch.arange(len(token_ids), device=token_ids.device) if drawn is None else drawn
         # Every rank computes one row for each drawn token, also for those of other ranks, whose result is zeroed. So
         # the host does not have to know which rank has which.
@@ -177,18 +177,30 @@ class ContextModel(DecoderModel):
         self._collectives.broadcast(hidden)
         return hidden
 
-    def _gather(self, index: int, slots: Tensor, division: _TokenDivision, cache: KvCache, own: StepLayout) -> None:
-        """Copy what each rank has stored of the cache's layer `index` into the cache of every rank.
+    def _store(
+        self,
+        layer: DecoderLayer,
+        hidden: Tensor,
+        layouts: Sequence[StepLayout],
+        division: _TokenDivision,
+        caches: Sequence[GroupCache],
+    ) -> Queries:
+        """Store the KV of this rank's tokens, and copy that of all ranks into the cache of every rank.
 
-        `slots` [T] are those of the whole step, `own` is the layout of this rank's tokens.
+        `layouts` are those of the whole step. Returns the queries of this rank's tokens.
         """
+        block, group = layer.attention, layer.group
+        assert not isinstance(block, StateBlock)
+        own, cache = division.layouts[group], kv_of(caches[group])
+        queries = block.store(hidden, own, cache)
         missing = division.most - len(own.slots)
         sent = torch.cat((own.slots, own.slots[-1:].expand(missing)))
-        received = slots[division.stored]
+        received = layouts[group].slots[division.stored]
         tensors = (cache.codes, cache.scales) if isinstance(cache, QuantizedKv) else (cache,)
         for tensor in tensors:
             page_tokens = tensor.shape[4]
             # [n, parts, heads, ...]
-            values = tensor[sent // page_tokens, index, :, :, sent % page_tokens].contiguous()
+            values = tensor[sent // page_tokens, block.cache_index, :, :, sent % page_tokens].contiguous()
             gathered = self._collectives.all_gather(values).flatten(0, 1)
-            tensor[received // page_tokens, index, :, :, received % page_tokens] = gathered
+            tensor[received // page_tokens, block.cache_index, :, :, received % page_tokens] = gathered
+        return queries

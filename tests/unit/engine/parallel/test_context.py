@@ -8,7 +8,7 @@ import torch
 
 from tandem.engine.cache.paged_cache import PagedCache
 from tandem.engine.config.sharding import Rank
-from tandem.engine.kernels.kv_cache import QuantizedKv
+from tandem.engine.kernels.kv_cache import QuantizedKv, kv_of
 from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.parallel.context_model import row_parts
@@ -45,8 +45,9 @@ def logits_of(runner: ModelRunner) -> list[torch.Tensor]:
 
 def stored(cache: PagedCache) -> list[torch.Tensor]:
     """Returns copies of the elements of a cache, or of its codes and scales."""
-    tensor = cache.tensor
-    return [part.clone() for part in ((tensor.codes, tensor.scales) if isinstance(tensor, QuantizedKv) else (tensor,))]
+    views = map(kv_of, cache.views)
+    parts = [(view.codes, view.scales) if isinstance(view, QuantizedKv) else (view,) for view in views]
+    return [part.clone() for view in parts for part in view]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -99,3 +100,9 @@ def test_drafts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="do not decode") as caught:
         ModelRunner.load(config, kernels=ReferenceKernels(), collectives=collectives)
     assert caught.value.field == "draft"
+
+
+def test_the_tokens_of_models_with_states_are_not_divided(tmp_path: Path) -> None:
+    config = tiny_engine_config(write_tiny_model(tmp_path, "qwen3_next"))
+    with pytest.raises(InvalidArgument, match="a state depends on all earlier tokens"):
+        ModelRunner.load(config, collectives=ThreadCollectives(Rank(0, 2, divides_tokens=True), Boards(2)))
