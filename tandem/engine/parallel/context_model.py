@@ -12,15 +12,18 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from tandem.engine.config.model import ModelSpec
+from tandem.engine.config.model import ModelSpec, StateLayer
 from tandem.engine.config.sharding import Rank
 from tandem.engine.kernels.base import DeferredTokens, Kernels, StepLayout
-from tandem.engine.kernels.kv_cache import KvCache, QuantizedKv
+from tandem.engine.kernels.kv_cache import GroupCache, KvCache, QuantizedKv, kv_of
 from tandem.engine.kernels.lora.adapted_products import AdaptedProducts
+from tandem.engine.models.blocks import StateBlock
 from tandem.engine.models.decoder import DecoderModel
+from tandem.engine.models.layers import DecoderLayer
 from tandem.engine.models.parameters import Parameters
 from tandem.engine.parallel.collectives import Collectives
 from tandem.engine.steps.prompt_scoring import StepPieces
+from tandem.protocol.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +127,11 @@ class ContextModel(DecoderModel):
         collectives: Collectives,
         adapted: AdaptedProducts | None = None,
     ) -> None:
-        """Prepare the weights for `kernels`, as `DecoderModel` does."""
+        """Prepare the weights for `kernels`, as `DecoderModel` does. Raises InvalidArgument for state layers."""
+        if any(isinstance(layer.attention, StateLayer) for layer in spec.layers):
+            raise InvalidArgument(
+                "prefill_context_parallel_size", "ranks cannot divide the tokens of state layers; choose 1."
+            )
         self._collectives, self._rank = collectives, collectives.rank
         super().__init__(spec, parameters, kernels, max_context, adapted=adapted)
 
@@ -132,7 +139,7 @@ class ContextModel(DecoderModel):
         self,
         token_ids: Tensor,
         layouts: Sequence[StepLayout],
-        cache: KvCache,
+        caches: Sequence[GroupCache],
         drawn: Tensor | None,
         feed: DeferredTokens | None = None,
         *,
@@ -140,18 +147,20 @@ class ContextModel(DecoderModel):
     ) -> Tensor | None:
         """Run this rank's part of a step. It ends on each rank only after the KV of all tokens is in its cache."""
         if layouts[0].decode_only or len(token_ids) < 2 * self._rank.count:
-            return super().forward(token_ids, layouts, cache, drawn, feed, scoring=scoring)
+            return super().forward(token_ids, layouts, caches, drawn, feed, scoring=scoring)
         division = _TokenDivision.of(layouts, self._rank)
         own = division.layouts
-        hidden = self._begin_step(token_ids, own, cache, feed)[division.tokens]
+        hidden = self._begin_step(token_ids, own, caches, feed)[division.tokens]
         for layer in self._layers[:-1]:
+            cache = caches[layer.group]
             q = layer.attention.store(hidden, own[layer.group], cache)
-            self._gather(layer.attention.cache_index, layouts[layer.group].slots, division, cache, own[layer.group])
+            self._gather(layer, layouts[layer.group].slots, division, kv_of(cache), own[layer.group])
             mixed = layer.attention.attend(q, own[layer.group], cache)
             self._finish(layer, mixed, hidden, own[0].slots)
         last = self._layers[-1]
+        cache = caches[last.group]
         q = last.attention.store(hidden, own[last.group], cache)
-        self._gather(last.attention.cache_index, layouts[last.group].slots, division, cache, own[last.group])
+        self._gather(last, layouts[last.group].slots, division, kv_of(cache), own[last.group])
         if drawn is not None and len(drawn) == 0:
             return None
         mixed = last.attention.attend(q, own[last.group], cache)
@@ -177,11 +186,15 @@ class ContextModel(DecoderModel):
         self._collectives.broadcast(hidden)
         return hidden
 
-    def _gather(self, index: int, slots: Tensor, division: _TokenDivision, cache: KvCache, own: StepLayout) -> None:
-        """Copy what each rank has stored of the cache's layer `index` into the cache of every rank.
+    def _gather(
+        self, layer: DecoderLayer, slots: Tensor, division: _TokenDivision, cache: KvCache, own: StepLayout
+    ) -> None:
+        """Copy what each rank has stored of `layer` into the cache of every rank.
 
         `slots` [T] are those of the whole step, `own` is the layout of this rank's tokens.
         """
+        assert not isinstance(layer.attention, StateBlock)
+        index = layer.attention.cache_index
         missing = division.most - len(own.slots)
         sent = torch.cat((own.slots, own.slots[-1:].expand(missing)))
         received = slots[division.stored]
