@@ -478,7 +478,8 @@ def greedy_answer(runner: ModelRunner, prompt: Sequence[int], tokens: int, adapt
 
     `adapter` is the number of an adapter; 0 = none.
     """
-    pages, token_ids, start = list(range(-(-(len(prompt) + tokens) // 16))), list(prompt), 0
+    pages = list(range(runner.kv_pages.numbers(len(prompt) + tokens) * runner.kv_pages.groups))
+    token_ids, start = list(prompt), 0
     while len(token_ids) < len(prompt) + tokens:
         chunk = token_ids[start : start + 32]
         last = start + len(chunk) == len(token_ids)

@@ -11,8 +11,10 @@ from typing import Any
 
 from kv_transfer.in_memory import InMemoryTransport
 from kv_transfer.in_memory_fabric import InMemoryFabric
+from tandem.cost_model.answer_length import SEEN_MIN
 from tandem.engine.config import EngineConfig
 from tandem.net import rpc
+from tandem.protocol.errors import ResourceExhausted
 from tandem.protocol.generated.tandem.v1 import worker_pb2_grpc
 from tandem.protocol.lifecycle.events import LifecycleEvent
 from tandem.protocol.messages import (
@@ -144,11 +146,12 @@ class WorkerPair:
         self, *, pages: int = 64, prefill_pages: int | None = None, both: bool = False, **changes: Any
     ) -> None:
         self.fabric = InMemoryFabric()
+        self._decode = lambda worker_id: End(worker_id, Role.DECODE, self.fabric, pages, dict(changes))
         if both:
             self.prefill = self.decode = End("both-0", Role.BOTH, self.fabric, pages, dict(changes))
         else:
             self.prefill = End("prefill-0", Role.PREFILL, self.fabric, prefill_pages or pages, dict(changes))
-            self.decode = End("decode-0", Role.DECODE, self.fabric, pages, dict(changes))
+            self.decode = self._decode("decode-0")
         self.ends = [self.prefill] if both else [self.prefill, self.decode]
         self.outputs: dict[str, RequestOutput] = {}
         self.late: list[RequestEvent] = []
@@ -184,6 +187,20 @@ class WorkerPair:
                     self.late.append(event)
                 else:
                     output.take(event)
+
+    async def replace_decode(self) -> None:
+        """Ends the decode worker while it has requests, and starts another one with an empty pool.
+
+        The prefill worker is not notified, and events that the router has not received are lost.
+        """
+        reader = self.readers.pop()
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+        await self.decode.stop()
+        self.decode = self._decode("decode-1")
+        self.ends = [self.prefill, self.decode]
+        await self.decode.start()
+        self.attach(self.decode)
 
     def reservation(
         self, name: str, prompt: list[int], sampling: SamplingParams, attempt: int = 1, prior_output_tokens: int = 0
@@ -252,3 +269,38 @@ class WorkerPair:
     async def empty(self) -> None:
         for end in self.ends:
             await end.empty()
+
+
+class Sender:
+    """The router of a pair: sends each request, and sends it again with its tokens so far after each preemption.
+
+    The decode worker expects answers of one token, so that it admits more requests than its pool can complete.
+    """
+
+    def __init__(self, pair: WorkerPair) -> None:
+        self.pair = pair
+        self.attempts: dict[str, int] = {}
+        lengths = pair.decode.worker.admission._budget._lengths
+        for _ in range(SEEN_MIN):
+            lengths.learn(60, 1)
+
+    async def run(self, name: str, prompt: list[int], sampling: SamplingParams) -> RequestOutput:
+        so_far = RequestOutput()
+        for attempt in range(1, 100):
+            output = await self._placed(name, prompt, sampling, attempt, so_far)
+            await until(lambda output=output: output.finish or 0 <= output.preempted_at <= len(output.tokens))
+            output.logprobs[:0] = so_far.logprobs
+            so_far, self.attempts[name] = output, attempt
+            if output.finish:
+                break
+        return so_far
+
+    async def _placed(
+        self, name: str, prompt: list[int], sampling: SamplingParams, attempt: int, so_far: RequestOutput
+    ) -> RequestOutput:
+        async with asyncio.timeout(60):
+            while True:
+                try:
+                    return self.pair.send(name, prompt, sampling, attempt, so_far.tokens)
+                except ResourceExhausted:
+                    await asyncio.sleep(0.002)

@@ -29,12 +29,20 @@ Read = Callable[[tuple[int, ...], tuple[int, ...]], Choices]
 
 
 class Reference:
-    """Reference answers of transformers in float32, cached by prompt and answer."""
+    """Reference answers of transformers in float32, with its eager attention and experts; cached by prompt and answer.
+
+    Another implementation would leave out the caps and sinks of some families.
+    """
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, Mistral4ForCausalLM
 
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        # AutoModelForCausalLM finds only the multimodal class of this model type.
+        classes = {"mistral4": Mistral4ForCausalLM}
+        loader = classes.get(AutoConfig.from_pretrained(folder).model_type, AutoModelForCausalLM)
+        self._model = loader.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+        ).eval()
         self._read: dict[tuple[tuple[int, ...], tuple[int, ...]], Choices] = {}
 
     def __call__(self, prompt: tuple[int, ...], answer: tuple[int, ...]) -> Choices:
@@ -69,6 +77,12 @@ class Reference:
     def logprobs(self, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> torch.Tensor:
         """Returns the log softmax [tokens, vocab] at each token of an answer."""
         return self._logits(prompt, tokens).log_softmax(-1)
+
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Returns the logits [tokens, vocab] after each token."""
+        with torch.inference_mode():
+            logits: torch.Tensor = self._model(torch.tensor([[*token_ids]])).logits[0]
+        return logits
 
     def _logits(self, prompt: tuple[int, ...], answer: tuple[int, ...]) -> torch.Tensor:
         """Returns the logits [tokens, vocab] at each token of an answer."""

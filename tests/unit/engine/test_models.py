@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Mistral4ForCausalLM
 
 from tandem.engine.config.model import MixtureOfExperts
 from tandem.engine.kernels import reference
@@ -17,6 +16,7 @@ from tandem.engine.model_runner import ModelRunner
 from tandem.engine.models.load_spec import parse_spec
 from tandem.engine.steps.batch import StepBatch, StepRow
 from tandem.protocol.kv_pages import FREED
+from tests.e2e.reference import Reference
 from tests.factories import FAMILIES, row, tiny_engine_config, write_tiny_model
 from tests.pairwise import pairwise
 
@@ -35,8 +35,6 @@ SEEDS = {
     "ernie4_5_moe": 9,
 }
 """Seeds of weights whose routers choose clearly, where the usual one's do not."""
-CLASSES = {"mistral4": Mistral4ForCausalLM}
-"""The classes of models that AutoModelForCausalLM does not find, by model type."""
 
 
 class Case:
@@ -48,7 +46,7 @@ class Case:
         self.runner.cache.tensor.fill_(float("nan"))
         self._free = list(range(self.runner.cache.pages))
         random.Random(page_tokens).shuffle(self._free)
-        self.expect = functools.cache(functools.partial(_logits, folder))
+        self.expect = functools.cache(Reference(folder).logits)
 
     def pages(self, tokens: int) -> list[int]:
         kv = self.runner.cache.kv_pages
@@ -65,16 +63,6 @@ class Case:
         """Checks that each row of `found` is transformers' logits after so many tokens of the given ids."""
         wanted = torch.stack([self.expect(ids)[end - 1] for ids, end in ends])
         torch.testing.assert_close(actual, wanted, atol=TOLERANCE, rtol=TOLERANCE)
-
-
-def _logits(folder: Path, token_ids: tuple[int, ...]) -> torch.Tensor:
-    loader = CLASSES.get(AutoConfig.from_pretrained(folder).model_type, AutoModelForCausalLM)
-    model = loader.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-    )
-    with torch.inference_mode():
-        logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0]
-    return logits
 
 
 @functools.cache

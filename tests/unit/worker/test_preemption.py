@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 
-from tandem.cost_model.answer_length import SEEN_MIN
-from tandem.protocol.errors import ResourceExhausted
 from tandem.protocol.messages import SamplingParams
 from tests.fake_engine import FakeEngine, answer_to, logprobs_of
-from tests.worker_pair import RequestOutput, WorkerPair, until
+from tests.worker_pair import Sender, WorkerPair, until
 
 SAMPLINGS = [
     SamplingParams(60),
@@ -22,38 +20,6 @@ SAMPLINGS = [
 @pytest.fixture(autouse=True, params=[False, True], ids=["", "asynchronous"])
 def _engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeEngine, "asynchronous", request.param)
-
-
-class Sender:
-    """A router by hand: sends each request, and once more behind its tokens whenever it gave way."""
-
-    def __init__(self, pair: WorkerPair) -> None:
-        self.pair = pair
-        self.attempts: dict[str, int] = {}
-        lengths = pair.decode.worker.admission._budget._lengths
-        for _ in range(SEEN_MIN):
-            lengths.learn(60, 1)
-
-    async def run(self, name: str, prompt: list[int], sampling: SamplingParams) -> RequestOutput:
-        so_far = RequestOutput()
-        for attempt in range(1, 100):
-            output = await self._placed(name, prompt, sampling, attempt, so_far)
-            await until(lambda output=output: output.finish or 0 <= output.preempted_at <= len(output.tokens))
-            output.logprobs[:0] = so_far.logprobs
-            so_far, self.attempts[name] = output, attempt
-            if output.finish:
-                break
-        return so_far
-
-    async def _placed(
-        self, name: str, prompt: list[int], sampling: SamplingParams, attempt: int, so_far: RequestOutput
-    ) -> RequestOutput:
-        async with asyncio.timeout(60):
-            while True:
-                try:
-                    return self.pair.send(name, prompt, sampling, attempt, so_far.tokens)
-                except ResourceExhausted:
-                    await asyncio.sleep(0.002)
 
 
 @pytest.mark.parametrize("changes", [{}, {"both": True}, {"prefix_cache": False}], ids=str)
