@@ -202,22 +202,23 @@ class WorkerKind:
     def groups(self) -> Iterator[WorkerKind]:
         """Yield these workers with each number of `group_sizes` that divides the model, or with the given number.
 
-        The number of stages stays the same.
-
-        Raises InvalidArgument if the given number does not divide the model.
+        The number of stages stays the same; if it divides none of `group_sizes`, each stage has one GPU. Raises
+        InvalidArgument if no number divides the model.
         """
-        if not self.group_sizes:
-            self._part(self.model)
-            yield self
-        for gpus in self.group_sizes:
-            if gpus % self.stages:
-                continue
+        sizes = [gpus for gpus in self.group_sizes if gpus % self.stages == 0]
+        refused: InvalidArgument | None = None
+        divided = False
+        for gpus in sizes or [self.stages if self.group_sizes else self.gpus]:
             kind = replace(self, gpus=gpus)
             try:
                 kind._part(self.model)
-            except InvalidArgument:
-                continue
-            yield kind
+            except InvalidArgument as error:
+                refused = error
+            else:
+                divided = True
+                yield kind
+        if refused is not None and not divided:
+            raise refused
 
     def _fits(self, demand: Demand, memory: Memory) -> bool:
         return memory.kv_tokens >= demand.kv_tokens
