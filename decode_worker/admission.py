@@ -18,7 +18,7 @@ Every method returns at once, may be called from any thread, and holds one lock.
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from decode_worker.kv_arrival import ArrivalCheck, ArrivalHandler
 from decode_worker.leased import LeasedRequests
@@ -239,14 +239,14 @@ class DecodeAdmission:
         if lost:
             self._changed()
 
-    def notice(self, notice: TransferNotice, pages: Sequence[int] = ()) -> None:
+    def notice(self, notice: TransferNotice, pages: Sequence[int] = (), states: Collection[int] = ()) -> None:
         """Process a notice: if it is the last one of its request, the KV has arrived completely.
 
         Called on a transfer thread.
 
-        For a local prompt, `pages` are its pages, listed as by `KvPages`; otherwise it is empty. A notice of an ended
-        lease is dropped and counted. If a notice does not match the reservation, the request fails, and its router
-        starts another attempt.
+        For a local prompt, `pages` are its pages, listed as by `KvPages`, and `states` the numbers of the state pages
+        that others may reuse (`Prefix.states`); otherwise both are empty. A notice of an ended lease is dropped and
+        counted. If a notice does not match the reservation, the request fails, and its router starts another attempt.
         """
         seen = EventTime.now(LifecycleEvent.NOTICE_SEEN)
         with self.lock:
@@ -260,7 +260,7 @@ class DecodeAdmission:
             arrived = self._leased.complete(change)
             if arrived is not None:
                 arrived.event_times.append(seen)
-                self._arrivals.handle(arrived, notice, pages, self._clock())
+                self._arrivals.handle(arrived, notice, pages, states, self._clock())
             checking = arrived is not None and arrived.stage is Stage.CHECKING
         self._changed(work=not checking)
 

@@ -5,7 +5,7 @@ The notice and the checksums are compared with the reservation; then the request
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from decode_worker.request import DecodeRequest, Stage
@@ -132,13 +132,20 @@ class ArrivalHandler:
         self._changed = changed
         self._deadline_s = deadline_s
 
-    def handle(self, request: DecodeRequest, notice: TransferNotice, pages: Sequence[int], now: float) -> None:
+    def handle(
+        self,
+        request: DecodeRequest,
+        notice: TransferNotice,
+        pages: Sequence[int],
+        states: Collection[int],
+        now: float,
+    ) -> None:
         """Make the request the owner of its lease's pages and check the KV in them. Called under the lock.
 
-        The lease has ended with the arrival of its notice. `pages` are the pages of a local prompt, in order; empty if
-        the prompt was sent by another worker.
+        The lease has ended with the arrival of its notice. `pages` and `states` are those of a local prompt, as in
+        `DecodeAdmission.notice`; empty if the prompt was sent by another worker.
         """
-        self._requests.adopt(request, now + self._deadline_s, pages)
+        self._requests.adopt(request, now + self._deadline_s, pages, states)
         try:
             self._check_arrival(request, notice)
         except Exception:

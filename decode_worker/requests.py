@@ -65,13 +65,17 @@ class DecodeRequests:
         """Add a request whose stage is Stage.LEASED."""
         self._by_key[request.key] = request
 
-    def adopt(self, request: DecodeRequest, check_until: float, pages: Sequence[int] = ()) -> None:
+    def adopt(
+        self, request: DecodeRequest, check_until: float, pages: Sequence[int] = (), states: Collection[int] = ()
+    ) -> None:
         """Transfer the pages of the request's lease to the request. All writes to them must have ended.
 
         The KV in the pages is not checked yet; the check must have a result before `check_until`. For a local prompt,
-        `pages` are its pages, listed as by `KvPages`; otherwise it is empty, and the pages are those of the lease in
-        their order.
+        `pages` are its pages, listed as by `KvPages`, and `states` the numbers of the state pages that others may
+        reuse; otherwise both are empty, and the pages are those of the lease in their order.
         """
+        tokens, page_tokens = len(request.reservation.prompt_token_ids), self._cache.page_tokens
+        request.prefix.states.update(states if pages or tokens % page_tokens else [tokens // page_tokens - 1])
         request.check_until = check_until
         adopted = self._pool.adopt(request.lease, request.reservation.ref)
         request.pages = list(pages) if pages else self._listed(request, adopted)

@@ -48,7 +48,8 @@ class PageWrite:
     The write begins once all writes in `after` have completed; it fails if one of them fails. The writes in `after`
     must be of the same sender. The notice arrives after every byte of all of these writes. `begin_by` returns the time
     (`time.monotonic`) at which the peer's permission to write ends: a write that has not begun by then fails.
-    `begin_by` is called when the write could begin, on any thread.
+    `begin_by` is called when the write could begin, on any thread. `groups` has the number of each page's group of
+    layers; empty = all pages are of the first group.
     """
 
     peer: PeerRef
@@ -57,6 +58,24 @@ class PageWrite:
     notice: TransferNotice | None = None
     begin_by: Callable[[], float] = whenever
     after: "Sequence[Future[WriteDone]]" = ()
+    groups: Sequence[int] = ()
+
+
+PageRanges = Sequence[Sequence[ByteRange]]
+"""The ranges of a page that a write copies, for each order of the elements that pages have; empty = whole pages."""
+
+
+def ranges_of(write: PageWrite, ranges: PageRanges, index: int) -> Sequence[ByteRange]:
+    """Return the ranges that are copied of the page with this index in the write; empty = the whole page."""
+    return ranges[write.groups[index] if write.groups else 0] if ranges else ()
+
+
+def written_bytes(write: PageWrite, ranges: PageRanges, page_bytes: int) -> int:
+    """Return the number of bytes that a write copies of pages with `page_bytes` bytes."""
+    if not ranges:
+        return len(write.local_pages) * page_bytes
+    sizes = [sum(part.bytes for part in parts) for parts in ranges]
+    return sum(sizes[group] for group in write.groups or [0] * len(write.local_pages))
 
 
 class Sender(ABC):
@@ -161,5 +180,8 @@ class RankTransport(Transport):
     """The transport of one rank of a worker, which may copy parts of pages."""
 
     @abstractmethod
-    def add_peer(self, description: PeerDescription, ranges: Sequence[ByteRange] = ()) -> None:
-        """Register a rank of a peer: writes to it copy the `ranges` of each page, or whole pages if there are none."""
+    def add_peer(self, description: PeerDescription, ranges: PageRanges = ()) -> None:
+        """Register a rank of a peer: writes to it copy these ranges of each page, or whole pages if there are none.
+
+        `PageWrite.groups` of a write to it then has the number of each page's order in `ranges`.
+        """

@@ -25,8 +25,8 @@ from tandem.protocol.messages import Lease, PageChecksum
 
 log = logging.getLogger(__name__)
 
-PageSums = Callable[[Sequence[int], Sequence[int]], Sequence[int]]
-"""Maps page ids and the number of filled token positions of each page to the checksums of the pages.
+PageSums = Callable[[Sequence[int], Sequence[int], Sequence[int]], Sequence[int]]
+"""Maps page ids to the checksums of the pages, given each page's number of filled token positions and its group.
 
 A checksum is below 2^64. The call may block.
 """
@@ -155,9 +155,10 @@ class PageChecks:
             self._work.put(work)
 
     def _sum(self, pages: Sequence[int], entries: Sequence[int], prompt_tokens: int) -> tuple[PageChecksum, ...]:
-        page_tokens = self._kv.page_tokens
-        stored = [prompt_tokens - entry // self._kv.groups * page_tokens for entry in entries]
-        sums = self._sums([pages[entry] for entry in entries], [min(page_tokens, tokens) for tokens in stored])
+        page_tokens, groups = self._kv.page_tokens, self._kv.groups
+        stored = [prompt_tokens - entry // groups * page_tokens for entry in entries]
+        filled = [min(page_tokens, tokens) for tokens in stored]
+        sums = self._sums([pages[entry] for entry in entries], filled, [entry % groups for entry in entries])
         return tuple(map(PageChecksum, entries, sums))
 
     def _run(self) -> None:

@@ -10,9 +10,10 @@ from collections.abc import Iterable
 
 from kv_transfer.layout import KVLayout
 from tandem.protocol.errors import FailedPrecondition
+from tandem.protocol.kv_pages import window_name
 from tandem.protocol.messages import Handshake, PeerDescription
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 """The protocol version, incremented whenever messages or bytes between two workers change their meaning."""
 
 Facts = tuple[tuple[str, str], ...]
@@ -26,7 +27,8 @@ def layout_facts(layout: KVLayout) -> Facts:
         ("item_bytes", str(layout.item_bytes)),
         ("scale_bytes", str(layout.scale_bytes)),
         ("kv_groups", str(len(layout.windows))),
-        ("windows", ", ".join("none" if window is None else str(window) for window in layout.windows)),
+        ("windows", ", ".join(map(window_name, layout.windows))),
+        ("other_groups", "; ".join(layout.other_groups) or "none"),
         ("layers", str(layout.layers)),
         ("parts", str(layout.parts)),
         ("kv_heads", str(layout.kv_heads)),

@@ -9,14 +9,12 @@ A test sends a write as follows:
     prefill.write(PageWrite(...), deadline_s=5.0).result(timeout=5.0)
 """
 
-from collections.abc import Sequence
 from concurrent.futures import Future
 
-from kv_transfer.base import NoticeHandler, PageWrite, RankTransport, WriteDone
+from kv_transfer.base import NoticeHandler, PageRanges, PageWrite, RankTransport, WriteDone
 from kv_transfer.in_memory_fabric import InFlightWrite, InMemoryFabric
 from kv_transfer.layout import KVLayout
 from kv_transfer.ordered_writes import hold
-from kv_transfer.rank_plan import ByteRange
 from tandem.protocol.errors import FailedPrecondition, TransferFailed
 from tandem.protocol.messages import PeerDescription, PeerRef
 
@@ -37,12 +35,12 @@ class InMemoryTransport(RankTransport):
         """The argument of the latest call of `expect`, for tests."""
         self._fabric = fabric
         self._peers: dict[str, PeerDescription] = {}
-        self._ranges: dict[str, Sequence[ByteRange]] = {}
+        self._ranges: dict[str, PageRanges] = {}
         self._posted: set[InFlightWrite] = set()
         self._closed = False
         fabric.attach(self)
 
-    def add_peer(self, description: PeerDescription, ranges: Sequence[ByteRange] = ()) -> None:
+    def add_peer(self, description: PeerDescription, ranges: PageRanges = ()) -> None:
         """Register a peer, unless a later incarnation is known.
 
         Raises FailedPrecondition if its pages differ in size and there are no `ranges`.

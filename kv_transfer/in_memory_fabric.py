@@ -24,9 +24,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
-from kv_transfer.base import NoticeHandler, PageWrite, WriteDone
+from kv_transfer.base import NoticeHandler, PageRanges, PageWrite, WriteDone, ranges_of, written_bytes
 from kv_transfer.layout import KVLayout
-from kv_transfer.rank_plan import ByteRange, copied_bytes
 from tandem.protocol.errors import TransferFailed
 from tandem.protocol.messages import PeerRef, TransferNotice
 
@@ -43,8 +42,8 @@ class InFlightWrite:
     begun_at: float
     deadline: float
     future: "Future[WriteDone]"
-    ranges: Sequence[ByteRange] = ()
-    """The ranges of each page that the write copies; empty = whole pages."""
+    ranges: PageRanges = ()
+    """The ranges of each page that the write copies (`RankTransport.add_peer`); empty = whole pages."""
     peer_removed: bool = False
     """True if the sender has removed the peer: the write then fails in any case."""
     landed: int = 0
@@ -65,7 +64,7 @@ class InFlightWrite:
         elif now > self.deadline and self.write.notice is None:
             self.fail("it ended after its deadline")
         else:
-            moved = len(self.write.local_pages) * copied_bytes(self.ranges, page_bytes)
+            moved = written_bytes(self.write, self.ranges, page_bytes)
             self.future.set_result(WriteDone(moved, int((now - self.begun_at) * 1e9), time.time_ns()))
 
     def fail(self, why: str) -> None:
@@ -311,7 +310,7 @@ class InMemoryFabric:
                 self._on_page(posted, local, remote)
             source = _bytes_of(self._ends[posted.sender], local) if posted.orphan is None else posted.orphan[index]
             address = receiver.layout.page_address(remote)
-            for part in posted.ranges if source else ():
+            for part in ranges_of(posted.write, posted.ranges, index) if source else ():
                 ctypes.memmove(address + part.target_start, source[part.source_start : part.source_end], part.bytes)
             if not posted.ranges:
                 ctypes.memmove(address, source, len(source))

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 class KVLayout:
     """A pool of pages in block-major order [pages, kv_heads, layers, parts, page_tokens, head_dim].
 
-    One page of a request is one contiguous range over the layers of a group (`tandem/protocol/kv_pages.py`). The engine
-    owns the memory.
+    One page of a request is one contiguous range over the layers of a group (`tandem/protocol/kv_pages.py`). This is
+    the order of the first group; `other_groups` describes those whose pages have another one. The engine owns the
+    memory.
     """
 
     base_address: int
@@ -29,18 +30,22 @@ class KVLayout:
     parts: int = 2
     """2 for keys and values, 1 for latents (MLA)."""
     windows: tuple[int | None, ...] = (None,)
-    """The sliding window of each group in tokens; None = no window."""
+    """The window of each group, as in `KvPages.windows`."""
     scale_bytes: int = 0
     """Size in bytes of the scale of one token's codes, per head and part.
 
     The scales of the tokens follow the codes of the same head, layer and part.
     """
+    other_groups: tuple[str, ...] = ()
+    """The order of the pages of the other groups, one text for each order that differs from that of the first group."""
+    unused_bytes: int = 0
+    """Size in bytes of the end of a page that the first group does not use, because other groups need more."""
 
     @property
     def page_bytes(self) -> int:
         """Size of one page in bytes, over all its layers."""
         rows = self.layers * self.parts * self.kv_heads * self.page_tokens
-        return rows * (self.head_dim * self.item_bytes + self.scale_bytes)
+        return rows * (self.head_dim * self.item_bytes + self.scale_bytes) + self.unused_bytes
 
     @property
     def total_bytes(self) -> int:

@@ -9,7 +9,7 @@ this pool has the planes of the rank's heads and layers, ordered by head, then b
 to the same tokens on every rank of a worker.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, product
@@ -35,6 +35,11 @@ class RankedPages:
     """Size in bytes of one token's elements in a plane."""
     scale_bytes: int = 0
     """Size in bytes of one token's scale in a plane."""
+    alignment: int = 1
+    """The size of a pool's pages is a multiple of this number of bytes, if any group of the model has this alignment.
+
+    A page of states is divided like one of a single token whose elements are the state of a head and layer.
+    """
 
     @property
     def ranks(self) -> int:
@@ -73,6 +78,13 @@ class RankedPages:
         number = ((head - self.heads(rank).start) * len(layers) + layers.index(layer)) * self.parts + part
         start = number * self.plane_bytes
         return start + token * self.token_bytes, start + self.page_tokens * self.token_bytes + token * self.scale_bytes
+
+
+def pool_page_bytes(groups: Iterable[RankedPages], rank: int) -> int:
+    """Return the size in bytes of a page of a rank's pool, in which all groups of layers have their pages."""
+    groups = tuple(groups)
+    alignment = max(group.alignment for group in groups)
+    return -(-max(group.page_bytes(rank) for group in groups) // alignment) * alignment
 
 
 def even_stages(layers: int, stages: int) -> tuple[tuple[int, ...], ...]:
@@ -122,11 +134,6 @@ class ByteRange:
     def target_end(self) -> int:
         """The offset of the end in the target page, in bytes."""
         return self.target_start + self.bytes
-
-
-def copied_bytes(ranges: Sequence[ByteRange], page_bytes: int) -> int:
-    """Return the number of bytes that a write copies of each page: its `ranges`, or without ranges the whole page."""
-    return sum(part.bytes for part in ranges) or page_bytes
 
 
 def why_not(source: RankedPages, target: RankedPages) -> str | None:

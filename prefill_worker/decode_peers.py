@@ -1,7 +1,7 @@
 """The prefill phase's interface to a decode worker, remote or in the same process."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -108,6 +108,9 @@ class LocalDecode(Protocol):
         """Release a lease under which no write is in flight and none will follow."""
         ...
 
-    def notice(self, notice: TransferNotice, pages: Sequence[int] = ()) -> None:
-        """Deliver the notice that the prompt's KV is complete; `pages` are its pages, listed as by `KvPages`."""
+    def notice(self, notice: TransferNotice, pages: Sequence[int] = (), states: Collection[int] = ()) -> None:
+        """Deliver the notice that the prompt's KV is complete; `pages` are its pages, listed as by `KvPages`.
+
+        `states` are the numbers of the state pages that others may reuse (`Prefix.states`).
+        """
         ...

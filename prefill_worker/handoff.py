@@ -269,7 +269,8 @@ class Handoff:
         there = (await window.pages())[some]
         await window.ensure_open()
         here = [self._request.pages[entry] for entry in self._sent[some]]
-        self._writes.post(destination.peer, here, there, window.closes_at, notice)
+        groups = [entry % self._kv.groups for entry in self._sent[some]]
+        self._writes.post(destination.peer, here, there, window.closes_at, notice, groups=groups)
 
     async def _computed(self, checksums: OutgoingChecksums) -> tuple[PageChecksum, ...]:
         """Return the checksums. Raises TransferFailed if computing them takes longer than the deadline."""

@@ -76,8 +76,10 @@ class OutgoingWrites:
         there: Sequence[int],
         begin_by: Callable[[], float],
         notice: TransferNotice | None = None,
+        *,
+        groups: Sequence[int],
     ) -> None:
-        """Write the local pages `here` to the pages `there` of `peer`.
+        """Write the local pages `here`, of these groups of layers, to the pages `there` of `peer`.
 
         The write does not begin after the time that `begin_by` returns. A write with a notice begins after all other
         writes have landed.
@@ -85,7 +87,7 @@ class OutgoingWrites:
         after = () if notice is None else tuple(self._posted)
         if notice is not None:
             self._notice_made = (EventTime.now(LifecycleEvent.NOTICE_MADE),)
-        write = PageWrite(peer, here, there, notice, begin_by, after)
+        write = PageWrite(peer, here, there, notice, begin_by, after, groups)
         self._posted.append(self._sender.write(write, self._deadline_s))
         self._awaited.append(asyncio.wrap_future(self._posted[-1]))
         if not self._in_progress:

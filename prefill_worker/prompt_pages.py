@@ -2,7 +2,8 @@
 
 Pages of groups without a sliding window are allocated for the whole prompt. For groups with a window, the pool keeps as
 many pages free as the prompt needs at one time. These are allocated chunk by chunk (`cover`), and pages to which no
-further chunk attends are released.
+further chunk attends are released. The same applies to groups of state layers. In models that have them, the chunks of
+a prompt also end where a state is worth keeping for other prompts (`_chunk_end`).
 """
 
 from prefill_worker.decode_peers import LocalDecode
@@ -41,6 +42,8 @@ class PromptPages:
                 return False
             request.pages, request.backed_pages, request.reserved_pages = pages, backed_pages, backed_pages
         request.cached = request.prefix.known * self._kv.page_tokens
+        if self._kv.state_groups:
+            request.indexed = self._cache.indexed(request.prefix) * self._kv.page_tokens
         request.computed = request.launched = request.cached
         return True
 
@@ -48,20 +51,52 @@ class PromptPages:
         """Allocate KV pages for the request's next `tokens` tokens, and return how many of these tokens have pages.
 
         The result may be smaller, even 0, while other requests read pages that have left this request's sliding window;
-        such a page becomes free when the last reader releases it. Models without sliding windows need no call, because
+        such a page becomes free when the last reader releases it. In models with state layers it may also be smaller so
+        that the chunk ends where a state is kept. Models without sliding windows and states need no call, because
         `take` has allocated all pages.
         """
         kv = self._kv
         if not request.local:
             self._release_unattended(request, request.computed)
-        end = request.launched + tokens
+        end = self._chunk_end(request, request.launched + tokens) if kv.state_groups else request.launched + tokens
         seen = kv.seen(request.computed, request.computed // kv.page_tokens, kv.numbers(end))
-        missing = [entry for entry in seen if request.pages[entry] == FREED]
+        with_kv = (entry for entry in seen if entry % kv.groups < kv.groups - kv.state_groups)
+        missing = [entry for entry in with_kv if request.pages[entry] == FREED]
         for entry, page in zip(missing, self._more(request, len(missing)), strict=False):
             request.pages[entry] = page
         short = next((entry for entry in missing if request.pages[entry] == FREED), None)
         covered = end if short is None else min(end, short // kv.groups * kv.page_tokens)
-        return max(0, covered - request.launched)
+        covered = max(0, covered - request.launched)
+        return covered if not covered or self._cover_states(request, request.launched + covered) else 0
+
+    def _chunk_end(self, request: PrefillRequest, end: int) -> int:
+        """Return the end of a chunk that may extend to position `end`.
+
+        Other prompts can reuse a state only where a chunk ends with a page. That costs a step, so it is done at two
+        positions: at the end of the prompt's last page but the one of its last token, where an equal prompt or the next
+        turn of a conversation begins; and where the pages of other prompts that are equal so far end, because a third
+        prompt may begin with them too.
+        """
+        page = self._kv.page_tokens
+        ends = request.indexed, (request.prompt_tokens - 1) // page * page
+        return min((position for position in ends if request.launched < position < end), default=end)
+
+    def _cover_states(self, request: PrefillRequest, end: int) -> bool:
+        """Allocate the state pages of a chunk that ends at position `end`; return False if there are too few pages."""
+        kv = self._kv
+        number = (end - 1) // kv.page_tokens
+        entries = range((number + 1) * kv.groups - kv.state_groups, (number + 1) * kv.groups)
+        missing = [entry for entry in entries if request.pages[entry] == FREED]
+        more = self._more(request, len(missing))
+        for entry, page in zip(missing, more, strict=False):
+            request.pages[entry] = page
+        if end in {
+            request.indexed,
+            request.prompt_tokens,
+            (request.prompt_tokens - 1) // kv.page_tokens * kv.page_tokens,
+        }:
+            request.prefix.states.add(number)
+        return len(more) == len(missing)
 
     def publish(self, request: PrefillRequest) -> None:
         """Add the full pages of a computed prompt to the prefix cache, so that other requests can read them.

@@ -253,7 +253,7 @@ class PrefillScheduler:
         # Local prompts are handed over without this lock, because the decode phase takes its own.
         for request, notice, pages in arrived:
             try:
-                self._local.notice(notice, pages)
+                self._local.notice(notice, pages, request.prefix.states)
             except Exception as error:
                 self._fail(request, error)
         return events

@@ -76,6 +76,15 @@ _GPT_OSS: dict[str, Any] = {
     "num_experts_per_tok": 3,
 }
 
+_DELTA = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+}
+"""Gated DeltaNet in three of four layers."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama2": _BASE | {"num_key_value_heads": 4},
     "llama3": _BASE | {"rope_scaling": _LLAMA3_ROPE, "rope_theta": 500000.0},
@@ -379,6 +388,40 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "rms_norm_eps": None,
         "tie_word_embeddings": True,
+    },
+    "qwen3_next": _BASE
+    | _DELTA
+    | {
+        "model_type": "qwen3_next",
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_5": _BASE | _DELTA | {"model_type": "qwen3_5_text", "head_dim": 32},
+    "nemotron_h": _BASE
+    | {
+        "model_type": "nemotron_h",
+        "num_hidden_layers": None,
+        "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"],
+        "intermediate_size": 96,
+        "head_dim": 32,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+    },
+    "olmo_hybrid": _BASE | _DELTA | {"model_type": "olmo_hybrid", "pad_token_id": 0},
+    "lfm2": _BASE
+    | {
+        "model_type": "lfm2",
+        "layer_types": ["conv", "full_attention", "conv"],
+        "conv_bias": True,
+        "block_multiple_of": 32,
+        "rms_norm_eps": None,
+        "norm_eps": 1e-5,
     },
 }
 """Configurations as in Hugging Face checkpoints, with the field names of transformers 4 (`yarn`: 5), by family."""

@@ -7,6 +7,7 @@ asserts that it never writes to a shared or cached page.
 import hashlib
 import threading
 import time
+import zlib
 from collections.abc import Hashable, Sequence, Set
 from dataclasses import replace
 from functools import cache
@@ -23,12 +24,13 @@ from tandem.cost_model.roofline import ModelSizes, Roofline
 from tandem.engine.adapters.slots import AdapterSlots
 from tandem.engine.cache.page_checksums import page_checksums
 from tandem.engine.cache.page_pool import PagePool
+from tandem.engine.kernels.kv_cache import StateCache
 from tandem.engine.speculation.load_draft import MakeProposer
 from tandem.engine.steps.batch import ModelRunnerOutput, PendingStep, StepBatch, StepRow
 from tandem.engine.steps.prompt_scoring import PromptScores
 from tandem.engine.steps.sampling_metadata import History
 from tandem.protocol.cost_parameters import UNMEASURED
-from tandem.protocol.kv_pages import KvPages
+from tandem.protocol.kv_pages import STATE, KvPages
 from tandem.protocol.messages import LOGIT_BIAS_MAX, ModelFacts, SamplingParams, TokenLogprobs
 from tandem.settings.ceilings import Ceilings
 from tandem.tokenizers.grammars import Grammars
@@ -79,7 +81,9 @@ class FakeEngine:
         self.pool = PagePool(pages)
         self.memory = np.zeros((pages, PAGE_TOKENS, 2), dtype="<i4")
         self.layout = KVLayout(self.memory.ctypes.data, pages, 1, 1, PAGE_TOKENS, 1, 4, "int32")
-        self.page_sums = page_checksums(torch.from_numpy(self.memory).view(-1, 1, 1, 1, PAGE_TOKENS, 2))
+        view = torch.from_numpy(self.memory).view(-1, 1, 1, 1, PAGE_TOKENS, 2)
+        states = StateCache(None, view.view(-1, 1, 1, PAGE_TOKENS, 2))
+        self.page_sums = page_checksums(*(states if window == STATE else view for window in self.windows))
         self.cost_guess = UNMEASURED
         self.roofline = Roofline(ModelSizes(1000, 4000, 8, 4), Ceilings(1e9, 1e9, 1e-4))
         self.batches: list[ComputedStep] = []
@@ -157,6 +161,14 @@ class FakeEngine:
         context: list[int] = []
         for group, window in enumerate(self.windows):
             pages = row.page_ids[group :: len(self.windows)]
+            if window == STATE:
+                if row.start:
+                    read = self.memory[pages[(row.start - 1) // PAGE_TOKENS], 0].tolist()
+                    assert read == state_after(context[: row.start]), "a group has the state after other tokens"
+                written = pages[(end - 1) // PAGE_TOKENS]
+                assert written not in known, "a step writes a state that others may read"
+                self.memory[written, 0] = state_after(context)
+                continue
             for position, token in enumerate(row.token_ids, row.start):
                 assert pages[position // PAGE_TOKENS] not in known, "a step writes to a page that others may read"
                 self.memory[pages[position // PAGE_TOKENS], position % PAGE_TOKENS, 0] = token
@@ -177,6 +189,11 @@ class FakeEngine:
         assert len(context) == len(known) or not row.draw.sampling.penalized, "the penalties depend on drafts"
         counted = len(history.prompt) if row.draw.sampling.penalized else 0
         return next_token(context, row.draw.index, counted, barred=barred)
+
+
+def state_after(context: list[int]) -> list[int]:
+    """Return the state of a state layer after these tokens: their number, and a hash of them."""
+    return [len(context), zlib.crc32(repr(context).encode()) >> 1]
 
 
 def next_token(context: list[int], draw: int, prompt_tokens: int = 0, *, barred: Set[int] = frozenset()) -> int:

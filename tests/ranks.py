@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -70,6 +71,9 @@ class ThreadCollectives(Collectives):
         parts = self._all(part)
         return torch.cat(parts, dim=1) if self.rank.leads else part.new_empty(0, columns)
 
+    def all_gather(self, part: Tensor) -> Tensor:
+        return torch.stack(self._all(part))
+
     def send(self, hidden: Tensor) -> None:
         self._boards.received[self.rank.world_number - self.rank.count].put(hidden.clone())
 
@@ -87,15 +91,20 @@ class ThreadCollectives(Collectives):
 
 
 @contextmanager
-def group_runner(config: EngineConfig, ranks: int, stages: int = 1) -> Iterator[tuple[ModelRunner, list[Follower]]]:
+def group_runner(
+    config: EngineConfig, ranks: int, stages: int = 1, *, divides_tokens: bool = False
+) -> Iterator[tuple[ModelRunner, list[Follower]]]:
     """Loads a model on several ranks, and yields the runner of the first and the others."""
     boards, count = Boards(ranks, stages), ranks * stages
     leading, following = zip(*(socket.socketpair() for _ in range(count - 1)), strict=True)
     naming, named = zip(*(socket.socketpair() for _ in range(count - 1)), strict=True)
     sender, adapters = StepSender(leading), AdapterSender(naming)
 
+    def rank_of(number: int) -> Rank:
+        return replace(Rank.of(number, ranks, stages), divides_tokens=divides_tokens)
+
     def follow(number: int) -> None:
-        collectives = ThreadCollectives(Rank.of(number, ranks, stages), boards)
+        collectives = ThreadCollectives(rank_of(number), boards)
         try:
             with following[number - 1] as leader, named[number - 1]:
                 followers[number] = Follower.load(config, collectives, kernels=ReferenceKernels())
@@ -108,7 +117,7 @@ def group_runner(config: EngineConfig, ranks: int, stages: int = 1) -> Iterator[
     followers: dict[int, Follower] = {}
     with ThreadPoolExecutor(2 * count) as threads:
         running = [threads.submit(follow, number) for number in range(1, count)]
-        collectives = ThreadCollectives(Rank.of(0, ranks, stages), boards)
+        collectives = ThreadCollectives(rank_of(0), boards)
         try:
             runner = ModelRunner.load(config, kernels=ReferenceKernels(), collectives=collectives, on_step=sender.send)
             runner.adapters.on_write = adapters.write

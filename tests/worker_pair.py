@@ -11,8 +11,10 @@ from typing import Any
 
 from kv_transfer.in_memory import InMemoryTransport
 from kv_transfer.in_memory_fabric import InMemoryFabric
+from kv_transfer.layout import KVLayout
 from tandem.cost_model.answer_length import SEEN_MIN
 from tandem.engine.config import EngineConfig
+from tandem.engine.model_runner import ModelRunner
 from tandem.net import rpc
 from tandem.protocol.errors import ResourceExhausted
 from tandem.protocol.generated.tandem.v1 import worker_pb2_grpc
@@ -35,6 +37,7 @@ from tandem.protocol.messages import (
 from tandem.worker.config import WorkerConfig
 from tandem.worker.output_streams import OutputStream
 from tandem.worker.servicer import WorkerServicer
+from tandem.worker.transfer import layout_of
 from tandem.worker.worker import Worker
 from tests.fake_engine import FakeEngine
 
@@ -83,6 +86,17 @@ class RequestOutput:
             self.finish = event.finish_reason
             self.error = event.error.code if event.error else ""
             self.message = event.error.message if event.error else ""
+
+
+class PairedRunner(ModelRunner):
+    """The engine of a worker of a `WorkerPair`."""
+
+    @property
+    def layout(self) -> KVLayout:
+        return layout_of(self.cache)
+
+    def resume(self) -> None:
+        """Does nothing: only fake engines can be held."""
 
 
 class End:
@@ -277,12 +291,12 @@ class Sender:
     The decode worker expects answers of one token, so that it admits more requests than its pool can complete.
     """
 
-    def __init__(self, pair: WorkerPair) -> None:
+    def __init__(self, pair: WorkerPair, max_tokens: int = 60) -> None:
         self.pair = pair
         self.attempts: dict[str, int] = {}
         lengths = pair.decode.worker.admission._budget._lengths
         for _ in range(SEEN_MIN):
-            lengths.learn(60, 1)
+            lengths.learn(max_tokens, 1)
 
     async def run(self, name: str, prompt: list[int], sampling: SamplingParams) -> RequestOutput:
         so_far = RequestOutput()

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from kv_transfer.base import PageRanges, PageWrite
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_backend.processes import process_alive, this_process
 from kv_transfer.nixl_backend.ucx_log import UCX_LOG
 from kv_transfer.nixl_backend.ucx_shared_memory import check_transports, listening, ucx_settings
 from kv_transfer.nixl_backend.ucx_transports import host_id
-from kv_transfer.rank_plan import ByteRange
 from tandem.protocol.errors import FailedPrecondition
 from tandem.protocol.messages import PeerDescription, PeerRef
 
@@ -47,13 +47,15 @@ class TransferState(Enum):
 class Connection:
     """A connection to a peer: NIXL's name of its agent, and prepared lists of the ranges that writes copy.
 
-    Range r of page n has the index n · `ranges_per_page` + r in both lists. `PoolAgent.disconnect` ends the connection.
+    Range r of page n has the index n · R + r in both lists, if there are R ranges per page over all orders.
+    `PoolAgent.disconnect` ends the connection.
     """
 
     agent: str
     local_ranges: Any
     remote_ranges: Any
-    ranges_per_page: int = 1
+    ranges_per_order: tuple[int, ...] = (1,)
+    """The number of ranges of a page of each order (`RankTransport.add_peer`)."""
 
 
 def load_nixl() -> Any:
@@ -129,7 +131,7 @@ class PoolAgent:
             self._probe.ctypes.data,
         )
 
-    def connect(self, peer: PeerDescription, ranges: Sequence[ByteRange] = ()) -> Connection:
+    def connect(self, peer: PeerDescription, ranges: PageRanges = ()) -> Connection:
         """Load a peer's metadata, and prepare the lists of whole pages or, with `ranges`, of these parts of pages."""
         name = self._agent.add_remote_agent(peer.agent_metadata).decode()
         if name != agent_name(peer.peer):
@@ -138,13 +140,14 @@ class PoolAgent:
             theirs = _page_list(peer.base_address, peer.page_bytes, peer.pages, peer.device_id)
             if not ranges:
                 return Connection(name, self._local_pages, self._agent.prep_xfer_dlist(name, theirs, peer.memory))
-            local = _parts(self._pages, [(part.source_start, part.bytes) for part in ranges])
-            remote = _parts(theirs, [(part.target_start, part.bytes) for part in ranges])
+            parts = [part for order in ranges for part in order]
+            local = _parts(self._pages, [(part.source_start, part.bytes) for part in parts])
+            remote = _parts(theirs, [(part.target_start, part.bytes) for part in parts])
             return Connection(
                 name,
                 self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", local, self._layout.memory),
                 self._agent.prep_xfer_dlist(name, remote, peer.memory),
-                len(ranges),
+                tuple(map(len, ranges)),
             )
         except Exception:
             self._agent.remove_remote_agent(name)
@@ -179,18 +182,19 @@ class PoolAgent:
         log.warning("the process of %s has ended, but its memory could be read: %s", connection.agent, state)
         return False
 
-    def prepare(self, connection: Connection, local: Sequence[int], remote: Sequence[int], notice: bytes) -> Any:
-        """Prepare a write of pages and return its handle, for `start`, `state` and `release`.
+    def prepare(self, connection: Connection, write: PageWrite, notice: bytes) -> Any:
+        """Prepare the write of a write's pages and return its handle, for `start`, `state` and `release`.
 
         The notice is sent to the peer once all bytes are in place; it may be empty. There must be at least one page,
         and all pages must be in range.
         """
+        per_order, orders = connection.ranges_per_order, write.groups
         return self._agent.make_prepped_xfer(
             "WRITE",
             connection.local_ranges,
-            _range_indices(local, connection.ranges_per_page),
+            range_indices(write.local_pages, orders, per_order),
             connection.remote_ranges,
-            _range_indices(remote, connection.ranges_per_page),
+            range_indices(write.remote_pages, orders, per_order),
             notice,
             [UCX],
         )
@@ -264,10 +268,15 @@ def _parts(
     return table
 
 
-def _range_indices(pages: Sequence[int], ranges_per_page: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Return the indices of all ranges of the pages."""
-    numbers = np.asarray(pages, dtype=np.int32)
-    if ranges_per_page == 1:
+def range_indices(
+    pages: Sequence[int], orders: Sequence[int], ranges_per_order: Sequence[int]
+) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Return the indices of all ranges of the pages; `orders` has the order of each page, empty = the first."""
+    numbers, per_page = np.asarray(pages, dtype=np.int32), sum(ranges_per_order)
+    if per_page == 1:
         return numbers
-    ranges = np.arange(ranges_per_page, dtype=np.int32)
-    return (numbers[:, None] * np.int32(ranges_per_page) + ranges).ravel().astype(np.int32)
+    order = np.asarray(orders, dtype=np.int32) if orders else np.zeros(len(numbers), dtype=np.int32)
+    counts = np.asarray(ranges_per_order, dtype=np.int32)
+    starts = numbers * np.int32(per_page) + (np.cumsum(counts) - counts)[order]
+    ranges = np.arange(counts.max(), dtype=np.int32)
+    return (starts[:, None] + ranges)[ranges < counts[order, None]].astype(np.int32)

@@ -2,11 +2,10 @@
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kv_transfer.base import PageRanges, PageWrite, written_bytes
 from kv_transfer.nixl_backend.agent import Connection, PoolAgent
-from kv_transfer.rank_plan import ByteRange, copied_bytes
 from tandem.protocol.errors import TandemError, TransferFailed
 from tandem.protocol.messages import PeerDescription, PeerRef
 
@@ -20,22 +19,21 @@ WATCH_S = 1.0
 class Link:
     """A known peer and the state of the connection to it.
 
-    Writes over it copy the `ranges` of each page; without ranges, whole pages. `connection` is None before the first
-    use and after a failure. `broken`: the endpoint has failed, and is rebuilt once the last of the `in_flight`
-    transfers is quiescent. `reached`: a transfer over the connection has succeeded.
+    Writes over it copy the `ranges` of each page (`RankTransport.add_peer`); without ranges, whole pages. `connection`
+    is None before the first use and after a failure. `broken`: the endpoint has failed, and is rebuilt once the last of
+    the `in_flight` transfers is quiescent. `reached`: a transfer over the connection has succeeded.
     """
 
     description: PeerDescription
-    ranges: Sequence[ByteRange] = ()
+    ranges: PageRanges = ()
     connection: Connection | None = None
     broken: bool = False
     in_flight: int = 0
     reached: bool = False
 
-    @property
-    def bytes_per_page(self) -> int:
-        """Number of bytes of a page that a write copies."""
-        return copied_bytes(self.ranges, self.description.page_bytes)
+    def written_bytes(self, write: PageWrite) -> int:
+        """Return the number of bytes that a write over this link copies."""
+        return written_bytes(write, self.ranges, self.description.page_bytes)
 
 
 class Links:
@@ -64,7 +62,7 @@ class Links:
         """
         return self.find_until(PeerRef(description.peer.worker_id, description.peer.incarnation - 1))
 
-    def add(self, description: PeerDescription, ranges: Sequence[ByteRange] = ()) -> None:
+    def add(self, description: PeerDescription, ranges: PageRanges = ()) -> None:
         """Register a peer and connect to it, unless there is a link to this worker already.
 
         Writes to the peer copy the `ranges` of each page, or whole pages if there are none.

@@ -17,10 +17,11 @@ endpoint, so these must not be freed.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from kv_transfer.base import PageWrite
 from kv_transfer.nixl_backend.agent import PoolAgent, TransferState
 from kv_transfer.nixl_backend.peers import Link, Links
 from kv_transfer.poll_backoff import LAST_LOOK_S, PollBackoff
@@ -78,9 +79,7 @@ class PostedTransfers:
         """The time to wait before the next `poll`, in seconds."""
         return self._poll_backoff.wait_s(self._posted[0].bytes) if self._posted else LAST_LOOK_S
 
-    def begin(
-        self, link: Link, local: Sequence[int], remote: Sequence[int], notice: bytes, on_end: Callable[[bool], None]
-    ) -> None:
+    def begin(self, link: Link, write: PageWrite, notice: bytes, on_end: Callable[[bool], None]) -> None:
         """Post a transfer; `on_end` is called once the transfer is quiescent, perhaps before this method returns.
 
         The argument of `on_end` is True if every byte has landed. Raises TransferFailed if the peer cannot be reached
@@ -88,14 +87,14 @@ class PostedTransfers:
         """
         connection = self._links.connected(link)
         try:
-            handle = self._agent.prepare(connection, local, remote, notice)
+            handle = self._agent.prepare(connection, write, notice)
         except Exception as error:
             link.broken = True
             peer = link.description.peer.worker_id
             raise TransferFailed(f"pages of {peer}: NIXL refused the transfer: {error!r}; prefill again") from error
         link.in_flight += 1
         self._poll_backoff.began(len(self._posted))
-        move = _PostedTransfer(link, handle, len(local) * link.bytes_per_page, on_end)
+        move = _PostedTransfer(link, handle, link.written_bytes(write), on_end)
         self._posted.append(move)
         self._note(move, self._agent.start(handle))
 

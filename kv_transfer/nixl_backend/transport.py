@@ -13,13 +13,13 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
 from google.protobuf.message import DecodeError
 
-from kv_transfer.base import NoticeHandler, PageWrite, RankTransport, WriteDone
+from kv_transfer.base import NoticeHandler, PageRanges, PageWrite, RankTransport, WriteDone
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_backend.agent import UCX, PoolAgent, agent_name
 from kv_transfer.nixl_backend.peers import Links
@@ -29,7 +29,6 @@ from kv_transfer.nixl_backend.ucx_transports import UcxTransports, host_id
 from kv_transfer.nixl_backend.writes import Writes
 from kv_transfer.ordered_writes import hold
 from kv_transfer.poll_backoff import wait_precisely
-from kv_transfer.rank_plan import ByteRange
 from tandem.protocol.errors import FailedPrecondition, TandemError, TransferFailed
 from tandem.protocol.messages import PeerDescription, PeerRef, TransferNotice
 
@@ -108,7 +107,7 @@ class NixlTransport(RankTransport):
 
     # ---- for every thread ----
 
-    def add_peer(self, description: PeerDescription, ranges: Sequence[ByteRange] = ()) -> None:
+    def add_peer(self, description: PeerDescription, ranges: PageRanges = ()) -> None:
         """Register a peer.
 
         Raises FailedPrecondition if its pages differ in size and there are no `ranges`, or if it is on another host and
@@ -276,7 +275,7 @@ class NixlTransport(RankTransport):
             return
         self._guarded(partial(self._on_notice, notice))
 
-    def _add_peer(self, description: PeerDescription, ranges: Sequence[ByteRange]) -> None:
+    def _add_peer(self, description: PeerDescription, ranges: PageRanges) -> None:
         replaced = self._links.replaced_by(description)
         if replaced is not None:
             self._writes.abandon(replaced, "the worker was restarted")

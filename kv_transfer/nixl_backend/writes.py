@@ -84,7 +84,7 @@ class Writes:
         try:
             if write.local_pages:
                 self._flights[flight] = link
-                self._posted.begin(link, write.local_pages, write.remote_pages, notice, partial(self._ended, flight))
+                self._posted.begin(link, write, notice, partial(self._ended, flight))
             else:
                 self._links.notify(link, notice)
                 flight.complete(0)
@@ -144,6 +144,6 @@ class Writes:
     def _ended(self, flight: PendingWrite, whole: bool) -> None:
         link = self._flights.pop(flight)
         if whole:
-            flight.complete(len(flight.write.local_pages) * link.bytes_per_page)
+            flight.complete(link.written_bytes(flight.write))
         else:
             flight.fail("the connection failed")

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from kv_transfer.base import NoticeHandler, PageWrite, RankTransport, Transport, WriteDone
-from kv_transfer.rank_plan import ByteRange, RankedPages, even_stages, plan_handoff
+from kv_transfer.base import NoticeHandler, PageRanges, PageWrite, RankTransport, Transport, WriteDone
+from kv_transfer.rank_plan import ByteRange, RankedPages, even_stages, plan_handoff, pool_page_bytes
 from kv_transfer.ranks.remote_transport import STATUS_S
 from tandem.protocol.errors import FailedPrecondition
 from tandem.protocol.messages import PeerDescription, PeerRef, TransferNotice
@@ -31,11 +31,15 @@ def _worker_of(rank: PeerRef) -> PeerRef:
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """A peer, the number of its ranks, and the pairs of an own rank and a rank of the peer to which it writes."""
+    """A peer, the number of its ranks, and the pairs of an own rank and a rank of the peer to which it writes.
+
+    For each pair, `copied` says of which orders of pages it copies anything.
+    """
 
     peer: PeerRef
     ranks: int
     pairs: tuple[tuple[int, PeerRef], ...]
+    copied: tuple[tuple[bool, ...], ...]
 
 
 class GroupTransport(Transport):
@@ -48,15 +52,19 @@ class GroupTransport(Transport):
     def __init__(
         self,
         me: PeerRef,
-        pages: RankedPages,
+        groups: Sequence[RankedPages],
         open_ranks: Sequence[Callable[[NoticeHandler], RankTransport]],
         on_notice: NoticeHandler,
     ) -> None:
-        """Open the transports of the ranks, in the order of their numbers; `pages` is this worker's division of pages.
+        """Open the transports of the ranks, in the order of their numbers.
 
-        Raises the errors of opening a transport; those that were opened before are then closed.
+        `groups` is this worker's division of the pages of each group of layers. Raises the errors of opening a
+        transport; those that were opened before are then closed.
         """
-        self._me, self._pages, self._on_notice = me, pages, on_notice
+        self._me, self._on_notice = me, on_notice
+        self._orders = tuple(dict.fromkeys(groups))
+        """The divisions of the groups, each once: groups with the same division have the same order of elements."""
+        self._order_of = [self._orders.index(group) for group in groups]
         self._links: dict[str, _Link] = {}
         self._gate = threading.Lock()
         self._ranks = _open_all(open_ranks, self._receive)
@@ -76,23 +84,25 @@ class GroupTransport(Transport):
         if known is not None and known.peer.incarnation > peer.incarnation:
             return
         theirs = [replace(description, other_ranks=()), *description.other_ranks]
-        layout = self._layout_of(theirs)
+        layouts = self._layouts_of(theirs)
         for number, rank in enumerate(theirs):
-            if rank.page_bytes != layout.page_bytes(number):
+            if rank.page_bytes != (expected := pool_page_bytes(layouts, number)):
                 raise FailedPrecondition(
                     f"pages of {rank.peer.worker_id} have {rank.page_bytes} bytes instead of"
-                    f" {layout.page_bytes(number)}; start both workers with the same model and page settings"
+                    f" {expected}; start both workers with the same model and page settings"
                 )
         if known is not None and known.peer != peer:
             self.remove_peer(known.peer)
-        written = _ranges_of_pairs(plan_handoff(self._pages, layout))
+        orders = tuple(zip(self._orders, layouts, strict=True))
+        written = _ranges_of_pairs([plan_handoff(mine, layout) for mine, layout in orders])
         # A rank that only receives from a rank knows it too, so that it polls often while they connect.
-        received = _ranges_of_pairs(part.reversed for part in plan_handoff(layout, self._pages))
+        received = _ranges_of_pairs([[part.reversed for part in plan_handoff(layout, mine)] for mine, layout in orders])
         for (own, number), ranges in (received | written).items():
             whole = len(self._ranks) == len(theirs) == 1
             self._ranks[own].add_peer(theirs[number], () if whole else ranges)
         pairs = tuple((own, theirs[number].peer) for own, number in written)
-        self._links[peer.worker_id] = _Link(peer, len(theirs), pairs)
+        copied = tuple(tuple(map(bool, ranges)) for ranges in written.values())
+        self._links[peer.worker_id] = _Link(peer, len(theirs), pairs, copied)
 
     def remove_peer(self, peer: PeerRef) -> None:
         """Remove this incarnation of a worker, and all earlier ones, from all ranks."""
@@ -112,20 +122,31 @@ class GroupTransport(Transport):
         if link is None or len(link.pairs) == 1:
             return self._ranks[0].write(write, deadline_s)
         parts = []
+        orders = [self._order_of[group] for group in write.groups or [0] * len(write.local_pages)]
         for number, (own, target) in enumerate(link.pairs):
+            some = [index for index, order in enumerate(orders) if link.copied[number][order]]
             notice = write.notice
             if notice is not None:
                 sender = rank_peer(self._me, own)
                 notice = replace(notice, prefill=sender, part=number, parts=len(link.pairs))
             peer = replace(target, incarnation=write.peer.incarnation)
             after = [earlier.parts[number] for earlier in write.after if isinstance(earlier, _JoinedWrites)]
-            parts.append(self._ranks[own].write(replace(write, peer=peer, notice=notice, after=after), deadline_s))
+            part = replace(
+                write,
+                peer=peer,
+                local_pages=[write.local_pages[index] for index in some],
+                remote_pages=[write.remote_pages[index] for index in some],
+                notice=notice,
+                after=after,
+                groups=[orders[index] for index in some],
+            )
+            parts.append(self._ranks[own].write(part, deadline_s))
         return _JoinedWrites(parts)
 
     def describe(self) -> PeerDescription:
         """Return the descriptions of all ranks: that of the first, which has the others in `other_ranks`."""
         first, *others = (
-            replace(rank.describe(), stage=number // self._pages.tensor_ranks)
+            replace(rank.describe(), stage=number // self._orders[0].tensor_ranks)
             for number, rank in enumerate(self._ranks)
         )
         return replace(first, other_ranks=tuple(others))
@@ -178,18 +199,24 @@ class GroupTransport(Transport):
         with ThreadPoolExecutor(len(self._ranks)) as threads:
             list(threads.map(lambda rank: rank.close(), self._ranks))
 
-    def _layout_of(self, theirs: Sequence[PeerDescription]) -> RankedPages:
-        """Return the division of a peer's pages; the handshake has checked that pages of both whole models are equal.
+    def _layouts_of(self, theirs: Sequence[PeerDescription]) -> tuple[RankedPages, ...]:
+        """Return a peer's divisions of pages, one for each of this worker's.
 
-        Raises FailedPrecondition if the stages have different numbers of ranks, or more stages than layers.
+        The handshake has checked that pages of both whole models are equal. Raises FailedPrecondition if the stages
+        have different numbers of ranks, or more stages than layers.
         """
-        stages, layers = 1 + max(rank.stage for rank in theirs), sum(map(len, self._pages.stages))
-        if len(theirs) % stages or stages > layers:
+        stages = 1 + max(rank.stage for rank in theirs)
+        depths = [sum(map(len, order.stages)) for order in self._orders]
+        if len(theirs) % stages or stages > min(depths):
             raise FailedPrecondition(
-                f"{theirs[0].peer.worker_id} has {len(theirs)} ranks in {stages} stages of {layers} layers; run the"
-                " same release of Tandem on both"
+                f"{theirs[0].peer.worker_id} has {len(theirs)} ranks in {stages} stages of {min(depths)} layers; run"
+                " the same release of Tandem on both"
             )
-        return replace(self._pages, tensor_ranks=len(theirs) // stages, stages=even_stages(layers, stages))
+        tensor_ranks = len(theirs) // stages
+        return tuple(
+            replace(order, tensor_ranks=tensor_ranks, stages=even_stages(depth, stages))
+            for order, depth in zip(self._orders, depths, strict=True)
+        )
 
     def _receive(self, notice: TransferNotice) -> None:
         """Pass on a notice as one from the sender's worker, not from its rank."""
@@ -239,9 +266,10 @@ def _open_all(
     return [future.result() for future in opening]
 
 
-def _ranges_of_pairs(plan: Iterable[ByteRange]) -> dict[tuple[int, int], tuple[ByteRange, ...]]:
-    """Return the ranges of a page that each pair of a source and a target rank copies."""
-    pairs: dict[tuple[int, int], list[ByteRange]] = {}
-    for part in plan:
-        pairs.setdefault((part.source_rank, part.target_rank), []).append(part)
-    return {pair: tuple(parts) for pair, parts in pairs.items()}
+def _ranges_of_pairs(plans: Sequence[Iterable[ByteRange]]) -> dict[tuple[int, int], PageRanges]:
+    """Return the ranges that each pair of a source and a target rank copies of the pages of each order."""
+    pairs: dict[tuple[int, int], list[list[ByteRange]]] = {}
+    for order, plan in enumerate(plans):
+        for part in plan:
+            pairs.setdefault((part.source_rank, part.target_rank), [[] for _ in plans])[order].append(part)
+    return {pair: tuple(map(tuple, orders)) for pair, orders in pairs.items()}

@@ -9,8 +9,8 @@ from tandem.protocol.errors import TransferFailed
 
 _MASK = (1 << 64) - 1
 
-BeginSums = Callable[[Sequence[int], Sequence[int]], "Future[Sequence[int]]"]
-"""Starts a rank's computation of its part of the checksums of pages."""
+BeginSums = Callable[[Sequence[int], Sequence[int], Sequence[int]], "Future[Sequence[int]]"]
+"""Starts a rank's computation of its part of the checksums of pages, with the arguments of `PageSums`."""
 
 
 class GroupPageSums:
@@ -20,22 +20,25 @@ class GroupPageSums:
     together have each word once add up to the checksum of the page, however the model is divided.
     """
 
-    def __init__(self, pages: RankedPages, first: PageSums, others: Sequence[BeginSums]) -> None:
-        """Create the function from those of the first rank, which is in this process, and of the others in order."""
-        self._first, self._others = first, others
-        self._copies = _copies(pages)
+    def __init__(self, groups: Sequence[RankedPages], first: PageSums, others: Sequence[BeginSums]) -> None:
+        """Create the function from those of the first rank, which is in this process, and of the others in order.
 
-    def __call__(self, pages: Sequence[int], filled: Sequence[int]) -> Sequence[int]:
+        `groups` is the division of the pages of each group of layers.
+        """
+        self._first, self._others = first, others
+        self._copies = [_copies(pages) for pages in groups]
+
+    def __call__(self, pages: Sequence[int], filled: Sequence[int], groups: Sequence[int] = ()) -> Sequence[int]:
         """Return the checksums. Raises TransferFailed if ranks that have the same heads differ."""
-        begun = [begin(pages, filled) for begin in self._others]
-        sums = [self._first(pages, filled), *(future.result() for future in begun)]
-        totals = [
-            [sum(values) & _MASK for values in zip(*(sums[n] for n in ranks), strict=True)] for ranks in self._copies
-        ]
-        for copy in totals[1:]:
-            if copy != totals[0]:
+        begun = [begin(pages, filled, groups) for begin in self._others]
+        sums = [self._first(pages, filled, groups), *(future.result() for future in begun)]
+        totals: list[int] = []
+        for number, group in enumerate(groups or [0] * len(pages)):
+            copies = {sum(sums[rank][number] for rank in ranks) & _MASK for ranks in self._copies[group]}
+            if len(copies) > 1:
                 raise TransferFailed("ranks of this worker have different KV of the same heads; prefill again")
-        return totals[0]
+            totals += copies
+        return totals
 
 
 def _copies(pages: RankedPages) -> list[list[int]]:

@@ -17,10 +17,9 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kv_transfer.base import NoticeHandler, PageWrite, RankTransport, WriteDone
+from kv_transfer.base import NoticeHandler, PageRanges, PageWrite, RankTransport, WriteDone
 from kv_transfer.checksums import PageSums
 from kv_transfer.ordered_writes import hold
-from kv_transfer.rank_plan import ByteRange
 from tandem.protocol.errors import TransferFailed
 from tandem.protocol.messages import PeerDescription, PeerRef, TransferNotice
 
@@ -85,7 +84,7 @@ class _AddPeer:
     """A call of `Transport.add_peer`."""
 
     description: PeerDescription
-    ranges: tuple[ByteRange, ...]
+    ranges: PageRanges
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +109,7 @@ class _Write:
     peer: PeerRef
     local_pages: tuple[int, ...]
     remote_pages: tuple[int, ...]
+    groups: tuple[int, ...]
     notice: TransferNotice | None
     begin_by: float
     deadline: float
@@ -122,6 +122,7 @@ class _Sums:
     number: int
     pages: tuple[int, ...]
     filled: tuple[int, ...]
+    groups: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +195,9 @@ class RemoteTransport(RankTransport):
         self._description, self._open_ports = opened.description, opened.open_ports
         return self
 
-    def add_peer(self, description: PeerDescription, ranges: Sequence[ByteRange] = ()) -> None:
+    def add_peer(self, description: PeerDescription, ranges: PageRanges = ()) -> None:
         """Register a peer; what the rank's transport refuses is only logged there."""
-        self._outbox.put(_AddPeer(description, tuple(ranges)))
+        self._outbox.put(_AddPeer(description, ranges))
 
     def remove_peer(self, peer: PeerRef) -> None:
         """Remove this incarnation of a peer and earlier ones."""
@@ -213,14 +214,14 @@ class RemoteTransport(RankTransport):
         if why_not:
             future.set_exception(TransferFailed(f"write to {write.peer.worker_id}: {why_not}; prefill again"))
             return
-        local, remote = tuple(write.local_pages), tuple(write.remote_pages)
+        pages = tuple(write.local_pages), tuple(write.remote_pages), tuple(write.groups)
         begin_by = write.begin_by()
-        self._request(future, lambda n: _Write(n, write.peer, local, remote, write.notice, begin_by, deadline))
+        self._request(future, lambda n: _Write(n, write.peer, *pages, write.notice, begin_by, deadline))
 
-    def sums(self, pages: Sequence[int], filled: Sequence[int]) -> "Future[Sequence[int]]":
+    def sums(self, pages: Sequence[int], filled: Sequence[int], groups: Sequence[int]) -> "Future[Sequence[int]]":
         """Start to compute the rank's checksums of pages (`kv_transfer.checksums.PageSums`)."""
         future: Future[Sequence[int]] = Future()
-        self._request(future, lambda number: _Sums(number, tuple(pages), tuple(filled)))
+        self._request(future, lambda number: _Sums(number, tuple(pages), tuple(filled), tuple(groups)))
         return future
 
     def describe(self) -> PeerDescription:
@@ -404,7 +405,9 @@ class _TransportServer:
         match message:
             case _Write():
                 local, remote, begin_by = message.local_pages, message.remote_pages, message.begin_by
-                write = PageWrite(message.peer, local, remote, message.notice, begin_by=lambda: begin_by)
+                write = PageWrite(
+                    message.peer, local, remote, message.notice, begin_by=lambda: begin_by, groups=message.groups
+                )
                 written = transport.write(write, message.deadline - time.monotonic())
                 written.add_done_callback(partial(self._report, message.number))
             case _Sums():
@@ -425,7 +428,7 @@ class _TransportServer:
 
     def _sum(self, request: _Sums) -> None:
         try:
-            self._outbox.put(_Result(request.number, tuple(self._sums(request.pages, request.filled))))
+            self._outbox.put(_Result(request.number, tuple(self._sums(request.pages, request.filled, request.groups))))
         except Exception as error:
             log.exception("pages could not be summed")
             self._outbox.put(_Result(request.number, None, f"pages could not be summed: {error!r}"))

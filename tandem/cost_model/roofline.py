@@ -117,15 +117,20 @@ class ModelSizes:
     """The packed matrices, by how GPUs multiply with them."""
     windowed: tuple[WindowedLayers, ...] = ()
     """The layers with sliding windows, one entry per window size."""
+    state_bytes: int = 0
+    """Bytes of the states of all state layers of one request, which each step of the request reads and writes."""
 
     def expert_bytes_read(self, tokens: float) -> float:
         """Return the expected bytes of the experts that `tokens` tokens choose independently."""
         return float(self.expert_bytes * (1 - (1 - self.expert_share) ** tokens))
 
     def context_bytes(self, rows: int, tokens: int) -> float:
-        """Return the KV bytes that `rows` decode rows read if their contexts have `tokens` tokens in total."""
+        """Return the bytes of KV that `rows` decode rows read, and of states that they read and write.
+
+        Their contexts have `tokens` tokens in total.
+        """
         unseen = (layers.kv_bytes_per_token * max(0, tokens - rows * layers.window) for layers in self.windowed)
-        return self.kv_bytes_per_token * tokens - sum(unseen)
+        return self.kv_bytes_per_token * tokens - sum(unseen) + 2 * self.state_bytes * rows
 
     def step_bytes(self, work: StepWork) -> float:
         """Return the bytes that a step must read: weights, and the KV that its decode rows attend to.
@@ -177,7 +182,7 @@ def guess(sizes: ModelSizes, device: Ceilings, grid: StepGrid = EACH_TOKEN) -> C
     experts_s = (sizes.expert_bytes_read(_BATCH) - sizes.expert_bytes_read(1)) / (_BATCH - 1) / device.bytes_per_s
     # Layers with a narrow window cost each row and token the same, whatever their context is.
     narrow = [layers for layers in sizes.windowed if layers.window < _CONTEXT]
-    row_bytes = sum(layers.kv_bytes_per_token * layers.window for layers in narrow)
+    row_bytes = sum(layers.kv_bytes_per_token * layers.window for layers in narrow) + 2 * sizes.state_bytes
     token_flop = sum(layers.attention_flop_per_pair * layers.window for layers in narrow)
     context_bytes = sizes.kv_bytes_per_token - sum(layers.kv_bytes_per_token for layers in narrow)
     pair_flop = sizes.attention_flop_per_pair - sum(layers.attention_flop_per_pair for layers in narrow)

@@ -5,8 +5,9 @@ import logging
 
 import torch
 
+from tandem.engine.cache.paged_cache import choose_pages
 from tandem.engine.config import EngineConfig
-from tandem.engine.config.kv import kv_groups
+from tandem.engine.config.kv import KvGroup, kv_groups
 from tandem.engine.config.model import LatentAttention, ModelSpec
 from tandem.engine.kernels.base import Kernels
 from tandem.engine.kernels.lora.adapted_products import LoraUpdates
@@ -104,7 +105,7 @@ def quantized_kv_dtype(name: str, model: ModelSpec) -> torch.dtype | None:
         raise InvalidArgument("kv_cache_dtype", f"{name!r} is not supported; use auto, {', '.join(_KV_DTYPES)}.")
     if any(isinstance(layer.attention, LatentAttention) for layer in model.layers):
         raise InvalidArgument("kv_cache_dtype", f"latents are not cached as {name}; use auto.")
-    if any(group.dim % _KV_SCALE_ITEMS for group in kv_groups(model)):
+    if any(isinstance(group, KvGroup) and group.dim % _KV_SCALE_ITEMS for group in kv_groups(model)):
         raise InvalidArgument("kv_cache_dtype", f"{name} needs heads of a multiple of {_KV_SCALE_ITEMS} dimensions.")
     return _KV_DTYPES[name]
 
@@ -131,15 +132,19 @@ def _check_float8(setting: str, device: torch.device, instead: str) -> None:
         )
 
 
-def parse_page_tokens(config: EngineConfig, device: torch.device) -> int:
-    """Return the number of tokens in a KV page. Raises InvalidArgument if it is below 1."""
+def parse_pages(config: EngineConfig, device: torch.device, model: ModelSpec) -> tuple[ModelSpec, int]:
+    """Return the model with the number of layers per KV page (`choose_pages`), and the number of tokens per page.
+
+    Raises InvalidArgument if the number of tokens is below 1, or too small for the states of the model.
+    """
     default = CPU_PAGE_TOKENS if device.type == "cpu" else GPU_PAGE_TOKENS
     page_tokens = default if config.page_tokens is None else config.page_tokens
     if page_tokens < 1:
         raise InvalidArgument(
             "page_tokens", f"{page_tokens} is not a page size; use {default} or another power of two."
         )
-    return page_tokens
+    dtypes = parse_kv_dtype(config, device, model), parse_dtype(config, device, model)
+    return choose_pages(model, config.page_tokens, default, *dtypes)
 
 
 def choose_kernels(

@@ -29,7 +29,7 @@ def forward_over(model: DecoderModel, cache: PagedCache, on_step: Callable[[Rank
     def forward(step: PackedStep, feed: DeferredTokens | None) -> Tensor | None:
         if on_step is not None:
             on_step(step)
-        return model.forward(step.token_ids, step.layouts, cache.tensor, step.drawn, feed, scoring=step.scoring)
+        return model.forward(step.token_ids, step.layouts, cache.views, step.drawn, feed, scoring=step.scoring)
 
     return forward
 

@@ -14,8 +14,9 @@ from tandem.engine.adapters.load import LoadedAdapters, load_adapters, slot_byte
 from tandem.engine.adapters.slots import AdapterSlots
 from tandem.engine.cache.paged_cache import PagedCache, page_bytes
 from tandem.engine.config import EngineConfig
+from tandem.engine.config.kv import state_of
 from tandem.engine.config.model import ModelSpec
-from tandem.engine.config.sharding import ALONE, PagePart, Rank, computed_spec, own_spec, page_part
+from tandem.engine.config.sharding import ALONE, PagePart, Rank, computed_spec, own_spec, page_parts
 from tandem.engine.cuda.step_graph import StepGraph
 from tandem.engine.device import (
     check_weights,
@@ -24,7 +25,7 @@ from tandem.engine.device import (
     parse_device,
     parse_dtype,
     parse_kv_dtype,
-    parse_page_tokens,
+    parse_pages,
 )
 from tandem.engine.expert_tokens import ExpertTokens
 from tandem.engine.grammar_masks import AllowedDrafts, GrammarMasks
@@ -95,8 +96,8 @@ class LoadedParts:
     computed_spec: ModelSpec
     """The spec of the matrices that this process computes: `spec`, whose vocabulary is divided among the ranks."""
     cache: PagedCache
-    page_part: PagePart
-    """The part of a page of the whole model that the cache has."""
+    page_parts: tuple[PagePart, ...]
+    """For each group of layers, the part of a page of the whole model that the cache has."""
     dtype: torch.dtype
     """The dtype of activations, and of weights that are not quantized."""
     facts: ModelFacts
@@ -132,8 +133,10 @@ class _Setting:
 
     @property
     def rank(self) -> Rank:
-        """The rank of this process."""
-        return ALONE if self.collectives is None else self.collectives.rank
+        """The rank whose part of the model this process has; the whole model if only tokens are divided."""
+        if self.collectives is None or self.collectives.rank.divides_tokens:
+            return ALONE
+        return self.collectives.rank
 
     @property
     def own_spec(self) -> ModelSpec:
@@ -144,17 +147,27 @@ class _Setting:
     def of(cls, config: EngineConfig, kernels: Kernels | None, collectives: Collectives | None) -> "_Setting":
         """Check that the device can serve the model, and choose dtypes and page size."""
         device = parse_device(config.device)
-        page_tokens = parse_page_tokens(config, device)
         stored = load_spec(config.served.model) if config.random_weights else check_model(config.served.model)
         spec = bounded(quantized_at_load(stored, config.quantization), config.max_model_len)
+        spec, page_tokens = parse_pages(config, device, spec)
         dtype, kv_dtype = parse_dtype(config, device, spec), parse_kv_dtype(config, device, spec)
         check_weights(device, spec)
+        if collectives is not None and collectives.rank.divides_tokens and any(map(state_of, spec.layers)):
+            raise InvalidArgument(
+                "context_parallel_size",
+                "a state depends on all earlier tokens, so the tokens of a model with state layers cannot be divided;"
+                " choose 1, or a tensor parallel size.",
+            )
         return cls(spec, device, page_tokens, dtype, kv_dtype, kernels, collectives)
 
     @property
     def on_host(self) -> bool:
         """True if the engine uses the synchronous `HostStepper`: on a CPU, or on any device with `given_kernels`."""
         return is_cpu(self.device) or self.given_kernels is not None
+
+    def page_bytes(self, spec: ModelSpec) -> int:
+        """Return the bytes of a page of `spec`, the part of the model that a rank has."""
+        return page_bytes(spec, self.page_tokens, self.kv_dtype, self.dtype)
 
     def kernels(self, config: EngineConfig, spec: ModelSpec) -> Kernels:
         """Return `given_kernels` or, if that is None, the fastest kernels for a model on this device."""
@@ -226,7 +239,7 @@ def load_parts(
         spec,
         computed_spec(setting.spec, setting.rank),
         cache,
-        page_part(setting.spec, setting.rank),
+        page_parts(setting.spec, setting.rank),
         setting.dtype,
         _facts(config.served.name, setting, cache),
         random_revision(config.served.model) if config.random_weights else revision_hash(config.served.model),
@@ -242,10 +255,10 @@ def load_parts(
 
 def load_rank(
     config: EngineConfig, collectives: Collectives, kernels: Kernels | None
-) -> tuple[DecoderModel, PagedCache, PagePart, AdapterSlots, Sequence[StepGraph]]:
+) -> tuple[DecoderModel, PagedCache, tuple[PagePart, ...], AdapterSlots, Sequence[StepGraph]]:
     """Load a follower, a rank other than the first: its part of the model and of the adapters, and its CUDA graphs.
 
-    Returns with the cache the part of a page that it has. Drafts are proposed on the first rank alone. Raises as
+    Returns with the cache the parts of pages that it has. Drafts are proposed on the first rank alone. Raises as
     `load_parts` does.
     """
     setting = _Setting.of(config, kernels, collectives)
@@ -253,8 +266,8 @@ def load_rank(
     setting.prepare_device(config)
     loaded, adapters = _load_model(config, setting, None)
     cache, stepper = _start(config, loaded.model, setting=setting, masks=None)
-    part = page_part(setting.spec, setting.rank)
-    return loaded.model, cache, part, adapters.slots, stepper.step_graphs
+    parts = page_parts(setting.spec, setting.rank)
+    return loaded.model, cache, parts, adapters.slots, stepper.step_graphs
 
 
 def _load_model(
@@ -335,7 +348,7 @@ def _host_cache(config: EngineConfig, setting: _Setting, spec: ModelSpec) -> Pag
     # The capacity is None only on a GPU with kernels that were passed in, that is in tests.
     capacity = CPU_KV_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes
     if setting.collectives is not None:
-        capacity = setting.collectives.pool_bytes(capacity, page_bytes(spec, setting.page_tokens, setting.kv_dtype))
+        capacity = setting.collectives.pool_bytes(capacity, setting.page_bytes(spec))
     return PagedCache(
         spec,
         setting.page_tokens,
@@ -343,6 +356,7 @@ def _host_cache(config: EngineConfig, setting: _Setting, spec: ModelSpec) -> Pag
         setting.kv_dtype,
         setting.device,
         step_tokens=config.max_step_tokens,
+        model_dtype=setting.dtype,
     )
 
 

@@ -41,8 +41,8 @@ class ModelRunner:
         self.cache = cache = loaded.cache
         self.pool = PagePool(cache.pages)
         self.page_tokens, self.kv_pages = cache.page_tokens, cache.kv_pages
-        self.page_part = loaded.page_part
-        self.page_sums: PageChecksums = page_checksums(cache.tensor, loaded.page_part)
+        self.page_parts = loaded.page_parts
+        self.page_sums: PageChecksums = page_checksums(*cache.views, parts=loaded.page_parts)
         self.cost_guess = cost_guess(loaded.computed_spec, cache, self.dtype.itemsize)
         self.roofline = roofline(loaded.computed_spec, cache, self.dtype.itemsize)
         self.device_name = device_name(cache.device)
@@ -143,21 +143,21 @@ class Follower:
     def __init__(
         self,
         cache: PagedCache,
-        part: PagePart,
+        parts: Sequence[PagePart],
         adapters: AdapterSlots,
         forward: Forward,
         graphs: Sequence[StepGraph],
     ) -> None:
         """Create a follower from loaded parts; callers use `load` instead."""
         self.cache, self.adapters = cache, adapters
-        self.page_sums = page_checksums(cache.tensor, part)
+        self.page_sums = page_checksums(*cache.views, parts=parts)
         self._forward, self._graphs = forward, graphs
 
     @classmethod
     def load(cls, config: EngineConfig, collectives: Collectives, *, kernels: Kernels | None = None) -> "Follower":
         """Load this rank's part of the model, and allocate its KV cache. Raises as `ModelRunner.load` does."""
-        model, cache, part, adapters, graphs = load_rank(config, collectives, kernels=kernels)
-        return cls(cache, part, adapters, forward_over(model, cache), graphs)
+        model, cache, parts, adapters, graphs = load_rank(config, collectives, kernels=kernels)
+        return cls(cache, parts, adapters, forward_over(model, cache), graphs)
 
     def run(self, steps: Iterable[RankStep]) -> None:
         """Run `steps` in order, and return after the last one; on a GPU, they are only launched."""

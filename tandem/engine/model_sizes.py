@@ -10,13 +10,14 @@ from tandem.cost_model.step_collectives import StepCollectives
 from tandem.cost_model.step_cost import CostParameters
 from tandem.cost_model.step_grid import EACH_TOKEN, StepGrid, gpu_grid
 from tandem.engine.cache.paged_cache import PagedCache
-from tandem.engine.config.kv import kv_elements, window_of
+from tandem.engine.config.kv import kv_elements, layer_bytes, state_of, window_of
 from tandem.engine.config.model import (
     Attention,
     GroupedQueryAttention,
     LayerSpec,
     MixtureOfExperts,
     ModelSpec,
+    StateLayer,
 )
 from tandem.engine.config.sharding import Rank, local_experts_spec
 from tandem.engine.kernels.base import is_cpu
@@ -52,6 +53,7 @@ def model_sizes(
         expert_share=max(map(_expert_share, spec.layers)),
         packed=PackedWeights() if on_cpu else packed_weights(spec),
         windowed=tuple(_layers_of(spec, window, kv_bytes) for window in windows),
+        state_bytes=state_bytes(spec, item_bytes),
     )
 
 
@@ -85,6 +87,11 @@ def _layers_of(spec: ModelSpec, window: int, element_bytes: float) -> WindowedLa
 def kv_bytes_per_token(spec: ModelSpec, element_bytes: float) -> int:
     """Return the bytes of one token's KV in all layers; `element_bytes` includes an element's share of its scale."""
     return round(kv_elements(spec.layers) * element_bytes)
+
+
+def state_bytes(spec: ModelSpec, item_bytes: int) -> int:
+    """Return the bytes of one request's states in all layers; `item_bytes` is the size of an element of activations."""
+    return sum(layer_bytes(state, item_bytes) for layer in spec.layers if (state := state_of(layer)) is not None)
 
 
 def active_weights(spec: ModelSpec) -> int:
@@ -158,7 +165,9 @@ def step_grid(spec: ModelSpec, device: torch.device) -> StepGrid:
 def _dense_weights(layer: LayerSpec, hidden: int) -> int:
     """Return the number of elements of those matrices of a layer that every step reads."""
     feed_forward = layer.feed_forward
-    if isinstance(feed_forward, MixtureOfExperts):
+    if feed_forward is None:
+        inner = 0
+    elif isinstance(feed_forward, MixtureOfExperts):
         inner = 3 * feed_forward.shared_width + feed_forward.experts
     else:
         inner = (3 if feed_forward.gated else 2) * feed_forward.width
@@ -168,7 +177,10 @@ def _dense_weights(layer: LayerSpec, hidden: int) -> int:
 def _attention_weights(attention: Attention, hidden: int) -> int:
     if isinstance(attention, GroupedQueryAttention):
         shape = attention.shape
-        return hidden * (shape.qkv_size + shape.heads * shape.head_dim)
+        outputs = (2 if attention.output_gate else 1) * shape.heads * shape.head_dim
+        return hidden * (shape.qkv_size + outputs)
+    if isinstance(attention, StateLayer):
+        return hidden * (sum(attention.projected) + attention.inner)
     latent, rank = attention.shape, attention.query_rank
     queries = latent.heads * latent.query
     down = hidden * ((queries if rank is None else rank) + latent.cached)
@@ -178,10 +190,11 @@ def _attention_weights(attention: Attention, hidden: int) -> int:
 
 def _pair_flop(attention: Attention) -> int:
     """Return the operations in one layer for one token that attends to one other token."""
-    shape = attention.shape
+    if isinstance(attention, StateLayer):
+        return 0
     if isinstance(attention, GroupedQueryAttention):
         return _ATTENTION_FLOP * attention.shape.heads * 2 * attention.shape.head_dim
-    return _ATTENTION_FLOP * shape.heads * (attention.shape.query + attention.shape.v_dim)
+    return _ATTENTION_FLOP * attention.shape.heads * (attention.shape.query + attention.shape.v_dim)
 
 
 def _expert_share(layer: LayerSpec) -> float:

@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from tandem.engine.config.kv import kv_groups, window_of
+from tandem.engine.config.kv import kv_groups, state_of, window_of
 from tandem.engine.config.model import GroupedQueryAttention, LatentAttention, MixtureOfExperts, ModelSpec
-from tandem.engine.model_sizes import active_weights, kv_bytes_per_token, matrix_bytes, total_weights
+from tandem.engine.model_sizes import active_weights, kv_bytes_per_token, matrix_bytes, state_bytes, total_weights
 
 _BYTES_OF_16_BITS = 2
 
@@ -24,8 +24,11 @@ def model_summary(
     cache, groups = f"{kv_bytes_per_token(spec, kv_bytes):,} bytes of KV per token", kv_groups(spec)
     if kv_bytes < _BYTES_OF_16_BITS:
         cache += " in 8 bits"
+    if states := state_bytes(spec, item_bytes):
+        cache += f", {states:,} bytes of states per request"
     if len(groups) > 1:
-        cache += f", pages of {len(groups)} groups of {groups[0].depth} layers"
+        depths = Counter(group.depth for group in groups)
+        cache += f", pages of {' and '.join(f'{count} groups of {depth} layers' for depth, count in depths.items())}"
     weights = []
     if spec.quantization is not None:
         gib = matrix_bytes(spec, item_bytes, on_cpu=on_cpu) / (1 << 30)
@@ -36,12 +39,15 @@ def model_summary(
 def _attention(spec: ModelSpec) -> Iterator[str]:
     """Yield the parts of the line about attention.
 
-    The first parts are the number of layers with each sliding window, and without one; then come sinks and latents.
+    The first parts are the number of layers with each sliding window, and without one; then come state layers, sinks
+    and latents.
     """
-    windows = Counter(map(window_of, spec.layers))
+    windows = Counter(window_of(layer) for layer in spec.layers if state_of(layer) is None)
     for number, (window, layers) in enumerate(sorted(windows.items(), key=lambda item: item[0] or spec.max_context)):
         seen = "all" if window is None else f"{window:,}"
         yield f"{layers} {seen}" if number else f"{layers} layers see {seen} tokens"
+    if states := sum(state_of(layer) is not None for layer in spec.layers):
+        yield f"{states} with states"
     if any(isinstance(layer.attention, GroupedQueryAttention) and layer.attention.sinks for layer in spec.layers):
         yield "with sinks"
     latents = {layer.attention.shape.cached for layer in spec.layers if isinstance(layer.attention, LatentAttention)}

@@ -3,6 +3,11 @@
 A model's layers form groups (`tandem/engine/config/kv.py`). A request has a page of each group for every `page_tokens`
 of its positions. In a group with a sliding window, pages before the window are freed while the request runs. The list
 of a request's pages is ordered by page number, then by group: page n of group g has the index n · groups + g.
+
+A group of state layers has pages like a group with a window, with these differences. A page has the state after the
+last computed token whose position lies in the page. A step that computes the positions from `start` to `end` - 1 reads
+the state from the page of position `start` - 1 and writes it to that of `end` - 1. A request never has the pages
+between them.
 """
 
 from bisect import bisect_right
@@ -12,6 +17,10 @@ from itertools import product
 
 FREED = -1
 """The value in the page list for a page that the request has freed or has never held."""
+STATE = -1
+"""The value in `KvPages.windows` of a group of state layers."""
+_STATE_WINDOW = 2
+"""The window of a group of state layers: a token reads the state after the token before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +29,10 @@ class KvPages:
 
     page_tokens: int
     windows: tuple[int | None, ...] = (None,)
-    """The window of each group: the number of positions that a token attends to, itself included; None = all."""
+    """The window of each group: the number of positions that a token attends to, itself included; None = all.
+
+    STATE marks a group of state layers. These come last.
+    """
     step_tokens: int = 0
     """Maximum number of prompt tokens of a step."""
 
@@ -35,8 +47,13 @@ class KvPages:
         return self.windows.count(None)
 
     @property
+    def state_groups(self) -> int:
+        """Number of groups of state layers."""
+        return self.windows.count(STATE)
+
+    @property
     def windowed(self) -> bool:
-        """True if any group has a sliding window."""
+        """True if any group has a sliding window or states."""
         return self.full_groups < self.groups
 
     def numbers(self, tokens: int) -> int:
@@ -51,14 +68,21 @@ class KvPages:
         """Return the maximum number of pages that a request holds at any time while it has at most `tokens` positions.
 
         Σ over groups min(⌈tokens / page⌉, ⌈(window + 2 · chunk) / page⌉ + 1): at most two steps are in flight, each
-        with a chunk of the prompt, or with one token if the request is only `decoding`.
+        with a chunk of the prompt, or with one token if the request is only `decoding`. A group of state layers has at
+        most 3 pages: the one that the first of these steps reads, and the one that each of them writes.
         """
         numbers, flight = self.numbers(tokens), 2 * (1 if decoding else self.step_tokens)
         if self.windows == (None,):
             return numbers
-        return sum(
-            [numbers if window is None else min(numbers, self.numbers(window + flight) + 1) for window in self.windows]
-        )
+        held = 0
+        for window in self.windows:
+            if window is None:
+                held += numbers
+            elif window == STATE:
+                held += min(numbers, self.numbers(_STATE_WINDOW + flight) + 1, 3)
+            else:
+                held += min(numbers, self.numbers(window + flight) + 1)
+        return held
 
     def tokens_in(self, pages: int, *, decoding: bool = False) -> int:
         """Return the maximum number of positions, in whole pages, for which `held` does not exceed `pages`.
@@ -71,8 +95,13 @@ class KvPages:
 
     def first(self, group: int, position: int) -> int:
         """Return the number of the first page of a group that tokens at or after `position` attend to."""
+        return first_page(self.windows[group], position, self.page_tokens)
+
+    def preceding(self, group: int) -> int:
+        """Return the number of pages that the first token of a page attends to besides its own page, at most."""
         window = self.windows[group]
-        return 0 if window is None else max(0, position - window + 1) // self.page_tokens
+        assert window is not None
+        return self.numbers(_reach(window) - 1)
 
     def seen(self, position: int, first: int, end: int) -> list[int]:
         """Return the list indices, ascending, of pages to which tokens at or after `position` attend.
@@ -113,16 +142,34 @@ class KvPages:
         """Return the list indices, ascending, of held pages to which no token at or after `position` attends.
 
         In each group with a sliding window the held pages are consecutive: all pages before the first held one are
-        already freed.
+        already freed. The pages of a group of state layers need not be consecutive.
         """
         entries = []
-        for group in range(self.groups):
+        for group, window in enumerate(self.windows):
             end = min(self.first(group, position), len(pages) // self.groups)
+            if window == STATE:
+                column = pages[group : end * self.groups : self.groups]
+                entries += [number * self.groups + group for number, page in enumerate(column) if page != FREED]
+                continue
             for entry in range((end - 1) * self.groups + group, -1, -self.groups):
                 if pages[entry] == FREED:
                     break
                 entries.append(entry)
         return sorted(entries)
+
+
+def first_page(window: int | None, position: int, page_tokens: int) -> int:
+    """Return the number of the first page that tokens at or after `position` read in a group with this window."""
+    return 0 if window is None else max(0, position - _reach(window) + 1) // page_tokens
+
+
+def window_name(window: int | None) -> str:
+    """Return an entry of `KvPages.windows` as text."""
+    return "none" if window is None else "states" if window == STATE else str(window)
+
+
+def _reach(window: int) -> int:
+    return _STATE_WINDOW if window == STATE else window
 
 
 def held_pages(pages: Sequence[int]) -> list[int]:

@@ -189,6 +189,7 @@ class ClusterSettings(Settings):
         self._check_draft()
         self._check_hosts()
         self._check_stages()
+        self._check_context_ranks()
         if self.planner.actions is PlannerMode.ON and self.planner.limits.workers is None and not self._disaggregated:
             refuse("--planner", f"has nothing to change in mode {self.router.mode}; give --planner-workers, too")
 
@@ -227,6 +228,20 @@ class ClusterSettings(Settings):
         for other, used in (("--draft", self.engine.draft), ("--lora", self.engine.has_loras)):
             if used:
                 refuse(other, f"excludes {option}; leave one of them out")
+
+    def _check_context_ranks(self) -> None:
+        if self.engine.context_parallel_size == 1:
+            return
+        option = "--prefill-context-parallel-size"
+        if not self._disaggregated:
+            refuse(option, f"is for prefill workers; give --mode {Mode.DISAGGREGATED}")
+        if self.planner.actions is PlannerMode.ON:
+            refuse(option, "excludes --planner on: workers change roles, and only prefill workers divide tokens")
+        tensor_ranks = self.prefill_tensor_parallel_size or self.engine.tensor_parallel_size
+        if tensor_ranks > 1 or self.engine.pipeline_parallel_size > 1:
+            refuse(option, "excludes prefill workers that divide the model; give them tensor and pipeline sizes of 1")
+        if self.engine.draft is not None:
+            refuse("--draft", f"excludes {option}; leave one of them out")
 
     def _check_draft(self) -> None:
         method, draft = self.worker.speculate, self.engine.draft
@@ -282,6 +297,10 @@ class ClusterSettings(Settings):
         """The number of pipeline stages of workers of this role; only prefill workers have several."""
         return self.engine.pipeline_parallel_size if role.value == "prefill" else 1
 
+    def context_ranks_of(self, role: "Role") -> int:
+        """The number of ranks that divide the tokens of prompts on workers of this role; only prefill has several."""
+        return self.engine.context_parallel_size if role.value == "prefill" else 1
+
     def tensor_ranks_of(self, role: "Role") -> int:
         """The number of ranks of each stage of workers of this role: the role's own setting, or that of all workers."""
         by_role = {"prefill": self.prefill_tensor_parallel_size, "decode": self.decode_tensor_parallel_size}
@@ -289,7 +308,7 @@ class ClusterSettings(Settings):
 
     def ranks_of(self, role: "Role") -> int:
         """The number of ranks of workers of this role, in all stages."""
-        return self.tensor_ranks_of(role) * self.stages_of(role)
+        return self.tensor_ranks_of(role) * self.stages_of(role) * self.context_ranks_of(role)
 
     @property
     def _disaggregated(self) -> bool:

@@ -113,9 +113,21 @@ class EngineSettings(Settings):
         most=RANKS_MAX,
     )
     """Decode workers have one stage: the first stage would not know the tokens that the last one has just sampled."""
+    context_parallel_size: int = setting(
+        1,
+        help="GPUs of each prefill worker, among which the tokens of each prompt chunk are divided; each has the whole"
+        " model. Excludes other sizes than 1 of --tensor-parallel-size and --prefill-pipeline-size on these workers.",
+        topic=Topic.ENGINE,
+        option="prefill-context-parallel-size",
+        aliases=("-pcp",),
+        least=1,
+        most=RANKS_MAX,
+    )
+    """Every rank computes steps without a prompt chunk as a whole, so more ranks would not make decoding faster."""
     page_tokens: int | None = setting(
         None,
-        help=f"Tokens per KV page; default: {CPU_PAGE_TOKENS} on CPU, {GPU_PAGE_TOKENS} on GPUs.",
+        help=f"Tokens per KV page; default: {CPU_PAGE_TOKENS} on CPU, {GPU_PAGE_TOKENS} on GPUs, or more if a page is"
+        " too small for the states of state layers.",
         topic=Topic.ENGINE,
         aliases=("--block-size",),
         least=1,
@@ -177,8 +189,8 @@ class EngineSettings(Settings):
 
     @property
     def ranks(self) -> int:
-        """The number of ranks of a worker: those of all of its pipeline stages."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        """The number of ranks of a worker: those of all of its pipeline stages, or those that divide tokens."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
 
     @property
     def ranks_of_device(self) -> int:

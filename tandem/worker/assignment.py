@@ -204,10 +204,21 @@ def prompt_step_tokens(assignment: Assignment, engine: EngineConfig) -> int:
 
 
 def check_role(role: Role, engine: EngineConfig) -> None:
-    """Raise InvalidArgument if a worker with several pipeline stages is to decode.
+    """Raise InvalidArgument if a worker with several pipeline stages or ranks that divide tokens is to decode.
 
     The first stage embeds the tokens, but the tokens of a decode step that runs are only known to the last stage.
     """
+    if engine.context_parallel_size > 1 and role is not Role.PREFILL:
+        raise InvalidArgument(
+            "context_parallel_size",
+            f"{engine.context_parallel_size} ranks that divide tokens are for prefill workers only, and this worker's"
+            f" role is {role.value}; choose 1, or the role {Role.PREFILL.value}.",
+        )
+    if engine.context_parallel_size > 1 and engine.ranks > engine.context_parallel_size:
+        raise InvalidArgument(
+            "context_parallel_size",
+            "ranks that divide tokens have the whole model; choose 1, or tensor and pipeline sizes of 1.",
+        )
     if engine.pipeline_parallel_size > 1 and role is not Role.PREFILL:
         raise InvalidArgument(
             "pipeline_parallel_size",

@@ -110,7 +110,13 @@ class WorkerProcess:
         if engine.ranks == 1:
             return ModelRunner.load(engine, progress)
         tensor_ranks, stages = engine.tensor_parallel_size, engine.pipeline_parallel_size
-        self._group = RankGroup(engine, tensor_ranks, self._transfer, stages=stages, log_config=self._log_config)
+        if engine.context_parallel_size > 1:
+            # The first rank has the KV of all tokens, so the others hand nothing over.
+            self._group = RankGroup(
+                engine, engine.context_parallel_size, divides_tokens=True, log_config=self._log_config
+            )
+        else:
+            self._group = RankGroup(engine, tensor_ranks, self._transfer, stages=stages, log_config=self._log_config)
         self._watching = asyncio.run_coroutine_threadsafe(self._watch(self._group), self._events)
         return self._group.load(progress)
 
@@ -178,8 +184,8 @@ class WorkerProcess:
 
     async def _open(self, engine: ModelRunner) -> WorkerInfo:
         others = () if self._group is None else self._group.open_transports
-        open_transport = self._transfer.group_opener(engine.cache, engine.page_part, others)
-        layout = whole_layout(engine.cache, engine.page_part)
+        open_transport = self._transfer.group_opener(engine.cache, engine.page_parts, others)
+        layout = whole_layout(engine.cache, engine.page_parts)
         self._worker = Worker(self._config, self._me, engine, layout, open_transport)
         self._worker.died.add_done_callback(lambda died: self._die(died.result()))
         self._server = rpc.open_server()

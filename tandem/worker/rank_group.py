@@ -63,19 +63,24 @@ class RankGroup:
         transfer: RankTransfer | None = None,
         *,
         stages: int = 1,
+        divides_tokens: bool = False,
         log_config: LogConfig | None = None,
     ) -> None:
         """Start the followers and join them; they load their parts of the model while the first rank loads its own.
 
         The model is divided among `stages` pipeline stages of `ranks` ranks each. On GPUs, rank n computes on the n-th
-        GPU after that of the config. `transfer` has the settings of the ranks' transports; without it, they have none.
+        GPU after that of the config. With `divides_tokens`, each rank has the whole model, and the first rank alone
+        hands KV over. `transfer` has the settings of the ranks' transports; without it, they have none.
         The thread that calls this must live as long as the group: the kernel kills the followers when it ends. Raises
         InvalidArgument if there are fewer GPUs than ranks or if a GPU cannot access the memory of another, Unavailable
         if the ranks do not join.
         """
         self._config, self.ranks, self._stages = config, ranks * stages, stages
+        self._divides_tokens = divides_tokens
         self._transports: list[RemoteTransport] = []
-        _check_devices(config.device, self.ranks, "tensor_parallel_size" if stages == 1 else "pipeline_parallel_size")
+        setting = "tensor_parallel_size" if stages == 1 else "pipeline_parallel_size"
+        _check_devices(config.device, self.ranks, "context_parallel_size" if divides_tokens else setting)
+        members = [replace(Rank.of(n, ranks, stages), divides_tokens=divides_tokens) for n in range(self.ranks)]
         # A file without a name ends with this process. The followers open it through this process's descriptor.
         self._meeting = os.memfd_create("meeting")
         meeting = Path(f"/proc/{os.getpid()}/fd/{self._meeting}")
@@ -89,7 +94,7 @@ class RankGroup:
             connections = _Connections(following_steps, following_adapters, following_calls)
             process = context.Process(
                 target=_follow,
-                args=(self.config_of(number), Rank.of(number, ranks, stages), meeting, connections, transfer),
+                args=(self.config_of(number), members[number], meeting, connections, transfer),
                 kwargs={"log_config": log_config or LogConfig()},
                 name=f"rank {number}",
                 daemon=True,
@@ -103,7 +108,7 @@ class RankGroup:
         self._adapters = AdapterSender([adapters for _, adapters in leading_ends])
         self._open = True
         try:
-            self._collectives = _join(self.config_of(0), Rank.of(0, ranks, stages), meeting)
+            self._collectives = _join(self.config_of(0), members[0], meeting)
         except BaseException as error:
             ended = self.ended_rank()
             self._end_followers()
@@ -119,9 +124,11 @@ class RankGroup:
         runner = ModelRunner.load(config, progress, collectives=self._collectives, on_step=self._steps.send)
         # From now on: each rank has loaded the adapters of the config by itself.
         runner.adapters.on_write = self._adapters.write
-        pages = ranked_pages(runner.cache, runner.page_part, self.ranks, self._stages)
-        runner.page_sums = GroupPageSums(pages, runner.page_sums, [rank.sums for rank in self._transports])
         runner.device_name = f"{self.ranks} ranks, {runner.device_name}"
+        if self._divides_tokens:
+            return runner
+        pages = ranked_pages(runner.cache, runner.page_parts, self.ranks, self._stages)
+        runner.page_sums = GroupPageSums(pages, runner.page_sums, [rank.sums for rank in self._transports])
         tensor_ranks = self.ranks // self._stages
         if not config.on_cpu and tensor_ranks > 1:
             limits = runner.roofline
@@ -132,8 +139,8 @@ class RankGroup:
 
     @property
     def open_transports(self) -> list[OpenTransport]:
-        """The functions that open the transports of the followers, in the order of their numbers."""
-        return [rank.open for rank in self._transports]
+        """The functions that open the transports of the followers that have one, in the order of their numbers."""
+        return [] if self._divides_tokens else [rank.open for rank in self._transports]
 
     def ended_rank(self) -> int | None:
         """Return the number of a follower that has ended; None if all are alive."""

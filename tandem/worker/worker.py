@@ -304,7 +304,12 @@ class Worker:
             model=model,
             kv=cache.kv,
             max_batch_requests=decode_batch(config.role, config.engine),
-            proposer=make_proposer(config.speculate, asynchronous=engine.asynchronous, trained=engine.draft_proposer),
+            proposer=make_proposer(
+                config.speculate,
+                asynchronous=engine.asynchronous,
+                states=cache.kv.state_groups > 0,
+                trained=engine.draft_proposer,
+            ),
             allowed_drafts=engine.allowed_drafts,
         )
         if decode.speculation is not None and config.engine.draft_graphs and engine.asynchronous:

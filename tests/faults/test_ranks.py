@@ -73,6 +73,21 @@ def test_no_answer_is_lost_when_a_rank_hangs_or_dies_and_all_ranks_restart(
     cluster.assert_idle_and_sound()
 
 
+@pytest.mark.timeout(600)
+def test_kv_of_ranks_that_divide_tokens_is_handed_over_like_that_of_one_rank(
+    running_cluster: Callable[..., Any], small_model: Path
+) -> None:
+    settings: dict[str, Any] = {"model": small_model, "dtype": "float32", "prefill": 1, "decode": 1}
+    questions = [Question(tuple(range(5, 42 + n)), 20) for n in range(3)]
+    answers = []
+    for ranks in (1, 2):
+        cluster = running_cluster(**settings, context_parallel_size=ranks, kv_cache_bytes=1 << 27)
+        answers.append(asyncio.run(undisturbed(cluster.grpc_address, questions)))
+        assert len(followers(cluster.worker("prefill").pid)) == ranks - 1
+        cluster.assert_idle_and_sound()
+    assert answers[0] == answers[1]
+
+
 @soak
 @pytest.mark.timeout(300 + 60 * DEATHS)
 def test_no_answer_is_wrong_or_hangs_when_ranks_die_at_random_moments_under_load(

@@ -17,21 +17,18 @@ from typing import Any
 import pytest
 import torch
 
-from kv_transfer.layout import KVLayout
 from tandem.engine.cache.page_pool import PagePool
 from tandem.engine.config.model import LatentAttention
 from tandem.engine.kernels.kv_cache import QuantizedKv
-from tandem.engine.model_runner import ModelRunner
 from tandem.engine.models.load_spec import load_spec
 from tandem.engine.steps.batch import StepBatch
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.kv_pages import KvPages
 from tandem.protocol.messages import SamplingParams
-from tandem.worker.transfer import layout_of
 from tests.e2e.reference import Reference, compare
 from tests.factories import FAMILIES, greedy_answer, row, tiny_engine_config, write_tiny_model
 from tests.unit.engine.test_models import SEEDS, TOLERANCE
-from tests.worker_pair import RequestOutput, Sender, WorkerPair, until
+from tests.worker_pair import PairedRunner, RequestOutput, Sender, WorkerPair, until
 
 PAGE = 16
 CHUNK = 23
@@ -42,17 +39,6 @@ LENGTHS = (1, 2 * PAGE, 5 * PAGE - 5)
 POOL = 64
 RECEIVED = 5
 """The number of tokens that a router has received when the decode worker ends."""
-
-
-class PairedRunner(ModelRunner):
-    """The engine of a worker of a `WorkerPair`."""
-
-    @property
-    def layout(self) -> KVLayout:
-        return layout_of(self.cache)
-
-    def resume(self) -> None:
-        """Does nothing: only fake engines can be held."""
 
 
 def prompts(*lengths: int) -> list[list[int]]:
@@ -136,30 +122,34 @@ async def test_tokens_after_a_hand_over_are_those_of_transformers(served: Served
 
 
 async def test_a_prefix_is_found_at_each_end_of_a_page(served: Served) -> None:
-    """With other tokens after it, and as the whole prompt, whose last page is then computed again."""
-    prompt, tail = prompts(5 * PAGE + 3, 7)
+    """With other tokens after it, and as the whole prompt, whose last page is then computed again.
+
+    A state is kept where two prompts part, so that state layers find the prefix at the third prompt.
+    """
     sampling = replace(ANSWER, max_tokens=6)
     async with served.pair() as pair:
+        kv: KvPages = pair.prefill.engine.kv_pages
+        prompt, *tails = prompts(5 * kv.page_tokens + 3, 8, 7)
         served.check(prompt, await ask(pair, "first", prompt, sampling), 6)
-        for pages in range(1, 6):
-            asked = prompt[: pages * PAGE] + tail
-            output = await ask(pair, f"{pages} pages", asked, sampling)
-            assert output.cached_tokens == pages * PAGE
-            served.check(asked, output, 6)
-        output = await ask(pair, "whole prompt", prompt[: 5 * PAGE], sampling)
-        assert output.cached_tokens == 4 * PAGE
-        served.check(prompt[: 5 * PAGE], output, 6)
+        for end in range(kv.page_tokens, len(prompt), kv.page_tokens):
+            for tail in tails if kv.state_groups else tails[1:]:
+                output = await ask(pair, f"{end}, then {len(tail)}", prompt[:end] + tail, sampling)
+                served.check(prompt[:end] + tail, output, 6)
+            assert output.cached_tokens == end
+        output = await ask(pair, "whole prompt", prompt[:end], sampling)
+        assert output.cached_tokens == end - kv.page_tokens
+        served.check(prompt[:end], output, 6)
 
 
 async def test_preempted_answers_are_those_of_transformers(served: Served) -> None:
-    """The pool has one page fewer than one request needs at its end while the two others hold their prompts."""
-    asked, sampling = prompts(5, 6, 7), replace(ANSWER, max_tokens=32)
+    """The pool has pages for three prompts, so that none of the answers can end while all three hold their pages."""
     kv = served.load().kv_pages
-    async with served.pair(kv.held(7 + 32, decoding=True) + 2 * kv.held(7) - 1) as pair:
-        sender = Sender(pair)
+    asked, tokens = prompts(5, 6, 7), 2 * kv.page_tokens
+    async with served.pair(3 * kv.held(7)) as pair:
+        sender, sampling = Sender(pair, tokens), replace(ANSWER, max_tokens=tokens)
         outputs = await asyncio.gather(*(sender.run(f"q{n}", prompt, sampling) for n, prompt in enumerate(asked)))
         for prompt, output in zip(asked, outputs, strict=True):
-            served.check(prompt, output, 32)
+            served.check(prompt, output, tokens)
         assert pair.decode.worker.report.load().preemptions == sum(sender.attempts.values()) - len(asked) > 0
         await pair.empty()
 

@@ -55,6 +55,22 @@ def test_a_group_answers_and_leaves_no_process(tmp_path: Path) -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
 
 
+def test_a_group_that_divides_tokens_answers_with_adapters_as_one_rank(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", "smollm2")
+    paths = [TinyAdapter("smollm2", seed).write(tmp_path / f"adapter {seed}") for seed in (1, 2)]
+    settings: dict[str, Any] = {"loras": (NamedPath("first", paths[0]),), "runtime_loras": True, "max_loras": 2}
+    config = tiny_engine_config(model, kv_cache_bytes=4 << 20, **settings)
+    group = RankGroup(config, 2, divides_tokens=True)
+    try:
+        runner, alone = group.load(), ModelRunner.load(config)
+        assert [load_at_runtime(loaded, paths[1]) for loaded in (runner, alone)] == [2, 2]
+        for adapter in range(3):
+            assert greedy_answer(runner, PROMPT, 12, adapter) == greedy_answer(alone, PROMPT, 12, adapter)
+        assert group.open_transports == []
+    finally:
+        group.close()
+
+
 def test_a_killed_rank_is_named_and_the_next_step_fails(tmp_path: Path) -> None:
     config = tiny_engine_config(write_tiny_model(tmp_path, "smollm2"))
     group = RankGroup(config, 3)

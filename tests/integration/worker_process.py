@@ -26,12 +26,12 @@ def damage_arrivals(process: WorkerProcess, transfers: int) -> None:
     assert engine is not None
     cache, sums, left = engine.cache, worker._checks._sums, [None] * transfers
 
-    def damaging(pages: Sequence[int], filled: Sequence[int]) -> Sequence[int]:
+    def damaging(pages: Sequence[int], filled: Sequence[int], groups: Sequence[int]) -> Sequence[int]:
         if left:
             left.pop()
             last = cache.base_address + (pages[0] + 1) * cache.page_bytes - 1
             ctypes.c_uint8.from_address(last).value ^= 1
-        return sums(pages, filled)
+        return sums(pages, filled, groups)
 
     worker._checks._sums = damaging
 

@@ -93,7 +93,7 @@ def test_the_sums_of_the_ranks_add_up_to_the_checksum_of_the_page(ranks: int, st
         own.codes.copy_(whole.codes[:, *chosen])
         own.scales.copy_(whole.scales[:, *chosen])
         part = PagePart(3, 2, first_head, first_layer)
-        sums = list(page_checksums(own, part)(pages, filled))
+        sums = list(page_checksums(own, parts=[part])(pages, filled))
         assert triton_sums(own, pages, filled, part) == sums
         totals = [(total + value) % 2**64 for total, value in zip(totals, sums, strict=True)]
     assert totals == list(page_checksums(whole)(pages, filled))

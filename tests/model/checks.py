@@ -16,6 +16,7 @@ from tandem.engine.cache.paged_cache import kernel_view
 from tandem.engine.config.kv import KvGroup
 from tandem.engine.kernels.kv_cache import SCALE_BYTES
 from tandem.engine.steps.batch import StepRow
+from tandem.protocol.kv_pages import STATE
 from tandem.protocol.messages import Lease, RequestRef
 from tests.fake_engine import PAGE_TOKENS, FakeEngine
 
@@ -90,7 +91,7 @@ class WatchedEngine(FakeEngine):
             str(dtype).removeprefix("torch."), parts=1, scale_bytes=scale_bytes,
         )  # fmt: skip
         assert self.layout.total_bytes == self.stored.nbytes
-        self.page_sums = page_checksums(cache)
+        self.page_sums = page_checksums(*[cache] * len(self.windows))
         self.seen: Counter[str] = Counter()
 
     def _row(self, row: StepRow) -> int | None:
@@ -98,6 +99,12 @@ class WatchedEngine(FakeEngine):
         stamps: list[int] = []
         for group in range(kv.groups):
             pages = row.page_ids[group :: kv.groups][: kv.numbers(end)]
+            if kv.windows[group] == STATE:
+                self._check_read(
+                    pages[(row.start - 1) // PAGE_TOKENS :][:1] if row.start else [], self._owner(pages[-1:])
+                )
+                self.seen["states"] += row.start > 0
+                continue
             first, first_written = kv.first(group, row.start), row.start // PAGE_TOKENS
             self._check_read(pages[first:first_written], self._owner(pages[first_written:]))
             stamps = self._read(pages, first * PAGE_TOKENS, row.start, stamps)

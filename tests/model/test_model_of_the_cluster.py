@@ -31,7 +31,9 @@ from hypothesis.stateful import run_state_machine_as_test
 from decode_worker.page_budget import PageBudget
 from prefill_worker.prompt_pages import PromptPages
 from prefill_worker.request import PrefillRequest
+from tandem.protocol.kv_pages import STATE
 from tandem.protocol.messages import SamplingParams
+from tests.model import workers
 from tests.model.checks import Broken, WatchedEngine
 from tests.model.machine import ROLES, ClusterMachine, FlippingMachine
 from tests.model.mutants import MUTANTS, Mutant
@@ -120,6 +122,18 @@ def test_the_cluster_holds_with_windows(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(WatchedEngine, "quantized", False)
     seen = play(WINDOW_RUNS, SEED)
     assert seen["pages behind windows"] > 25 * WINDOW_RUNS
+    assert seen["prior_output_tokens"] > 2.5 * WINDOW_RUNS
+
+
+@pytest.mark.timeout(1200)
+def test_the_cluster_holds_with_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state is read only after the tokens before it, and never from a page that others write or that was freed."""
+    monkeypatch.setattr(WatchedEngine, "windows", (None, 5, STATE, STATE))
+    monkeypatch.setattr(workers, "DRAFTS", 0)
+    monkeypatch.setattr(WatchedEngine, "quantized", False)
+    seen = play(WINDOW_RUNS, SEED)
+    print(seen)
+    assert seen["states"] > 25 * WINDOW_RUNS
     assert seen["prior_output_tokens"] > 2.5 * WINDOW_RUNS
 
 

@@ -20,6 +20,7 @@ from tandem.capacity.simulation.hardware import (
     kv_bytes_per_held_token,
     kv_element_bytes,
     kv_page_bytes,
+    paged,
     roofline,
 )
 from tandem.cost_model.devices import DEVICES, DeviceKind
@@ -111,6 +112,7 @@ class WorkerKind:
 
     def _part(self, model: ModelSpec) -> ModelSpec:
         """Return the spec of the part of a model that each GPU holds; the first stage has the most layers."""
+        model, _ = paged(model, self.kv_element_bytes)
         if self.expert_parallel:
             return local_experts_spec(model, self.gpus)
         return own_spec(model, Rank(0, self.tensor_ranks, 0, self.stages))
@@ -132,8 +134,9 @@ class WorkerKind:
         return self._memory(demand, self.model, self.kv_element_bytes)
 
     def _memory(self, demand: Demand, model: ModelSpec, kv_element_bytes: float) -> Memory:
+        model, page_tokens = paged(model, kv_element_bytes)
         part = self._part(model)
-        a_token = kv_bytes_per_held_token(part, demand.kv_tokens, kv_element_bytes)
+        a_token = kv_bytes_per_held_token(part, demand.kv_tokens, kv_element_bytes, page_tokens)
         device_bytes = self.device.memory_gib * GIB * SETTINGS.gpu_memory_fraction
         weights, draft = matrix_bytes(part, ITEM_BYTES), self.draft
         if self.gpus > 1 and not self.expert_parallel:
@@ -150,18 +153,20 @@ class WorkerKind:
 
     def hardware(self, demand: Demand) -> Hardware:
         """Return the hardware of a simulated worker, which is one GPU of an expert-parallel worker."""
-        gpu_page_bytes = kv_page_bytes(self._part(self.model), self.kv_element_bytes)
+        model, page_tokens = paged(self.model, self.kv_element_bytes)
+        gpu_page_bytes = kv_page_bytes(self._part(model), self.kv_element_bytes, page_tokens)
         pages = int(self.memory(demand).kv_bytes / gpu_page_bytes)
-        links = kv_page_bytes(self.model, self.kv_element_bytes) / gpu_page_bytes
+        links = kv_page_bytes(model, self.kv_element_bytes, page_tokens) / gpu_page_bytes
         fitted, drafts = replace(self.costs, observed=1000), None
         if self.drafting is not None:
             drafts = self.drafting.simulated(StepCost(fitted), round(demand.context_tokens))
         return Hardware(
-            self.model,
+            model,
             self.name,
             fitted,
             fitted,
             pages,
+            page_tokens,
             kv_element_bytes=self.kv_element_bytes,
             drafts=drafts,
             links=links,
@@ -197,22 +202,23 @@ class WorkerKind:
     def groups(self) -> Iterator[WorkerKind]:
         """Yield these workers with each number of `group_sizes` that divides the model, or with the given number.
 
-        The number of stages stays the same.
-
-        Raises InvalidArgument if the given number does not divide the model.
+        The number of stages stays the same; if it divides none of `group_sizes`, each stage has one GPU. Raises
+        InvalidArgument if no number divides the model.
         """
-        if not self.group_sizes:
-            self._part(self.model)
-            yield self
-        for gpus in self.group_sizes:
-            if gpus % self.stages:
-                continue
+        sizes = [gpus for gpus in self.group_sizes if gpus % self.stages == 0]
+        refused: InvalidArgument | None = None
+        divided = False
+        for gpus in sizes or [self.stages if self.group_sizes else self.gpus]:
             kind = replace(self, gpus=gpus)
             try:
                 kind._part(self.model)
-            except InvalidArgument:
-                continue
-            yield kind
+            except InvalidArgument as error:
+                refused = error
+            else:
+                divided = True
+                yield kind
+        if refused is not None and not divided:
+            raise refused
 
     def _fits(self, demand: Demand, memory: Memory) -> bool:
         return memory.kv_tokens >= demand.kv_tokens

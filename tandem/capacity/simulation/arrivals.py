@@ -32,12 +32,20 @@ class Mix:
     cached: float = 0.0
 
     def requests(
-        self, seconds: float, slo: SloClass, max_context: int, *, seed: int = 0, start_s: float = 0.0, key: int = 0
+        self,
+        seconds: float,
+        slo: SloClass,
+        max_context: int,
+        *,
+        page_tokens: int = GPU_PAGE_TOKENS,
+        seed: int = 0,
+        start_s: float = 0.0,
+        key: int = 0,
     ) -> Iterator[LoadRequest]:
         """Yield the requests of `seconds` seconds starting at `start_s`, by arrival.
 
-        Each request fits into `max_context` tokens. Arrival times and lengths have separate random generators, so loads
-        with another rate have the same sequence of lengths.
+        Each request fits into `max_context` tokens, and its pages have `page_tokens` tokens. Arrival times and lengths
+        have separate random generators, so loads with another rate have the same sequence of lengths.
         """
         moments, lengths = (np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(2))
         due_s = start_s
@@ -45,12 +53,12 @@ class Mix:
             prompt = min(_draw(self.prompt_tokens, self.sigma, lengths), max_context - 1)
             answer = min(_draw(self.answer_tokens, self.sigma, lengths), max_context - prompt)
             key += 1
-            yield LoadRequest(due_s, VirtualPrompt(key, prompt, self._names(key, prompt)), answer, slo)
+            yield LoadRequest(due_s, VirtualPrompt(key, prompt, self._names(key, prompt, page_tokens)), answer, slo)
 
-    def _names(self, key: int, prompt: int) -> tuple[bytes, ...]:
+    def _names(self, key: int, prompt: int, page_tokens: int) -> tuple[bytes, ...]:
         """Return the names of the prompt's full pages; empty if it has no cached prefix."""
         shared = int(self.cached * prompt)
-        return page_names([(_SHARED_KEY, 0, shared), (key, shared, prompt - shared)], GPU_PAGE_TOKENS) if shared else ()
+        return page_names([(_SHARED_KEY, 0, shared), (key, shared, prompt - shared)], page_tokens) if shared else ()
 
 
 def _draw(mean: float, sigma: float, dice: np.random.Generator) -> int:

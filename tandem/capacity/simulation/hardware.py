@@ -12,8 +12,8 @@ from tandem.capacity.simulation.spec import Device
 from tandem.cost_model.roofline import GPU, guess
 from tandem.cost_model.step_cost import CostParameters, StepCost
 from tandem.cost_model.step_grid import gpu_grid
-from tandem.engine.cache.paged_cache import page_bytes
-from tandem.engine.config.kv import kv_groups, kv_windows
+from tandem.engine.cache.paged_cache import choose_pages, page_bytes
+from tandem.engine.config.kv import kv_windows, page_elements
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.config.sharding import Rank, computed_spec, rank_spec
 from tandem.engine.device import quantized_kv_dtype
@@ -80,7 +80,12 @@ class Hardware:
     @property
     def page_bytes(self) -> int:
         """Bytes of a KV page."""
-        return kv_page_bytes(self.model, self.kv_element_bytes)
+        return kv_page_bytes(self.model, self.kv_element_bytes, self.page_tokens)
+
+
+def paged(model: ModelSpec, element_bytes: float = ITEM_BYTES) -> tuple[ModelSpec, int]:
+    """Return the model with the number of layers per page, and the tokens per page, that a worker on a GPU chooses."""
+    return choose_pages(model, None, GPU_PAGE_TOKENS, _kv_dtype(element_bytes), torch.bfloat16)
 
 
 def kv_element_bytes(model: ModelSpec, kv_cache_dtype: str) -> float:
@@ -89,24 +94,30 @@ def kv_element_bytes(model: ModelSpec, kv_cache_dtype: str) -> float:
     Raises InvalidArgument in the same cases as `quantized_kv_dtype`.
     """
     dtype = quantized_kv_dtype(kv_cache_dtype, model) or torch.bfloat16
-    return page_bytes(model, 1, dtype) / kv_groups(model)[0].elements
+    return page_bytes(model, 1, dtype) / page_elements(model)
 
 
-def kv_bytes_per_held_token(model: ModelSpec, tokens: float, element_bytes: float = ITEM_BYTES) -> float:
+def kv_bytes_per_held_token(
+    model: ModelSpec, tokens: float, element_bytes: float = ITEM_BYTES, page_tokens: int = GPU_PAGE_TOKENS
+) -> float:
     """Return the KV bytes per token of a decoding request of `tokens` tokens.
 
-    In a model with sliding windows, this is the size of the whole pages that a worker reserves (`KvPages.held`) ÷
-    `tokens`.
+    In a model with sliding windows or state layers, this is the size of the whole pages that a worker reserves
+    (`KvPages.held`) ÷ `tokens`.
     """
-    pages = KvPages(GPU_PAGE_TOKENS, kv_windows(model))
+    pages = KvPages(page_tokens, kv_windows(model))
     if not pages.windowed:
         return kv_bytes_per_token(model, element_bytes)
-    return pages.held(math.ceil(tokens), decoding=True) * kv_page_bytes(model, element_bytes) / tokens
+    return pages.held(math.ceil(tokens), decoding=True) * kv_page_bytes(model, element_bytes, page_tokens) / tokens
 
 
-def kv_page_bytes(model: ModelSpec, element_bytes: float = ITEM_BYTES) -> int:
-    """Return the bytes of a KV page."""
-    return round(kv_groups(model)[0].elements * GPU_PAGE_TOKENS * element_bytes)
+def kv_page_bytes(model: ModelSpec, element_bytes: float = ITEM_BYTES, page_tokens: int = GPU_PAGE_TOKENS) -> int:
+    """Return the bytes of a KV page; a model with state layers is one that `paged` returned, or a rank's part of it."""
+    return page_bytes(model, page_tokens, _kv_dtype(element_bytes), torch.bfloat16)
+
+
+def _kv_dtype(element_bytes: float) -> torch.dtype:
+    return torch.bfloat16 if element_bytes >= ITEM_BYTES else torch.int8
 
 
 def roofline(
@@ -179,10 +190,13 @@ def hardware(
         raise InvalidArgument("--misjudged", f"{misjudged:g} is not above 0")
     actual_cost = roofline(model, device, element_bytes, ranks) if costs is None else read_costs(costs)
     scaled = {name: getattr(actual_cost, name) * misjudged for name in SECONDS}
-    rank_page_bytes = kv_page_bytes(rank_spec(model, ranks), element_bytes)
+    model, page_tokens = paged(model, element_bytes)
+    rank_page_bytes = kv_page_bytes(rank_spec(model, ranks), element_bytes, page_tokens)
     pages = int(kv_gib * 2**30 / rank_page_bytes)
     if pages < 1:
         raise InvalidArgument("--kv-gib", f"{kv_gib:g} is less than one KV page of {shape}")
-    links = kv_page_bytes(model, element_bytes) / rank_page_bytes
+    links = kv_page_bytes(model, element_bytes, page_tokens) / rank_page_bytes
     reported_cost = replace(actual_cost, **scaled)
-    return Hardware(model, shape, actual_cost, reported_cost, pages, kv_element_bytes=element_bytes, links=links)
+    return Hardware(
+        model, shape, actual_cost, reported_cost, pages, page_tokens, kv_element_bytes=element_bytes, links=links
+    )

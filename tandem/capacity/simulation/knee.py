@@ -66,7 +66,15 @@ class Trial:
         seconds = max(SECONDS_MIN, REQUESTS / rate, LIVES * self.mix.answer_tokens * idle_s)
         slo = self.slo if self.asks else BEST_EFFORT
         mix = replace(self.mix, rate=rate)
-        asked = list(mix.requests(seconds, slo, self.machine.model.max_context, seed=self.seed))
+        asked = list(
+            mix.requests(
+                seconds,
+                slo,
+                self.machine.model.max_context,
+                page_tokens=self.machine.page_tokens,
+                seed=self.seed,
+            )
+        )
         cluster = self.strategy.cluster(self.machine, self.network, self.slo, self.prefill)
         outcomes = cluster.run(asked, seconds + DRAIN_S)
         return self._figures(rate, len(asked), outcomes, idle_s)

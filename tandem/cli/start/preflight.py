@@ -77,7 +77,7 @@ def check_device(config: ClusterSettings) -> None:
     ranks = max(config.ranks_of(role) for role in config.worker_counts())
     if ranks > count:
         raise InvalidArgument(
-            "--tensor-parallel-size" if config.engine.pipeline_parallel_size == 1 else "--prefill-pipeline-size",
+            _ranks_option(config),
             f"{ranks} GPUs asked for, PyTorch sees {count}; use a smaller number",
         )
     first = int(config.engine.device.partition(":")[2] or 0)
@@ -117,7 +117,7 @@ def check_page(config: ClusterSettings) -> None:
 
     from tandem.engine.cache.paged_cache import cache_bytes
     from tandem.engine.config.sharding import rank_spec
-    from tandem.engine.device import parse_kv_dtype, parse_page_tokens
+    from tandem.engine.device import parse_dtype, parse_kv_dtype, parse_pages
     from tandem.engine.models.load_spec import bounded, load_spec
     from tandem.engine.speculation.load_draft import split_kv
 
@@ -126,10 +126,11 @@ def check_page(config: ClusterSettings) -> None:
     engine = _engine(config)
     device = torch.device(config.engine.device)
     shape = bounded(load_spec(config.served.model), config.engine.max_model_len)
-    page_tokens = parse_page_tokens(engine, device)
+    shape, page_tokens = parse_pages(engine, device, shape)
     # The fewer ranks, the larger the page of each.
     shape = rank_spec(shape, min(config.tensor_ranks_of(role) for role in config.worker_counts()))
-    needed = cache_bytes(shape, 1, page_tokens, parse_kv_dtype(engine, device, shape))
+    dtypes = parse_kv_dtype(engine, device, shape), parse_dtype(engine, device, shape)
+    needed = cache_bytes(shape, 1, page_tokens, *dtypes)
     pages = split_kv(engine, shape, page_tokens, device, config.engine.kv_pool_bytes).target or 0
     if pages < needed:
         beside = "" if pages == config.engine.kv_pool_bytes else ", without the draft model's part,"
@@ -196,8 +197,8 @@ def check_weights(config: ClusterSettings) -> None:
     for role in counts:
         ranks = [
             Rank.of(number, config.tensor_ranks_of(role), config.stages_of(role))
-            for number in range(config.ranks_of(role))
-        ]
+            for number in range(config.tensor_ranks_of(role) * config.stages_of(role))
+        ] * config.context_ranks_of(role)
         weights = [rank_bytes(shapes[role], rank, dtype, on_cpu=True, whole_output=whole_output) for rank in ranks]
         sizes[role] = sum(weights) + len(ranks) * slot_bytes(engine, divided[role], dtype) + drafts
     weights_gib, pages = max(sizes.values()) / GIB, config.engine.kv_pool_bytes or 0
@@ -210,6 +211,13 @@ def check_weights(config: ClusterSettings) -> None:
             f" cache each do not fit into the {free / GIB:.2f} GiB of memory that are free; use --device cuda, another"
             " --dtype, less --kv-cache-gib or a smaller model",
         )
+
+
+def _ranks_option(config: ClusterSettings) -> str:
+    """Return the option that decides how many ranks the workers with the most ranks have."""
+    if config.engine.context_parallel_size > 1:
+        return "--prefill-context-parallel-size"
+    return "--tensor-parallel-size" if config.engine.pipeline_parallel_size == 1 else "--prefill-pipeline-size"
 
 
 def _workers_of(config: ClusterSettings) -> str:

@@ -105,7 +105,8 @@ def choose_hardware(given: Mapping[str, Any]) -> dict[str, Any]:
         device = "cuda" if gpus else "cpu"
     if mode == AUTO:
         by_role = ("prefill", "decode", "prefill_tensor_parallel_size", "decode_tensor_parallel_size")
-        separate = any(given[name] is not None for name in by_role) or given["prefill_pipeline_size"] > 1
+        prefill_ranks = given["prefill_pipeline_size"] * given["prefill_context_parallel_size"]
+        separate = any(given[name] is not None for name in by_role) or prefill_ranks > 1
         shared = workers is not None or (device != "cpu" and not joined) or ranks > 1
         mode = "disaggregated" if separate or not shared else "adaptive"
     if workers is None and device == "cuda" and not joined:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tandem.engine.adapters.folder import AdapterFolder, LowRank
-from tandem.engine.config.attention import AttentionShape
 from tandem.engine.config.model import DenseFeedForward, GroupedQueryAttention, ModelSpec
 from tandem.engine.config.sharding import ALONE, Rank, rank_spec
 from tandem.engine.kernels.packed_weight import PackedWeight, Weight
@@ -132,7 +131,7 @@ def _stacked(spec: ModelSpec, parameters: Parameters) -> Iterator[tuple[Weight, 
         attention, inner = weights.attention, weights.feed_forward
         yield attention.output, (len(attention.output),)
         if isinstance(layer.attention, GroupedQueryAttention):
-            yield attention.qkv, _ends(layer.attention.shape)  # type: ignore[union-attr]
+            yield attention.qkv, _ends(layer.attention)  # type: ignore[union-attr]
         if isinstance(inner, DenseParameters):
             assert isinstance(layer.feed_forward, DenseFeedForward)
             rows = len(inner.gate_up)
@@ -140,8 +139,10 @@ def _stacked(spec: ModelSpec, parameters: Parameters) -> Iterator[tuple[Weight, 
             yield inner.down, (len(inner.down),)
 
 
-def _ends(shape: AttentionShape) -> tuple[int, int, int]:
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+def _ends(attention: GroupedQueryAttention) -> tuple[int, int, int]:
+    """Return the ends of the rows of q, which include those of the output gate, of k and of v."""
+    q, kv, _ = attention.shape.qkv_rows
+    q *= 2 if attention.output_gate else 1
     return q, q + kv, q + 2 * kv
 
 

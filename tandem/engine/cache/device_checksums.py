@@ -17,7 +17,7 @@ _MASK = (1 << 64) - 1
 
 
 class DeviceChecksums:
-    """`PageChecksums` on a GPU, on a separate stream: checksums and the engine's steps do not wait for each other.
+    """`GroupSums` on a GPU, on a separate stream: checksums and the engine's steps do not wait for each other.
 
     Only the calling thread waits: it spins briefly, then sleeps. The constructor compiles the kernel and allocates all
     memory.

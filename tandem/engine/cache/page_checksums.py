@@ -4,7 +4,7 @@ The checksum of a page is the sum of w_i * (2 i + 1) mod 2^64 over the page's 32
 signed, where i is the index of the word in the page. If ranks divide the model, i is the index in a page of the whole
 model, so the sums of ranks that together have each word once add up to the checksum of the page. In a partly filled
 page only the filled token positions count: the memory after them is unused, and the decode worker writes new tokens
-there.
+there. The states of state layers count as a whole.
 
 A changed word changes the sum, because the difference of two words and the weight 2 i + 1 are both below 2^32, so that
 their product is never 0 mod 2^64. For the same reason any two swapped words change it. Other errors go undetected with
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from tandem.engine.cache.page_words import PageWords, as_words
 from tandem.engine.config.sharding import PagePart
-from tandem.engine.kernels.kv_cache import KvCache
+from tandem.engine.kernels.kv_cache import GroupCache
 
 _MASK = (1 << 64) - 1
 
@@ -27,22 +27,42 @@ _MASK = (1 << 64) - 1
 class PageChecksums(Protocol):
     """A function that computes checksums of pages in place, without copying them."""
 
-    def __call__(self, pages: Sequence[int], filled: Sequence[int]) -> Sequence[int]:
+    def __call__(self, pages: Sequence[int], filled: Sequence[int], groups: Sequence[int] = ()) -> Sequence[int]:
         """Return the checksums, below 2^64, of the first `filled` token positions of each page.
 
-        The call waits for the device, so the calling thread must be one that may block; only one thread may call it at
-        a time. Nothing may write to the pages during the call. Raises IndexError if a page number is outside the pool.
+        `groups` has the number of each page's group of layers; empty = all pages are of the first group. The call waits
+        for the device, so the calling thread must be one that may block; only one thread may call it at a time. Nothing
+        may write to the pages during the call. Raises IndexError if a page number is outside the pool.
         """
 
 
-def page_checksums(cache: KvCache, part: PagePart | None = None) -> PageChecksums:
-    """Return the function that computes checksums of a cache's pages on the cache's device.
+class GroupSums(Protocol):
+    """A function that computes checksums of pages of one group of layers, as `PageChecksums` does."""
 
-    The cache is [pages, layers, parts, kv_heads, page_tokens, head_dim]. `part` is the part of a page of the whole
-    model that the cache has; None = all of it.
+    def __call__(self, pages: Sequence[int], filled: Sequence[int]) -> Sequence[int]:
+        """Return the checksums of the first `filled` token positions of each page."""
+
+
+def page_checksums(*caches: GroupCache, parts: Sequence[PagePart] = ()) -> PageChecksums:
+    """Return the function that computes checksums of pages on their device.
+
+    `caches` are the views that the groups of layers have of the pages (`PagedCache.views`). `parts` has the part of a
+    page of the whole model that each view has; empty = whole pages.
 
     Raises ValueError if the keys of one token and one head do not fill whole 32-bit words.
     """
+    made: dict[tuple[int, PagePart | None], GroupSums] = {}
+    sums: list[GroupSums] = []
+    for group, cache in enumerate(caches):
+        part = parts[group] if parts else None
+        key = id(cache), part
+        if key not in made:
+            made[key] = _group_sums(cache, part)
+        sums.append(made[key])
+    return PoolChecksums(sums)
+
+
+def _group_sums(cache: GroupCache, part: PagePart | None) -> GroupSums:
     words = as_words(cache, part)
     if words.words.device.type == "cpu":
         return HostChecksums(words)
@@ -52,8 +72,27 @@ def page_checksums(cache: KvCache, part: PagePart | None = None) -> PageChecksum
     return DeviceChecksums(words)
 
 
+class PoolChecksums:
+    """`PageChecksums` of the pages of all groups of layers."""
+
+    def __init__(self, sums: Sequence[GroupSums]) -> None:
+        """Create the function from those of the groups; groups with equal pages have the same function."""
+        self._sums = sums
+
+    def __call__(self, pages: Sequence[int], filled: Sequence[int], groups: Sequence[int] = ()) -> Sequence[int]:
+        """Return the checksums. Raises IndexError if a page number is outside the pool."""
+        totals = [0] * len(pages)
+        functions = [self._sums[group] for group in groups] if groups else [self._sums[0]] * len(pages)
+        for function in dict.fromkeys(functions):
+            own = [index for index, other in enumerate(functions) if other is function]
+            sums = function([pages[index] for index in own], [filled[index] for index in own])
+            for index, total in zip(own, sums, strict=True):
+                totals[index] = total
+        return totals
+
+
 class HostChecksums:
-    """`PageChecksums` on the CPU: NumPy on the calling thread, about 0.4 ms per megabyte.
+    """`GroupSums` on the CPU: NumPy on the calling thread, about 0.4 ms per megabyte.
 
     NumPy releases the GIL during the computation.
     """

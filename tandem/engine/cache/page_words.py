@@ -1,12 +1,13 @@
 """A view of the memory of KV pages as 32-bit words, over which checksums are computed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from tandem.engine.config.kv import ALIGNMENT
 from tandem.engine.config.sharding import PagePart
-from tandem.engine.kernels.kv_cache import KvCache, QuantizedKv, codes_of
+from tandem.engine.kernels.kv_cache import GroupCache, QuantizedKv, StateCache, codes_of
 
 WORD_BYTES = 4
 
@@ -17,11 +18,11 @@ class PageWords:
 
     A row is the keys or the values of one head of one layer: `token_words` words for each of the `page_tokens` tokens,
     then, in a quantized cache, one scale for each token. Rows are in memory order, which may differ from the order of
-    the cache tensor's dimensions.
+    the cache tensor's dimensions. The state of one head of a state layer is a row of one token.
     """
 
     words: Tensor
-    """The words, [pages, rows of a page, words of a row] int32."""
+    """The words, [pages, rows of a page, words of a row] int32; the rows of a page are contiguous."""
     page_tokens: int
     token_words: int
     head_words: int
@@ -43,11 +44,13 @@ class PageWords:
         return torch.where(place < codes, place // self.token_words, place - codes)
 
 
-def as_words(cache: KvCache, part: PagePart | None = None) -> PageWords:
+def as_words(cache: GroupCache, part: PagePart | None = None) -> PageWords:
     """Return a view of the cache's memory as words; `part` is the part of a page that it has, None = whole pages.
 
     Raises ValueError as `page_checksums` does.
     """
+    if isinstance(cache, StateCache):
+        return _state_words(cache, part)
     codes = codes_of(cache)
     pages, layers, parts, kv_heads, page_tokens, head_dim = codes.shape
     # The stride of a dimension of size 1 carries no information, so such dimensions are sorted apart from the others.
@@ -60,9 +63,28 @@ def as_words(cache: KvCache, part: PagePart | None = None) -> PageWords:
     ordered = codes.permute(0, *outer, 4, 5).view(torch.int32)
     assert rows == 1 or ordered.stride(3) == row_words
     words = ordered.as_strided((pages, rows, row_words), (ordered.stride(0), row_words, 1))
-    head_words = layers * parts * row_words
+    return _numbered(PageWords(words, page_tokens, token_words, layers * parts * row_words), layers, parts, part)
+
+
+def _state_words(cache: StateCache, part: PagePart | None) -> PageWords:
+    """Return a view of the memory of states; the padding of a head's state counts, as it is transferred too."""
+    inputs, states = cache.inputs, cache.states
+    pages, layers, heads = inputs.shape[:3]
+    item, state_bytes = inputs.element_size(), 0 if states is None else states[0, 0, 0].nbytes
+    # Not a stride: PyTorch chooses that of a dimension of one layer freely.
+    row_words = -(-(state_bytes + inputs[0, 0, 0].nbytes) // ALIGNMENT) * ALIGNMENT // WORD_BYTES
+    start = inputs.storage_offset() * item - state_bytes
+    shape, page_words = (pages, heads * layers, row_words), inputs.stride(0) * item // WORD_BYTES
+    words = torch.empty(0, dtype=torch.int32, device=inputs.device)
+    words.set_(inputs.untyped_storage(), start // WORD_BYTES, shape, (page_words, row_words, 1))
+    return _numbered(PageWords(words, 1, row_words, layers * row_words), layers, 1, part)
+
+
+def _numbered(words: PageWords, layers: int, parts: int, part: PagePart | None) -> PageWords:
+    """Return the words of a page with `layers` layers, numbered as in a page of the whole model."""
     if part is None:
-        return PageWords(words, page_tokens, token_words, head_words)
+        return words
+    row_words = words.words.shape[2]
     first_row = (part.first_head * part.layers + part.first_layer) * parts
     gap = (part.layers - layers) * parts * row_words
-    return PageWords(words, page_tokens, token_words, head_words, first_row * row_words, gap)
+    return replace(words, first_number=first_row * row_words, head_gap=gap)

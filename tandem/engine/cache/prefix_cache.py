@@ -14,6 +14,9 @@ window is released while its request still runs. It stays cached until it is evi
 can be reused, whatever follows it in other prompts. Such a page may be evicted before others of its path, or may be
 missing; the next request that computes it adds it to the index again.
 
+In groups of state layers, a reader of n pages needs only page n - 1, which has the state after these pages. A page is
+indexed only if its state is that after its last position: `Prefix.states` has the numbers of these pages.
+
 The life of a request's `Prefix`:
 
     reserve, allocate   retain the indexed pages, but never the page of the prompt's last token, because a step has to
@@ -33,7 +36,7 @@ from dataclasses import dataclass, field
 from tandem.engine.cache.page_pool import PagePool
 from tandem.engine.cache.prefix_log import PrefixLog, runs_of
 from tandem.protocol.errors import Internal, StaleEpoch, TandemError
-from tandem.protocol.kv_pages import FREED, KvPages, held_pages
+from tandem.protocol.kv_pages import FREED, STATE, KvPages, held_pages
 from tandem.protocol.messages import RequestRef
 from tandem.protocol.page_digests import page_digests, root_digest
 from tandem.protocol.prefixes import PrefixChanges, PrefixList
@@ -57,6 +60,8 @@ class Prefix:
     """The number of leading digests that have entries in `pages`."""
     pages: list[int] = field(default_factory=list)
     """The pages of the first `known` digests in the order of `KvPages`: retained once for this request, or FREED."""
+    states: set[int] = field(default_factory=set)
+    """The numbers of the request's own state pages that have, or will have, the state after their last position."""
 
     @property
     def held(self) -> int:
@@ -92,7 +97,7 @@ class PrefixCache:
         self.page_tokens = kv.page_tokens
         self._full = [group for group, window in enumerate(kv.windows) if window is None]
         windows = enumerate(kv.windows)
-        self._windowed = [(group, kv.numbers(window - 1)) for group, window in windows if window is not None]
+        self._windowed = [(group, kv.preceding(group)) for group, window in windows if window is not None]
         """The groups with a window, each with the number of earlier pages in the window of a page's first token."""
         self._enabled = enabled
         self._names = names
@@ -125,8 +130,15 @@ class PrefixCache:
         `token_ids` are the tokens after the last page that has a digest.
         """
         if self._enabled:
-            parent = prefix.digests[-1] if prefix.digests else prefix.root
+            first, parent = len(prefix.digests), prefix.digests[-1] if prefix.digests else prefix.root
             prefix.digests += self._names(token_ids, self.page_tokens, parent)
+            # Decoding computes one token after the other, so it has written the state after each of these pages.
+            prefix.states.update(range(first, len(prefix.digests)))
+
+    def indexed(self, prefix: Prefix) -> int:
+        """Return the number of leading digests that are indexed, whether or not a request could reuse all of them."""
+        with self.pool.lock:
+            return self._path(prefix.digests[: prefix.readable])
 
     def reserve(
         self, prefix: Prefix, pages: int, prompt_tokens: int, *, aside: int = 0, position: int | None = None
@@ -237,8 +249,8 @@ class PrefixCache:
                 digest, own = prefix.digests[number], list(pages[number * groups : (number + 1) * groups])
                 parent = prefix.digests[number - 1] if number else prefix.root
                 node = self._nodes.get(digest)
-                if not all_groups:
-                    for group, _ in self._windowed:
+                for group, _ in self._windowed:
+                    if not all_groups or not self._complete(prefix, number, group):
                         own[group] = FREED
                 if node is None:
                     prefix.pages += own
@@ -404,11 +416,12 @@ class PrefixCache:
     def _give(self, owner: RequestRef, prefix: Prefix, entry: int, page: int) -> bool:
         """Index and share one of the owner's pages; return True if it was shared.
 
-        The page is not shared if its digest is not indexed, or has a page in this group already. If all groups have
-        windows, a missing digest is indexed here, because then no path needs to lead to it.
+        The page is not shared if its digest is not indexed, or has a page in this group already, or if its state is not
+        that after its last position. If all groups have windows, a missing digest is indexed here, because then no path
+        needs to lead to it.
         """
         number, group = divmod(entry, self.kv.groups)
-        if number >= len(prefix.digests):
+        if number >= len(prefix.digests) or not self._complete(prefix, number, group):
             return False
         digest = prefix.digests[number]
         node = self._nodes.get(digest)
@@ -422,6 +435,10 @@ class PrefixCache:
         node.pages[group] = page
         self._digests[page] = digest
         return True
+
+    def _complete(self, prefix: Prefix, number: int, group: int) -> bool:
+        """Return True if others may reuse the request's page of this number, once it is computed."""
+        return self.kv.windows[group] != STATE or number in prefix.states
 
     def _release(self, prefix: Prefix, entry: int) -> None:
         page, prefix.pages[entry] = prefix.pages[entry], FREED

@@ -1,19 +1,29 @@
 """The layout of the KV cache, derived from a model's spec.
 
-Layers with the same sliding window keep the KV of the same tokens, and so do all layers without a window. These layers
-are divided into groups, and the layers of a group share pages. All groups have the same number of layers (some are
-padded), so that all pages have the same size and come from one pool.
+Layers with the same sliding window keep the KV of the same tokens, and so do all layers without a window. Layers whose
+window and whose KV per token are equal form a class. The layers of a class are divided into groups, and the layers of a
+group share pages. All pages have the same size in bytes and come from one pool. So layers with more KV per token have
+fewer layers in a page, and the pages of some groups have unused space at their end.
+
+State layers keep a state instead of KV. They are classes of their own: a page has the states of the layers of a group.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
-from tandem.engine.config.model import GroupedQueryAttention, LayerSpec, ModelSpec
+from tandem.engine.config.attention import StateShape
+from tandem.engine.config.model import GroupedQueryAttention, LatentAttention, LayerSpec, ModelSpec, StateLayer
 from tandem.protocol.errors import ModelError
+from tandem.protocol.kv_pages import STATE
 
-_WASTE = 16
-"""Padding may add at most 1 / `_WASTE` to the KV of a request of maximum length."""
+WASTE = 16
+"""Padding may add at most 1 / `WASTE` to the KV of a request of maximum length, or to the states of a request."""
+ALIGNMENT = 16
+"""The states of each head begin at a multiple of this number of bytes in a page."""
+_STATE_BYTES = 4
+"""The size of an element of a recurrent state, which is float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +33,7 @@ class KvGroup:
     layers: tuple[int, ...]
     """The numbers of the model's layers in this group, in ascending order; at most `depth` layers."""
     depth: int
-    """The number of layers in a page, equal for all groups; a group with fewer `layers` is padded."""
+    """The number of layers in a page; a group with fewer `layers` is padded."""
     heads: int
     parts: int
     """The number of tensors per token in the KV cache: 2 (keys and values), or 1 (latents of MLA)."""
@@ -38,32 +48,100 @@ class KvGroup:
         return self.depth * self.parts * self.heads * self.dim
 
 
-def kv_groups(spec: ModelSpec) -> tuple[KvGroup, ...]:
-    """Return the groups of layers, ordered by window and by layer number; groups without a window come first.
+@dataclass(frozen=True, slots=True)
+class StateGroup:
+    """A group of state layers whose states are in the same pages."""
 
-    Raises ModelError if keys and values differ in shape between layers.
+    layers: tuple[int, ...]
+    """The numbers of the model's layers in this group, in ascending order; at most `depth` layers."""
+    depth: int
+    """The number of layers in a page; a group with fewer `layers` is padded."""
+    shape: StateShape
+
+    @property
+    def heads(self) -> int:
+        """The number of heads of a layer; each has a state of its own."""
+        return self.shape.heads
+
+    @property
+    def window(self) -> int:
+        """The entry of this group in `KvPages.windows`."""
+        return STATE
+
+
+PageGroup = KvGroup | StateGroup
+_KvShape = tuple[int, int, int]
+"""The number of heads, of parts, and of dimensions of a layer's KV."""
+_LayerClass = tuple[int | None, _KvShape | StateShape]
+"""The window of a class of layers, and the shape of their KV or states."""
+
+
+def kv_groups(spec: ModelSpec) -> tuple[PageGroup, ...]:
+    """Return the groups of layers, ordered by window and by layer number.
+
+    Groups without a window come first, groups of state layers last. Raises ModelError if all layers are state layers.
     """
-    shapes = {_shape_of(layer) for layer in spec.layers}
-    if len(shapes) > 1:
-        raise ModelError("layers whose keys and values differ in shape are not supported.")
-    heads, parts, dim = shapes.pop()
+    groups: list[PageGroup] = []
+    for depth, ((window, shape), layers) in zip(page_layers(spec), _classes(spec.layers).items(), strict=True):
+        for first in range(0, len(layers), depth):
+            own = tuple(layers[first : first + depth])
+            if isinstance(shape, StateShape):
+                groups.append(StateGroup(own, depth, shape))
+            else:
+                groups.append(KvGroup(own, depth, *shape, window))
+    return tuple(groups)
+
+
+def page_layers(spec: ModelSpec, state_layers: Callable[[StateShape], int] = lambda _: 1) -> tuple[int, ...]:
+    """Return the number of layers per page of each class of layers, in the order of `kv_groups`.
+
+    Unless `ModelSpec.page_layers` has them, a page has `state_layers(shape)` state layers, but not more than there are.
+    Raises ModelError as `kv_groups` does.
+    """
+    if spec.page_layers:
+        return spec.page_layers
     classes = _classes(spec.layers)
-    depth = _depth({window: len(layers) for window, layers in classes.items()}, spec.max_context)
+    depths = _depths({key: layers for key, layers in classes.items() if key[0] != STATE}, spec.max_context)
     return tuple(
-        KvGroup(tuple(layers[first : first + depth]), depth, heads, parts, dim, window)
-        for window, layers in classes.items()
-        for first in range(0, len(layers), depth)
+        min(len(layers), state_layers(shape)) if isinstance(shape, StateShape) else depths[window, shape]
+        for (window, shape), layers in classes.items()
     )
 
 
 def kv_windows(spec: ModelSpec) -> tuple[int | None, ...]:
-    """Return the sliding window of each group, None for a group without one."""
+    """Return the entry of each group in `KvPages.windows`: its sliding window, None, or STATE."""
     return tuple(group.window for group in kv_groups(spec))
 
 
 def kv_elements(layers: Iterable[LayerSpec]) -> int:
     """Return the number of elements of one token's keys and values in these layers, without padding."""
-    return sum(parts * heads * dim for heads, parts, dim in map(_shape_of, layers))
+    return sum(prod(_kv_shape(layer)) for layer in layers if state_of(layer) is None)
+
+
+def page_elements(spec: ModelSpec) -> int:
+    """Return the maximum number of elements per token that a page of any group with KV has."""
+    return max(group.elements for group in kv_groups(spec) if isinstance(group, KvGroup))
+
+
+def layer_bytes(shape: StateShape, item_bytes: int) -> int:
+    """Return the bytes of one layer's state; `item_bytes` is the size of an element of the model's dtype."""
+    return shape.heads * head_bytes(shape, item_bytes)
+
+
+def head_bytes(shape: StateShape, item_bytes: int) -> int:
+    """Return the bytes of one head's recurrent state, convolution inputs, and padding."""
+    used = recurrent_bytes(shape) + shape.channels * shape.inputs * item_bytes
+    return -(-used // ALIGNMENT) * ALIGNMENT
+
+
+def recurrent_bytes(shape: StateShape) -> int:
+    """Return the bytes of one head's recurrent state, after which the convolution inputs begin."""
+    return prod(shape.state) * _STATE_BYTES if shape.state else 0
+
+
+def state_of(layer: LayerSpec) -> StateShape | None:
+    """Return the shape of the layer's state; None if it is no state layer."""
+    return layer.attention.state if isinstance(layer.attention, StateLayer) else None
 
 
 def window_of(layer: LayerSpec) -> int | None:
@@ -72,33 +150,51 @@ def window_of(layer: LayerSpec) -> int | None:
     return attention.shape.window if isinstance(attention, GroupedQueryAttention) else None
 
 
-def _classes(layers: Sequence[LayerSpec]) -> Mapping[int | None, list[int]]:
-    """Return the numbers of the layers with each window; layers without a window (None) come first."""
-    numbers: dict[int | None, list[int]] = defaultdict(list)
+def _classes(layers: Sequence[LayerSpec]) -> Mapping[_LayerClass, list[int]]:
+    """Return the numbers of the layers of each class, in the order of `kv_groups`."""
+    numbers: dict[_LayerClass, list[int]] = defaultdict(list)
     for number, layer in enumerate(layers):
-        numbers[window_of(layer)].append(number)
-    return {window: numbers[window] for window in sorted(numbers, key=lambda window: window or 0)}
+        state = state_of(layer)
+        numbers[(window_of(layer), _kv_shape(layer)) if state is None else (STATE, state)].append(number)
+    order = sorted(numbers, key=lambda key: (key[0] == STATE, key[0] or 0))
+    return {key: numbers[key] for key in order}
 
 
-def _depth(sizes: Mapping[int | None, int], max_context: int) -> int:
-    """Return the number of layers per page with which the model has the fewest groups.
+def _depths(classes: Mapping[_LayerClass, Sequence[int]], max_context: int) -> Mapping[_LayerClass, int]:
+    """Return the number of layers per page of each class with which the model has the fewest groups.
 
-    `_WASTE` limits the padding. It is measured by its memory in a request of `max_context` tokens, so padding of layers
-    with a window is cheap.
+    `WASTE` limits the padding, unless every page size wastes more. It is measured by its memory in a request of
+    `max_context` tokens, so padding of layers with a window is cheap.
     """
+    if not classes:
+        raise ModelError("models of state layers without any attention are not supported.")
+    elements = {key: prod(key[1]) for key in classes if not isinstance(key[1], StateShape)}
 
-    def layer_tokens(depth: int) -> int:
-        padded = {window: -(-size // depth) * depth for window, size in sizes.items()}
-        return sum(size * min(window or max_context, max_context) for window, size in padded.items())
+    def groups(page: int) -> Mapping[_LayerClass, int]:
+        return {key: -(-len(layers) // (page // elements[key])) for key, layers in classes.items()}
 
-    least = layer_tokens(1)
-    fitting = [depth for depth in range(1, max(sizes.values()) + 1) if layer_tokens(depth) <= least + least // _WASTE]
-    return min(fitting, key=lambda depth: (sum(-(-size // depth) for size in sizes.values()), layer_tokens(depth)))
+    def memory(page: int) -> int:
+        return page * sum(min(key[0] or max_context, max_context) * count for key, count in groups(page).items())
+
+    pages = sorted(
+        {
+            depth * elements[key]
+            for key, layers in classes.items()
+            for depth in range(1, len(layers) + 1)
+            if depth * elements[key] >= max(elements.values())
+        }
+    )
+    least = sum(
+        len(layers) * elements[key] * min(key[0] or max_context, max_context) for key, layers in classes.items()
+    )
+    fitting = [page for page in pages if WASTE * (memory(page) - least) <= least] or [min(pages, key=memory)]
+    best = min(fitting, key=lambda page: (sum(groups(page).values()), memory(page)))
+    return {key: best // elements[key] for key in classes}
 
 
-def _shape_of(layer: LayerSpec) -> tuple[int, int, int]:
-    """Return the number of heads, of parts, and of dimensions of a layer's KV."""
+def _kv_shape(layer: LayerSpec) -> _KvShape:
     attention = layer.attention
     if isinstance(attention, GroupedQueryAttention):
         return attention.shape.kv_heads, 2, attention.shape.head_dim
+    assert isinstance(attention, LatentAttention)
     return 1, 1, attention.shape.cached

@@ -6,7 +6,7 @@ parameters, the KV cache, the roofline, the planner and the simulation read only
 
 from dataclasses import dataclass
 
-from tandem.engine.config.attention import AttentionShape, LatentShape
+from tandem.engine.config.attention import AttentionShape, LatentShape, StateShape
 from tandem.engine.config.quantization import Quantization
 from tandem.engine.config.rope import RopeConfig
 
@@ -41,6 +41,8 @@ class GroupedQueryAttention:
     """True if each head has a learned score that is part of the softmax but has no value (gpt-oss)."""
     query_scaling: QueryScaling | None = None
     """The scaling of queries by their position (Ministral 3); None = queries are not scaled."""
+    output_gate: bool = False
+    """True if the output of each head is multiplied by the sigmoid of a projection of the input (Qwen3-Next)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,126 @@ class LatentAttention:
     """True if the projections that compute the latents, and the output projection, have biases."""
     query_scaling: QueryScaling | None = None
     """The scaling of queries by their position (Mistral 4); None = queries are not scaled."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaNet:
+    """Gated DeltaNet (arXiv:2412.06464): the delta rule with one decay per value head and token.
+
+    Each key head is shared by `value_heads / key_heads` value heads. With the key k, the value v, the decay a and the
+    step size b of a token, a head's state S [key_dim, value_dim] becomes a·S + k (b·(v - a·Sᵀk))ᵀ.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+    """The width of the short causal convolution of queries, keys and values, in tokens."""
+    norm_eps: float
+    step_scale: float = 1.0
+    """The factor by which the step size, a sigmoid, is multiplied: 2 allows negative eigenvalues (OLMo hybrid)."""
+
+    @property
+    def state(self) -> StateShape:
+        """What the layer keeps of a request; a head is a key head with its value heads."""
+        shared = self.value_heads // self.key_heads
+        return StateShape(self.key_heads, (shared, self.key_dim, self.value_dim), sum(self.convolved), self.width - 1)
+
+    @property
+    def convolved(self) -> tuple[int, ...]:
+        """The numbers of channels of query, key and values of one key head."""
+        return self.key_dim, self.key_dim, self.value_heads // self.key_heads * self.value_dim
+
+    @property
+    def inner(self) -> int:
+        """The number of elements of the layer's output before the output projection."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def projected(self) -> tuple[int, ...]:
+        """The numbers of rows of the input projections: q, k, v, output gate, step size and decay."""
+        keys = self.key_heads * self.key_dim
+        return keys, keys, self.inner, self.inner, self.value_heads, self.value_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2:
+    """Mamba-2 (arXiv:2405.21060): a state per head that decays by one factor per head and token.
+
+    The heads of a group share the input and output vectors B and C. With the decay a = exp(-exp(A_log)·dt), a head's
+    state S [state_dim, head_dim] becomes a·S + B (dt·x)ᵀ, and its output is Sᵀ·C + D·x.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+    width: int
+    """The width of the short causal convolution of x, B and C, in tokens."""
+    norm_eps: float
+    norm_groups: int = 1
+    """The number of parts of the gated output that RMSNorm normalizes separately."""
+    convolution_bias: bool = True
+    bias: bool = False
+    """True if the input and output projections have biases."""
+    least_step: float = 0.0
+    """The minimum of dt, after softplus."""
+
+    @property
+    def state(self) -> StateShape:
+        """What the layer keeps of a request; a head of the state is a group of heads."""
+        state = (self.heads // self.groups, self.state_dim, self.head_dim)
+        return StateShape(self.groups, state, sum(self.convolved), self.width - 1)
+
+    @property
+    def convolved(self) -> tuple[int, ...]:
+        """The numbers of channels of x, B and C of one group."""
+        return self.inner // self.groups, self.state_dim, self.state_dim
+
+    @property
+    def inner(self) -> int:
+        """The number of elements of the layer's output before the output projection."""
+        return self.heads * self.head_dim
+
+    @property
+    def projected(self) -> tuple[int, ...]:
+        """The numbers of rows of the input projection: output gate, x, B, C and dt."""
+        shared = self.groups * self.state_dim
+        return self.inner, self.inner, shared, shared, self.heads
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvolution:
+    """The gated short convolution of LFM2: C · convolution(B · x), with B, C and x projected from the input."""
+
+    channels: int
+    width: int
+    """The width of the causal convolution, in tokens."""
+    blocks: int
+    """The number of blocks of channels, which tensor parallelism divides among ranks."""
+    bias: bool = False
+    """True if the projections and the convolution have biases."""
+
+    @property
+    def state(self) -> StateShape:
+        """What the layer keeps of a request: only the latest inputs of the convolution."""
+        return StateShape(self.blocks, (), self.channels // self.blocks, self.width - 1)
+
+    @property
+    def convolved(self) -> tuple[int, ...]:
+        """The number of channels of one block."""
+        return (self.channels // self.blocks,)
+
+    @property
+    def inner(self) -> int:
+        """The number of elements of the layer's output before the output projection."""
+        return self.channels
+
+    @property
+    def projected(self) -> tuple[int, ...]:
+        """The numbers of rows of the input projection: B, C and x."""
+        return self.channels, self.channels, self.channels
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +249,15 @@ class MixtureOfExperts:
         return range(self.experts) if self.local is None else self.local
 
 
-Attention = GroupedQueryAttention | LatentAttention
+StateLayer = GatedDeltaNet | Mamba2 | ShortConvolution
+"""The kinds of layers that keep a state instead of keys and values, in place of attention."""
+Attention = GroupedQueryAttention | LatentAttention | StateLayer
 FeedForward = DenseFeedForward | MixtureOfExperts
+
+
+def rope_of(attention: Attention) -> RopeConfig | None:
+    """Return the rotary embedding of a layer; None if it has none."""
+    return None if isinstance(attention, StateLayer) else attention.rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +265,8 @@ class LayerSpec:
     """One layer: hidden += attention(norm(hidden)), then hidden += feed_forward(norm(hidden))."""
 
     attention: Attention
-    feed_forward: FeedForward
+    feed_forward: FeedForward | None
+    """The feed-forward network; None if the layer has only attention (Nemotron-H)."""
     output_norms: bool = False
     """True if the outputs of attention and feed-forward network are normalized before they are added (Gemma)."""
     input_norms: bool = True
@@ -174,6 +304,11 @@ class ModelSpec:
     """The cap of logits: softcap · tanh(logit / softcap), applied after the scale; None = no cap."""
     quantization: Quantization | None = None
     """The quantization schemes of the weights; None = all weights are in the model's dtype."""
+    page_layers: tuple[int, ...] = ()
+    """The number of layers per KV page of each class of layers (`page_layers` in kv.py); empty = chosen by the spec.
+
+    A rank's spec has those of the whole model, so that the ranks divide pages in the same way.
+    """
 
     @property
     def attention_shapes(self) -> tuple[AttentionShape, ...]:
@@ -209,5 +344,6 @@ class ModelSpec:
 
     @property
     def heads(self) -> int:
-        """The maximum number of query heads in any layer."""
-        return max(layer.attention.shape.heads for layer in self.layers)
+        """The maximum number of query heads in any layer with attention."""
+        attentions = (layer.attention for layer in self.layers)
+        return max(attention.shape.heads for attention in attentions if not isinstance(attention, StateLayer))

@@ -14,14 +14,17 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from tandem.engine.config.attention import AttentionShape
-from tandem.engine.config.kv import kv_groups
+from tandem.engine.config.kv import kv_groups, page_layers
 from tandem.engine.config.model import (
     Attention,
     DenseFeedForward,
     FeedForward,
+    GatedDeltaNet,
     GroupedQueryAttention,
+    Mamba2,
     MixtureOfExperts,
     ModelSpec,
+    StateLayer,
 )
 from tandem.engine.config.quantization import Quantization
 from tandem.protocol.errors import InvalidArgument
@@ -38,6 +41,8 @@ class Rank:
     stage: int = 0
     """The number of the rank's pipeline stage, counted from 0."""
     stages: int = 1
+    divides_tokens: bool = False
+    """True if each rank has the whole model, and the tokens of a step are divided (`parallel/context_model.py`)."""
 
     @classmethod
     def of(cls, world_number: int, count: int, stages: int) -> "Rank":
@@ -101,13 +106,14 @@ class PagePart:
     first_layer: int = 0
 
 
-def page_part(spec: ModelSpec, rank: Rank) -> PagePart:
-    """Return the part of a page that `rank` has; `spec` describes the whole model."""
-    group = kv_groups(spec)[0]
-    own = kv_groups(rank_spec(spec, rank.count))[0].heads
-    # If there are more ranks than KV heads, several ranks have the same head.
-    first_head = rank.number * (group.heads // own) // rank.count * own
-    return PagePart(group.heads, group.depth, first_head, rank.page_layers(group.depth).start)
+def page_parts(spec: ModelSpec, rank: Rank) -> tuple[PagePart, ...]:
+    """Return the part of a page of each group of layers that `rank` has; `spec` describes the whole model."""
+    parts = []
+    for group, own in zip(kv_groups(spec), kv_groups(rank_spec(spec, rank.count)), strict=True):
+        # If there are more ranks than KV heads, several ranks have the same head.
+        first_head = rank.number * (group.heads // own.heads) // rank.count * own.heads
+        parts.append(PagePart(group.heads, group.depth, first_head, rank.page_layers(group.depth).start))
+    return tuple(parts)
 
 
 def rank_spec(spec: ModelSpec, ranks: int, number: int = 0) -> ModelSpec:
@@ -127,7 +133,7 @@ def rank_spec(spec: ModelSpec, ranks: int, number: int = 0) -> ModelSpec:
         )
         for layer in spec.layers
     )
-    return replace(spec, layers=tuple(layers))
+    return replace(spec, layers=tuple(layers), page_layers=page_layers(spec))
 
 
 def own_spec(spec: ModelSpec, rank: Rank) -> ModelSpec:
@@ -139,7 +145,8 @@ def own_spec(spec: ModelSpec, rank: Rank) -> ModelSpec:
     if rank.stages == 1:
         return divided
     layers = stage_layers(spec, rank.stages)[rank.stage]
-    return replace(divided, layers=divided.layers[layers.start : layers.stop])
+    own = divided.layers[layers.start : layers.stop]
+    return replace(divided, layers=own, page_layers=_stage_page_layers(spec, rank))
 
 
 def stage_layers(spec: ModelSpec, stages: int) -> tuple[range, ...]:
@@ -154,10 +161,11 @@ def stage_layers(spec: ModelSpec, stages: int) -> tuple[range, ...]:
     groups = kv_groups(spec)
     divided = []
     for stage in range(stages):
-        part = Rank(stage=stage, stages=stages).page_layers(groups[0].depth)
-        own = [group.layers[part.start : part.stop] for group in groups]
+        rank = Rank(stage=stage, stages=stages)
+        parts = [rank.page_layers(group.depth) for group in groups]
+        own = [group.layers[part.start : part.stop] for group, part in zip(groups, parts, strict=True)]
         numbers = sorted(chain.from_iterable(own))
-        if not numbers or [*range(numbers[0], numbers[-1] + 1)] != numbers or _grouped(spec, numbers) != own:
+        if not all(own) or [*range(numbers[0], numbers[-1] + 1)] != numbers or _grouped(spec, numbers, rank) != own:
             raise InvalidArgument(
                 "pipeline_parallel_size",
                 f"the model's {len(spec.layers)} layers, whose KV is in {len(groups)} groups, cannot be divided among"
@@ -167,10 +175,16 @@ def stage_layers(spec: ModelSpec, stages: int) -> tuple[range, ...]:
     return tuple(divided)
 
 
-def _grouped(spec: ModelSpec, numbers: list[int]) -> list[tuple[int, ...]]:
-    """Return the groups of these consecutive layers, if they were a model."""
-    groups = kv_groups(replace(spec, layers=spec.layers[numbers[0] : numbers[-1] + 1]))
+def _grouped(spec: ModelSpec, numbers: list[int], rank: Rank) -> list[tuple[int, ...]]:
+    """Return the groups of these consecutive layers, if they were a model with the pages of a rank's stage."""
+    layers = spec.layers[numbers[0] : numbers[-1] + 1]
+    groups = kv_groups(replace(spec, layers=layers, page_layers=_stage_page_layers(spec, rank)))
     return [tuple(numbers[layer] for layer in group.layers) for group in groups]
+
+
+def _stage_page_layers(spec: ModelSpec, rank: Rank) -> tuple[int, ...]:
+    """Return the number of layers of each class in a page of the rank's stage."""
+    return tuple(len(rank.page_layers(depth)) for depth in page_layers(spec))
 
 
 def computed_spec(spec: ModelSpec, rank: Rank) -> ModelSpec:
@@ -200,6 +214,8 @@ def local_experts_spec(spec: ModelSpec, gpus: int) -> ModelSpec:
 
 
 def _attention(attention: Attention, ranks: int) -> Attention:
+    if isinstance(attention, StateLayer):
+        return _state_layer(attention, ranks)
     heads = _divided("attention heads", attention.shape.heads, ranks)
     if not isinstance(attention, GroupedQueryAttention):
         return replace(attention, shape=replace(attention.shape, heads=heads))
@@ -207,6 +223,17 @@ def _attention(attention: Attention, ranks: int) -> Attention:
     if attention.qk_norm > shape.head_dim:
         raise _indivisible("the norm over all heads of a query", attention.qk_norm, ranks)
     return replace(attention, shape=replace(shape, heads=heads, kv_heads=_kv_heads(shape, ranks)))
+
+
+def _state_layer(layer: StateLayer, ranks: int) -> StateLayer:
+    """Return a rank's part of a state layer: some of its heads, each with its whole state."""
+    heads = _divided("heads of a state layer", layer.state.heads, ranks)
+    if isinstance(layer, GatedDeltaNet):
+        return replace(layer, key_heads=heads, value_heads=layer.value_heads // ranks)
+    if isinstance(layer, Mamba2):
+        norms = _divided("parts of the norm of a state layer", layer.norm_groups, ranks)
+        return replace(layer, heads=layer.heads // ranks, groups=heads, norm_groups=norms)
+    return replace(layer, channels=layer.channels // ranks, blocks=heads)
 
 
 def _kv_heads(shape: AttentionShape, ranks: int) -> int:
@@ -217,8 +244,10 @@ def _kv_heads(shape: AttentionShape, ranks: int) -> int:
     return 1
 
 
-def _feed_forward(network: FeedForward, rank: Rank, quantization: Quantization | None) -> FeedForward:
+def _feed_forward(network: FeedForward | None, rank: Rank, quantization: Quantization | None) -> FeedForward | None:
     ranks = rank.count
+    if network is None:
+        return None
     if isinstance(network, DenseFeedForward):
         return replace(network, width=_divided("elements of a feed-forward network", network.width, ranks))
     assert isinstance(network, MixtureOfExperts)

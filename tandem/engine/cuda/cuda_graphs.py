@@ -77,9 +77,7 @@ class DecodeGraphs:
         sizes.
         """
         limits = self._packer.limits
-        sizes = StepSizes(
-            tokens=rows, rows=rows, width=limits.pages_of(limits.max_context), drawn=rows, groups=limits.groups
-        )
+        sizes = limits.sizes(rows, rows, limits.pages_of(limits.max_context), rows)
         words, step = empty_step(
             self._packer, sizes, self._drawn.device, singles=rows, max_row_tokens=1, context=limits.max_context
         )

@@ -100,9 +100,9 @@ def start_on_gpu(
         if capacity is None:
             capacity = kv_cache_bytes(device, config.gpu_memory_fraction, steps + _MARGIN_BYTES)
         if group is not None:
-            capacity = group.pool_bytes(capacity, page_bytes(model.spec, page_tokens, kv_dtype))
+            capacity = group.pool_bytes(capacity, page_bytes(model.spec, page_tokens, kv_dtype, model.dtype))
         # Allocated outside of inference mode, because the transfer and tests write into the cache as well.
-        cache = PagedCache(model.spec, page_tokens, capacity, kv_dtype, device, step_tokens=config.max_step_tokens)
+        cache = _cache(config, model, page_tokens, capacity, kv_dtype=kv_dtype, device=device)
         stepper = _make_stepper(config, model, cache, sizes, progress, masks=masks, on_step=on_step)
     log.info("KV cache: %d pages, %.1f GiB", cache.pages, cache.pages * cache.page_bytes / GIB)
     return cache, stepper
@@ -130,8 +130,28 @@ def _one_row(
     """Return the KV cache over which trial steps run; it has pages for the longest row of a prefill step."""
     row_tokens = min(config.max_step_tokens, model.spec.max_context)
     pages = len(kv_groups(model.spec)) * pages_for(row_tokens, page_tokens)
-    capacity = cache_bytes(model.spec, pages, page_tokens, kv_dtype)
-    return PagedCache(model.spec, page_tokens, capacity, kv_dtype, device, step_tokens=config.max_step_tokens)
+    capacity = cache_bytes(model.spec, pages, page_tokens, kv_dtype, model.dtype)
+    return _cache(config, model, page_tokens, capacity, kv_dtype=kv_dtype, device=device)
+
+
+def _cache(
+    config: EngineConfig,
+    model: DecoderModel,
+    page_tokens: int,
+    capacity: int,
+    *,
+    kv_dtype: torch.dtype,
+    device: torch.device,
+) -> PagedCache:
+    return PagedCache(
+        model.spec,
+        page_tokens,
+        capacity,
+        kv_dtype,
+        device,
+        step_tokens=config.max_step_tokens,
+        model_dtype=model.dtype,
+    )
 
 
 def _measure_steps(config: EngineConfig, model: DecoderModel, probe: PagedCache, sizes: _Sizes) -> int:

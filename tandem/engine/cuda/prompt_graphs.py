@@ -119,8 +119,8 @@ class PromptGraphs:
     def step_sizes(self, size: PromptSize) -> StepSizes:
         """Return the sizes of the step from which the graph of `size` is captured."""
         limits, rows = self._packer.limits, size.answers + _ROWS
-        width = min(limits.pages_of(limits.max_context), _TABLE_PAGES // (rows * limits.groups))
-        return StepSizes(size.answers + size.tokens, rows, width, rows, limits.groups)
+        width = min(limits.pages_of(limits.max_context), _TABLE_PAGES // (rows * (limits.groups - limits.state_groups)))
+        return limits.sizes(size.answers + size.tokens, rows, width, rows)
 
     def _capture(self, size: PromptSize) -> StepGraph:
         words, compute, sizes = self._step(size)

@@ -98,7 +98,7 @@ class VerifyGraphs:
     def _step(self, size: VerifySize) -> tuple[Tensor, Callable[[], Tensor], StepSizes]:
         """Return a padded verification step, as `DecodeGraphs._step` does for decode steps."""
         limits, rows, groups = self._packer.limits, size.rows, size.groups
-        sizes = StepSizes(rows, rows, limits.pages_of(limits.max_context), rows, limits.groups)
+        sizes = limits.sizes(rows, rows, limits.pages_of(limits.max_context), rows)
         words, step = empty_step(
             self._packer,
             sizes,

@@ -15,7 +15,7 @@ from tandem.engine.cache.paged_cache import cache_bytes
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.kv import kv_groups
 from tandem.engine.config.model import ModelSpec
-from tandem.engine.device import parse_device, parse_dtype, parse_kv_dtype, parse_page_tokens
+from tandem.engine.device import parse_device, parse_dtype, parse_kv_dtype, parse_pages
 from tandem.engine.draft_training.answers import BATCH, Answer, AnswerGenerator, tokens_a_step
 from tandem.engine.draft_training.eagle_layer import EagleLayer, EagleSizes
 from tandem.engine.draft_training.train_eagle import eagle_guesses, train_eagle, write_eagle
@@ -168,9 +168,10 @@ def _answer(
     if not prompts:
         raise InvalidArgument("text", "has no paragraph to answer.")
     longest, device = max(map(len, prompts)) + ANSWER_TOKENS, parse_device(config.device)
-    page_tokens = parse_page_tokens(config, device)
+    spec, page_tokens = parse_pages(config, device, spec)
     pages = -(-longest // page_tokens) * BATCH * len(kv_groups(spec)) + _SPARE_PAGES
-    capacity = cache_bytes(spec, pages, page_tokens, parse_kv_dtype(config, device, spec))
+    dtypes = parse_kv_dtype(config, device, spec), parse_dtype(config, device, spec)
+    capacity = cache_bytes(spec, pages, page_tokens, *dtypes)
     sized = EngineConfig(
         config.served,
         device=config.device,

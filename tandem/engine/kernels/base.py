@@ -11,8 +11,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.engine.kernels.kv_cache import KvCache
-from tandem.engine.kernels.layers import AttentionLayer, DenseLayer, Experts, ExpertsLayer, LatentLayer, Linear, Norm
+from tandem.engine.kernels.kv_cache import KvCache, StateCache
+from tandem.engine.kernels.layers import (
+    AttentionLayer,
+    DenseLayer,
+    Experts,
+    ExpertsLayer,
+    LatentLayer,
+    Linear,
+    Norm,
+    RecurrentLayer,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +264,17 @@ class Kernels(Products):
         """Compute causal attention of each row's tokens over the latents in the row's pages.
 
         q [T, heads, nope + rope] as `latent_store` returns it → [T, heads·v_dim].
+        """
+
+    @abstractmethod
+    def mix_states(self, projected: Tensor, layer: RecurrentLayer, cache: StateCache, layout: StepLayout) -> Tensor:
+        """Compute a state layer between its projections, and write the state of each row after its last token.
+
+        projected [T, sum(layer.spec.projected)]: the rows of the input projections
+        → [T, layer.spec.inner]: the output, gated and normalized
+
+        Each row begins with the state in its first page of `layout.state_pages`, and the new state is written to the
+        second.
         """
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.config.attention import AttentionShape
-from tandem.engine.config.model import ModelSpec
+from tandem.engine.config.model import GatedDeltaNet, ModelSpec, StateLayer
 from tandem.engine.kernels.attention.prefill_attention import FlashPrefill, PrefillAttention, leaves_idle
 from tandem.engine.kernels.attention.quantized_prefill import QuantizedPrefill, make_copies
 from tandem.engine.kernels.attention.triton_attention import DecodeAttention
@@ -18,9 +18,18 @@ from tandem.engine.kernels.base import DeferredTokens, Kernels, StepLayout
 from tandem.engine.kernels.experts import packed_experts
 from tandem.engine.kernels.experts.triton_experts import ExpertKernels
 from tandem.engine.kernels.fallback import why_no_flash
-from tandem.engine.kernels.kv_cache import KvCache, is_quantized
+from tandem.engine.kernels.kv_cache import KvCache, StateCache, is_quantized
 from tandem.engine.kernels.latent.latent_kernels import LatentKernels
-from tandem.engine.kernels.layers import AttentionLayer, DenseLayer, Experts, ExpertsLayer, LatentLayer, Linear, Norm
+from tandem.engine.kernels.layers import (
+    AttentionLayer,
+    DenseLayer,
+    Experts,
+    ExpertsLayer,
+    LatentLayer,
+    Linear,
+    Norm,
+    RecurrentLayer,
+)
 from tandem.engine.kernels.libraries import Libraries, Wanted
 from tandem.engine.kernels.linear import triton_linear
 from tandem.engine.kernels.linear.gated_product import GatedProduct
@@ -34,6 +43,8 @@ from tandem.engine.kernels.rowwise import triton_rope
 from tandem.engine.kernels.rowwise.triton_embed import embed
 from tandem.engine.kernels.rowwise.triton_norm import norm_add, rms_norm
 from tandem.engine.kernels.second_stream import SecondStream
+from tandem.engine.kernels.states.reference import mix_states
+from tandem.engine.kernels.states.triton_decode import decode_delta
 from tandem.engine.kernels.triton_launch import overlaps_launches
 from tandem.protocol.errors import InvalidArgument
 
@@ -73,6 +84,7 @@ class CudaKernels(Kernels):
         self._max_decode_rows = max_decode_rows
         self._device, self._kv_dtype = device, kv_dtype
         self._pdl = overlaps_launches()
+        self._has_states = any(isinstance(layer.attention, StateLayer) for layer in model.layers)
         self._experts = ExpertKernels(self._pdl)
         gpu = device.type == "cuda"
         self._second = SecondStream(device) if gpu else _ONE_STREAM
@@ -105,7 +117,12 @@ class CudaKernels(Kernels):
 
     @property
     def prompts_capturable(self) -> bool:
-        """True if prefill uses flash-attn-4 or latent attention, whose launches do not depend on row lengths."""
+        """True if prefill uses flash-attn-4 or latent attention, whose launches do not depend on row lengths.
+
+        The prefill of state layers does depend on them.
+        """
+        if self._has_states:
+            return False
         # Wait before anything is captured: a thread that uses the device during the capture would invalidate it.
         self._gated_soon.result()
         return not self._decode or isinstance(self._prefill, FlashPrefill | QuantizedPrefill)
@@ -259,6 +276,15 @@ class CudaKernels(Kernels):
     def latent_attention(self, q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
         """Compute absorbed attention of rows with few tokens, and expanded attention of longer rows."""
         return self._latent.attention(q, layer, cache, layout, self._single_rows(layout))
+
+    def mix_states(self, projected: Tensor, layer: RecurrentLayer, cache: StateCache, layout: StepLayout) -> Tensor:
+        """Compute Gated DeltaNet of one-token rows in one launch, and everything else in PyTorch."""
+        if not layout.decode_only or not isinstance(layer.spec, GatedDeltaNet):
+            return mix_states(projected, layer, cache, layout)
+        assert layout.state_pages is not None
+        out = projected.new_empty(len(projected), layer.spec.inner)
+        decode_delta(projected, layer, cache, layout.state_pages, out, pdl=self._pdl)
+        return out
 
     def _normed(self, hidden: Tensor, norm: Norm, *, streamed: bool = True) -> tuple[Tensor, Norm | None]:
         """Return the input of a product, and the norm that a streaming kernel still has to apply, or None.

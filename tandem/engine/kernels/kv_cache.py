@@ -52,16 +52,34 @@ class StateCache:
     inputs: Tensor
 
 
+GroupCache = KvCache | StateCache
+"""The view that the layers of a group have of the pages."""
+
+
 def is_quantized(dtype: torch.dtype) -> bool:
     """Return True if a cache of this dtype holds codes with scales."""
     return dtype in _LARGEST
 
 
-def unquantized(cache: KvCache) -> Tensor:
-    """Return the cache for kernels that support no 8-bit KV. Raises Internal if it is quantized."""
-    if isinstance(cache, QuantizedKv):
-        raise Internal("These kernels do not compute with 8-bit keys and values.")
+def kv_of(cache: GroupCache) -> KvCache:
+    """Return the cache of a layer with KV. Raises Internal if it has states."""
+    if isinstance(cache, StateCache):
+        raise Internal("The pages of state layers have no keys and values.")
     return cache
+
+
+def states_of(cache: GroupCache) -> StateCache:
+    """Return the cache of a state layer. Raises Internal if it has keys and values."""
+    if not isinstance(cache, StateCache):
+        raise Internal("The pages of attention have no states.")
+    return cache
+
+
+def unquantized(cache: GroupCache) -> Tensor:
+    """Return the cache for kernels that support no 8-bit KV. Raises Internal if it is quantized, or has states."""
+    if isinstance(held := kv_of(cache), QuantizedKv):
+        raise Internal("These kernels do not compute with 8-bit keys and values.")
+    return held
 
 
 def codes_of(cache: KvCache) -> Tensor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tandem.engine.config.attention import AttentionShape, LatentShape
-from tandem.engine.config.model import MixtureOfExperts
+from tandem.engine.config.model import MixtureOfExperts, StateLayer
 from tandem.engine.kernels.lora_tables import LoraTables
 from tandem.engine.kernels.packed_weight import Weight
 
@@ -119,6 +119,26 @@ class LatentLayer:
     """[latent], the norm of the latent."""
     kv_up: Tensor
     """[heads, nope + v_dim, latent]: multiplied with the latents it gives each head's keys and values."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentLayer:
+    """A state layer, between its input projections and its output projection."""
+
+    index: int
+    """The layer's index in the pages of its group."""
+    spec: StateLayer
+    convolution: Tensor
+    """[heads · channels, width]: the convolution's weight, in the order of `spec.convolved`, the oldest token first."""
+    convolution_bias: Tensor | None
+    decay_log: Tensor | None
+    """[heads] float32: the logarithm of each head's rate of decay (A_log); None without a recurrent state."""
+    step_bias: Tensor | None
+    """[heads] float32: the bias of dt; None without a recurrent state."""
+    skip: Tensor | None
+    """[heads] float32: the factor with which a head's input is added to its output (D of Mamba-2)."""
+    norm: Norm | None
+    """The norm of the output: [value_dim] for each head, or [inner] for Mamba-2; None without one."""
 
 
 @dataclass(frozen=True, slots=True)

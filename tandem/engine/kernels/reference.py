@@ -11,9 +11,18 @@ from torch import Tensor
 from tandem.engine.config.attention import AttentionShape, LatentShape
 from tandem.engine.config.model import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertRouter, MixtureOfExperts
 from tandem.engine.kernels.base import DeferredTokens, Kernels, StepLayout
-from tandem.engine.kernels.kv_cache import KvCache, QuantizedKv, dequantize_kv, quantize_kv
-from tandem.engine.kernels.layers import AttentionLayer, Experts, ExpertsLayer, LatentLayer, Linear, Norm
+from tandem.engine.kernels.kv_cache import KvCache, QuantizedKv, StateCache, dequantize_kv, quantize_kv
+from tandem.engine.kernels.layers import (
+    AttentionLayer,
+    Experts,
+    ExpertsLayer,
+    LatentLayer,
+    Linear,
+    Norm,
+    RecurrentLayer,
+)
 from tandem.engine.kernels.packed_weight import PackedWeight
+from tandem.engine.kernels.states.reference import mix_states
 from tandem.engine.kernels.unpacked import as_matrix
 
 
@@ -128,6 +137,10 @@ class ReferenceKernels(Kernels):
             stored = gather_latents(cache, layer.index, layout.page_table[row], context)
             out[tokens] = attend_latents(q[tokens], stored, layer.kv_up, layout.positions[tokens], shape)
         return out
+
+    def mix_states(self, projected: Tensor, layer: RecurrentLayer, cache: StateCache, layout: StepLayout) -> Tensor:
+        """Compute one-token rows together and longer rows one after the other, in PyTorch."""
+        return mix_states(projected, layer, cache, layout)
 
 
 def rounded_input(x: Tensor, weight: PackedWeight) -> Tensor:

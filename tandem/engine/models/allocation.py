@@ -12,10 +12,15 @@ from tandem.cost_model.roofline import PackedWeights
 from tandem.engine.config.model import (
     Attention,
     DenseFeedForward,
+    FeedForward,
+    GatedDeltaNet,
     LatentAttention,
     LayerSpec,
+    Mamba2,
     MixtureOfExperts,
     ModelSpec,
+    ShortConvolution,
+    StateLayer,
 )
 from tandem.engine.config.quantization import Codes, Packing, WeightFormat, WeightScheme
 from tandem.engine.kernels.held_weight import held_bytes
@@ -29,6 +34,7 @@ from tandem.engine.models.parameters import (
     LayerParameters,
     Parameters,
     ParameterSlot,
+    StateParameters,
     named_weights,
 )
 
@@ -37,7 +43,7 @@ _T = TypeVar("_T")
 _META = torch.device("meta")
 _MATRIX = 2
 """The number of dimensions of a weight matrix; the weights of experts have one more."""
-_PACKED_FIELDS = {"embedding", "lm_head", "qkv", "output", "down", "query_up", "gate_up", "weight"}
+_PACKED_FIELDS = {"embedding", "lm_head", "qkv", "output", "down", "query_up", "gate_up", "weight", "projections"}
 """The fields of `Parameters` whose weights may be packed."""
 _PLAIN_FIELDS = {"router", "shared_gate"}
 """The fields that no tool quantizes, even if its configuration includes all linear layers."""
@@ -272,32 +278,60 @@ def _layer(spec: LayerSpec, hidden: int, empty: Empty, norm: Empty, *, norm_bias
         input_norm=before,
         attention=_attention(spec.attention, hidden, empty, norm),
         attention_output_norm=norm(hidden) if spec.output_norms else None,
-        feed_forward_norm=norm(hidden) if spec.input_norms and not spec.parallel else before,
-        feed_forward=(
-            _experts(spec.feed_forward, hidden, empty)
-            if isinstance(spec.feed_forward, MixtureOfExperts)
-            else _dense(spec.feed_forward, hidden, empty)
-        ),
+        feed_forward_norm=norm(hidden) if spec.input_norms and spec.feed_forward and not spec.parallel else before,
+        feed_forward=_feed_forward(spec.feed_forward, hidden, empty),
         feed_forward_output_norm=norm(hidden) if spec.output_norms else None,
         input_norm_bias=norm(hidden) if norm_bias else None,
         feed_forward_norm_bias=norm(hidden) if norm_bias else None,
     )
 
 
-def _attention(spec: Attention, hidden: int, empty: Empty, norm: Empty) -> AttentionParameters | LatentParameters:
+def _feed_forward(spec: FeedForward | None, hidden: int, empty: Empty) -> DenseParameters | Experts | None:
+    if spec is None:
+        return None
+    return _experts(spec, hidden, empty) if isinstance(spec, MixtureOfExperts) else _dense(spec, hidden, empty)
+
+
+def _attention(
+    spec: Attention, hidden: int, empty: Empty, norm: Empty
+) -> AttentionParameters | LatentParameters | StateParameters:
+    if isinstance(spec, StateLayer):
+        return _state(spec, hidden, empty)
     if isinstance(spec, LatentAttention):
         return _latent(spec, hidden, empty, norm)
     shape = spec.shape
     heads = spec.qk_norm // shape.head_dim  # the heads that are normalized together: 1, or all
     kv_elements = shape.head_dim if heads == 1 else shape.kv_heads * shape.head_dim
+    rows = shape.qkv_size + (shape.qkv_rows[0] if spec.output_gate else 0)
     return AttentionParameters(
-        qkv=empty(shape.qkv_size, hidden),
-        qkv_bias=empty(shape.qkv_size) if spec.qkv_bias else None,
+        qkv=empty(rows, hidden),
+        qkv_bias=empty(rows) if spec.qkv_bias else None,
         output=empty(hidden, shape.heads * shape.head_dim),
         output_bias=empty(hidden) if spec.output_bias else None,
         q_norm=norm(spec.qk_norm) if spec.qk_norm else None,
         k_norm=norm(kv_elements) if spec.qk_norm else None,
         sinks=empty(shape.heads).float() if spec.sinks else None,
+    )
+
+
+def _state(spec: StateLayer, hidden: int, empty: Empty) -> StateParameters:
+    channels, rows = spec.state.heads * spec.state.channels, sum(spec.projected)
+    plain = isinstance(spec, ShortConvolution)
+    biased = not isinstance(spec, GatedDeltaNet) and spec.bias
+    heads = 0 if isinstance(spec, ShortConvolution) else spec.projected[-1]
+    convolution_bias = spec.convolution_bias if isinstance(spec, Mamba2) else biased
+    norm = spec.value_dim if isinstance(spec, GatedDeltaNet) else spec.inner
+    return StateParameters(
+        projections=empty(rows, hidden),
+        projections_bias=empty(rows) if biased else None,
+        convolution=empty(channels, spec.width),
+        convolution_bias=empty(channels) if convolution_bias else None,
+        decay_log=None if plain else empty(heads).float(),
+        step_bias=None if plain else empty(heads).float(),
+        skip=empty(heads).float() if isinstance(spec, Mamba2) else None,
+        state_norm=None if plain else empty(norm),
+        output=empty(hidden, spec.inner),
+        output_bias=empty(hidden) if biased else None,
     )
 
 

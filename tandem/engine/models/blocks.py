@@ -1,12 +1,20 @@
 """The kinds of attention and feed-forward network that a layer may have, with weights prepared for the kernels."""
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.engine.config.model import DenseFeedForward, GroupedQueryAttention, LatentAttention, MixtureOfExperts
+from tandem.engine.config.model import (
+    DenseFeedForward,
+    GroupedQueryAttention,
+    LatentAttention,
+    MixtureOfExperts,
+    StateLayer,
+)
 from tandem.engine.kernels.base import Kernels, Products, StepLayout
-from tandem.engine.kernels.kv_cache import KvCache, unquantized
+from tandem.engine.kernels.kv_cache import GroupCache, kv_of, states_of, unquantized
 from tandem.engine.kernels.layers import (
     AttentionLayer,
     DenseLayer,
@@ -17,9 +25,18 @@ from tandem.engine.kernels.layers import (
     LayerNorm,
     Linear,
     Norm,
+    RecurrentLayer,
 )
 from tandem.engine.kernels.reference import activate
-from tandem.engine.models.parameters import AttentionParameters, DenseParameters, LatentParameters
+from tandem.engine.models.parameters import AttentionParameters, DenseParameters, LatentParameters, StateParameters
+
+
+class Queries(NamedTuple):
+    """What a layer's `attend` needs of the step's tokens, after their keys and values are stored."""
+
+    q: Tensor
+    gate: Tensor | None = None
+    """[T, heads·head_dim], the output gate before the sigmoid; None without one."""
 
 
 def normed_linear(products: Products, hidden: Tensor, norm: InputNorm, linear: Linear) -> Tensor:
@@ -64,19 +81,26 @@ class AttentionBlock:
             # to the queries, as a score is a sum of products of their elements and the keys'.
             self._query_weight = q_norm.float() * k_norm.float()
             q_norm = k_norm = torch.ones_like(q_norm)
+        self.cache_index = index
+        """The layer's index in the pages of its KV group."""
         self._layer = AttentionLayer(index, spec.shape, rope, q_norm, k_norm, norm_eps, weights.sinks)
+        self._gate_size = spec.shape.qkv_rows[0] if spec.output_gate else 0
 
-    def store(self, hidden: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
+    def store(self, hidden: Tensor, layout: StepLayout, cache: GroupCache) -> Queries:
         """Store the keys and values of the step's tokens in `cache`, and return the queries."""
         qkv = normed_linear(self._products, hidden, self._norm, self._qkv)
-        q = self._kernels.rope_and_store(qkv, self._layer, cache, layout)
+        gate = None
+        if self._gate_size:
+            gate, qkv = qkv[:, : self._gate_size], qkv[:, self._gate_size :].contiguous()
+        q = self._kernels.rope_and_store(qkv, self._layer, kv_of(cache), layout)
         if self._query_weight is not None:
             q *= self._query_weight
-        return _scaled(q, self._query_factors, layout)
+        return Queries(_scaled(q, self._query_factors, layout), gate)
 
-    def attend(self, q: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
+    def attend(self, queries: Queries, layout: StepLayout, cache: GroupCache) -> Tensor:
         """Return the output [T, heads·head_dim] of the attention heads, before the output projection."""
-        return self._kernels.attention(q, self._layer, cache, layout)
+        out = self._kernels.attention(queries.q, self._layer, kv_of(cache), layout)
+        return out if queries.gate is None else out * torch.sigmoid(queries.gate)
 
 
 class LatentBlock:
@@ -105,9 +129,11 @@ class LatentBlock:
         self._down = products.prepare(Linear(weights.down, weights.down_bias))
         self._query_up = None if weights.query_up is None else products.prepare(Linear(weights.query_up))
         self._query_norm = None if weights.query_norm is None else Norm(weights.query_norm, spec.norm_eps)
+        self.cache_index = index
+        """The layer's index in the pages of its KV group."""
         self._layer = LatentLayer(index, spec.shape, rope, Norm(weights.latent_norm, spec.norm_eps), weights.kv_up)
 
-    def store(self, hidden: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
+    def store(self, hidden: Tensor, layout: StepLayout, cache: GroupCache) -> Queries:
         """Store the latents of the step's tokens in `cache`, and return the rotated queries [T, heads, nope + rope]."""
         cached = self._layer.shape.cached
         down = self._products.norm_linear(hidden, self._norm, self._down)
@@ -115,11 +141,53 @@ class LatentBlock:
         if self._query_up is not None and self._query_norm is not None:
             q = self._products.norm_linear(q.contiguous(), self._query_norm, self._query_up)
         q = self._kernels.latent_store(q, latents, self._layer, unquantized(cache), layout)
-        return _scaled(q, self._query_factors, layout)
+        return Queries(_scaled(q, self._query_factors, layout))
 
-    def attend(self, q: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
+    def attend(self, queries: Queries, layout: StepLayout, cache: GroupCache) -> Tensor:
         """Return the output [T, heads·v_dim] of the attention heads, before the output projection."""
-        return self._kernels.latent_attention(q, self._layer, unquantized(cache), layout)
+        return self._kernels.latent_attention(queries.q, self._layer, unquantized(cache), layout)
+
+
+class StateBlock:
+    """The state layer of one layer, which takes the place of its attention."""
+
+    def __init__(
+        self,
+        spec: StateLayer,
+        index: int,
+        norm: InputNorm,
+        weights: StateParameters,
+        *,
+        norm_eps: float,
+        kernels: Kernels,
+        products: Products,
+    ) -> None:
+        """Prepare the weights for the kernels; `index` is the layer's index in the pages of its group.
+
+        `norm_eps` is the epsilon of the output norm.
+        """
+        self.output = products.prepare(Linear(weights.output, weights.output_bias))
+        self._norm, self._kernels, self._products = norm, kernels, products
+        self._projections = products.prepare(Linear(weights.projections, weights.projections_bias))
+        self._layer = RecurrentLayer(
+            index,
+            spec,
+            weights.convolution,
+            weights.convolution_bias,
+            weights.decay_log,
+            weights.step_bias,
+            weights.skip,
+            None if weights.state_norm is None else Norm(weights.state_norm, norm_eps),
+        )
+
+    def store(self, hidden: Tensor, layout: StepLayout, cache: GroupCache) -> Queries:
+        """Advance the states of the step's rows, and return the output [T, inner] before the output projection."""
+        projected = normed_linear(self._products, hidden, self._norm, self._projections)
+        return Queries(self._kernels.mix_states(projected, self._layer, states_of(cache), layout))
+
+    def attend(self, queries: Queries, layout: StepLayout, cache: GroupCache) -> Tensor:
+        """Return the output that `store` computed."""
+        return queries.q
 
 
 class DenseBlock:

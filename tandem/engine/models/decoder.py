@@ -8,7 +8,7 @@ from torch import Tensor
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.expert_tokens import ExpertTokens
 from tandem.engine.kernels.base import DeferredTokens, Kernels, Products, StepLayout
-from tandem.engine.kernels.kv_cache import KvCache
+from tandem.engine.kernels.kv_cache import GroupCache, kv_of
 from tandem.engine.kernels.layers import Linear
 from tandem.engine.kernels.lora.adapted_products import AdaptedProducts
 from tandem.engine.models.blocks import normed_linear
@@ -64,10 +64,12 @@ class DecoderModel:
         """The token counts of trial steps for adapter updates (`LoraUpdates.trial_tokens`); empty without adapters."""
         return () if self._updates is None else self._updates.trial_tokens
 
-    def run_layer(self, number: int, hidden: Tensor, layouts: Sequence[StepLayout], cache: KvCache) -> None:
+    def run_layer(
+        self, number: int, hidden: Tensor, layouts: Sequence[StepLayout], caches: Sequence[GroupCache]
+    ) -> None:
         """Store the KV of layer `number`, and add its attention and feed-forward outputs to `hidden` in place."""
         layer = self._layers[number]
-        layout = layouts[layer.group]
+        layout, cache = layouts[layer.group], caches[layer.group]
         q = layer.attention.store(hidden, layout, cache)
         self._finish(layer, layer.attention.attend(q, layout, cache), hidden, layouts[0].slots)
 
@@ -75,7 +77,7 @@ class DecoderModel:
         self,
         token_ids: Tensor,
         layouts: Sequence[StepLayout],
-        cache: KvCache,
+        caches: Sequence[GroupCache],
         drawn: Tensor | None,
         feed: DeferredTokens | None = None,
         *,
@@ -85,7 +87,7 @@ class DecoderModel:
 
         token_ids  [T] int64
         layouts    one for each group of layers
-        cache      as in `Kernels.rope_and_store`
+        caches     the view of the pages (`PagedCache.views`) of each group of layers
         drawn      [D] int64: the indices of the tokens whose logits are computed; None = all tokens
         feed       the token ids that only the device has, see `DeferredTokens`
         scoring    computes log probabilities of prompt tokens; `drawn` then ends with the scored positions, whose
@@ -93,11 +95,11 @@ class DecoderModel:
 
         If D = 0, returns None as soon as the KV of the last layer is stored.
         """
-        hidden = self._begin_step(token_ids, layouts, cache, feed)
+        hidden = self._begin_step(token_ids, layouts, caches, feed)
         for number in range(len(self._layers) - 1):
-            self.run_layer(number, hidden, layouts, cache)
+            self.run_layer(number, hidden, layouts, caches)
         last = self._layers[-1]
-        layout = layouts[last.group]
+        layout, cache = layouts[last.group], caches[last.group]
         q = last.attention.store(hidden, layout, cache)
         if drawn is not None and len(drawn) == 0:
             # No row needs logits, so the last layer's attention and feed-forward network have no effect.
@@ -112,11 +114,16 @@ class DecoderModel:
         return self._logits(hidden) if scoring is None else scoring.logits(hidden, self._logits)
 
     def _begin_step(
-        self, token_ids: Tensor, layouts: Sequence[StepLayout], cache: KvCache, feed: DeferredTokens | None
+        self,
+        token_ids: Tensor,
+        layouts: Sequence[StepLayout],
+        caches: Sequence[GroupCache],
+        feed: DeferredTokens | None,
     ) -> Tensor:
         """Prepare the kernels for a step, and return the hidden states [T, H] before the first layer."""
-        for layout in reversed(layouts):
-            self.kernels.begin_step(cache, layout)
+        for layout, cache in zip(reversed(layouts), reversed(caches), strict=True):
+            if layout.state_pages is None:
+                self.kernels.begin_step(kv_of(cache), layout)
         if self._updates is not None:
             self._updates.begin_step(layouts[0].adapters)
         hidden = self._embed(token_ids, feed)
@@ -136,7 +143,7 @@ class DecoderModel:
 
     def _finish(self, layer: DecoderLayer, mixed: Tensor, hidden: Tensor, slots: Tensor) -> None:
         """Add a layer's attention and feed-forward outputs to the residual stream `hidden`, in place."""
-        if layer.parallel:
+        if layer.parallel and layer.feed_forward is not None:
             # Attention has already read its input, so the order of the additions does not matter to it.
             layer.feed_forward.add(hidden, slots, layer.feed_forward_output_norm)
         if layer.attention_output_norm is None:
@@ -144,7 +151,7 @@ class DecoderModel:
         else:
             out = self._products.linear(mixed, layer.attention.output)
             self.kernels.norm_add(out, layer.attention_output_norm, hidden)
-        if not layer.parallel:
+        if not layer.parallel and layer.feed_forward is not None:
             layer.feed_forward.add(hidden, slots, layer.feed_forward_output_norm)
 
     def _logits(self, hidden: Tensor) -> Tensor:

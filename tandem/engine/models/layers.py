@@ -8,18 +8,26 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tandem.engine.config.kv import kv_groups
-from tandem.engine.config.model import GroupedQueryAttention, MixtureOfExperts, ModelSpec, QueryScaling
+from tandem.engine.config.model import (
+    GroupedQueryAttention,
+    MixtureOfExperts,
+    ModelSpec,
+    QueryScaling,
+    ShortConvolution,
+    StateLayer,
+)
 from tandem.engine.config.rope import RopeConfig
 from tandem.engine.expert_tokens import ExpertTokens
 from tandem.engine.kernels.base import Kernels, Products
 from tandem.engine.kernels.layers import Experts, LayerNorm, Norm
-from tandem.engine.models.blocks import AttentionBlock, DenseBlock, ExpertsBlock, LatentBlock
+from tandem.engine.models.blocks import AttentionBlock, DenseBlock, ExpertsBlock, LatentBlock, StateBlock
 from tandem.engine.models.parameters import (
     AttentionParameters,
     DenseParameters,
     LatentParameters,
     LayerParameters,
     Parameters,
+    StateParameters,
 )
 from tandem.engine.models.rope import query_factors, rope_table
 
@@ -38,9 +46,9 @@ class CacheLayer(NamedTuple):
 class DecoderLayer:
     """A layer: its attention and feed-forward blocks, their output norms if any, and its group in the KV cache."""
 
-    attention: AttentionBlock | LatentBlock
+    attention: AttentionBlock | LatentBlock | StateBlock
     attention_output_norm: Norm | None
-    feed_forward: DenseBlock | ExpertsBlock
+    feed_forward: DenseBlock | ExpertsBlock | None
     feed_forward_output_norm: Norm | None
     group: int
     parallel: bool
@@ -110,8 +118,19 @@ def _prepare_layer(
     outer, inner = weights.attention, weights.feed_forward
     norms = (weights.input_norm, weights.input_norm_bias), (weights.feed_forward_norm, weights.feed_forward_norm_bias)
     before, between = (None if weight is None else input_norm(spec, weight, bias) for weight, bias in norms)
-    attention_block: AttentionBlock | LatentBlock
-    if isinstance(attention, GroupedQueryAttention):
+    attention_block: AttentionBlock | LatentBlock | StateBlock
+    if isinstance(attention, StateLayer):
+        assert isinstance(outer, StateParameters)
+        attention_block = StateBlock(
+            attention,
+            slot.layer,
+            before,
+            outer,
+            norm_eps=spec.norm_eps if isinstance(attention, ShortConvolution) else attention.norm_eps,
+            kernels=kernels,
+            products=products,
+        )
+    elif isinstance(attention, GroupedQueryAttention):
         assert isinstance(outer, AttentionParameters)
         rope = table(attention.rope, attention.shape.rotated)
         attention_block = AttentionBlock(
@@ -139,13 +158,13 @@ def _prepare_layer(
             kernels=kernels,
             products=products,
         )
-    feed_forward_block: DenseBlock | ExpertsBlock
+    feed_forward_block: DenseBlock | ExpertsBlock | None = None
     if isinstance(feed_forward, MixtureOfExperts):
         assert isinstance(inner, Experts)
         assert isinstance(between, Norm) or (between is not None and between.bias is None)
         counted = replace(inner, tokens=expert_tokens.of_layer(number))
         feed_forward_block = ExpertsBlock(feed_forward, between, counted, kernels=kernels, products=products)
-    else:
+    elif feed_forward is not None:
         assert isinstance(inner, DenseParameters)
         feed_forward_block = DenseBlock(feed_forward, between, inner, kernels=kernels, products=products)
     return DecoderLayer(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tandem.engine.config.model import ModelSpec
+from tandem.engine.config.model import ModelSpec, rope_of
 from tandem.engine.config.quantization import Codes, at_load, check_patterns
 from tandem.engine.models.families import family_of, is_supported
 from tandem.engine.models.families.family import Json, parse_eos
@@ -106,7 +106,7 @@ def bounded(spec: ModelSpec, max_model_len: int | None) -> ModelSpec:
     """
     if max_model_len is None:
         return spec
-    ropes = [rope for layer in spec.layers if (rope := layer.attention.rope) is not None]
+    ropes = [rope for layer in spec.layers if (rope := rope_of(layer.attention)) is not None]
     stretched = (int(rope.original_context * rope.factor) for rope in ropes if rope.kind == "linear")
     longest = max([spec.max_context, *stretched])
     if not 1 <= max_model_len <= longest:

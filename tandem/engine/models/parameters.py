@@ -10,7 +10,14 @@ from dataclasses import dataclass, fields, is_dataclass
 import torch
 from torch import Tensor
 
-from tandem.engine.config.model import DenseFeedForward, GroupedQueryAttention, LayerSpec, MixtureOfExperts, ModelSpec
+from tandem.engine.config.model import (
+    DenseFeedForward,
+    GroupedQueryAttention,
+    LayerSpec,
+    MixtureOfExperts,
+    ModelSpec,
+    StateLayer,
+)
 from tandem.engine.kernels.layers import Experts
 from tandem.engine.kernels.packed_weight import PackedWeight, Weight
 
@@ -23,7 +30,10 @@ class AttentionParameters:
     """
 
     qkv: Weight
-    """The stacked q, k and v weights: [(heads + 2·kv_heads)·head_dim, H]."""
+    """The stacked q, k and v weights: [(heads + 2·kv_heads)·head_dim, H].
+
+    With an output gate, its heads·head_dim rows come before those of q.
+    """
     qkv_bias: Tensor | None
     output: Weight
     """The output projection: [H, heads·head_dim]."""
@@ -66,6 +76,29 @@ class LatentParameters:
 
 
 @dataclass(frozen=True, slots=True)
+class StateParameters:
+    """The weights of a state layer."""
+
+    projections: Weight
+    """The stacked input projections: [sum(projected), H], in the order of the spec's `projected`."""
+    projections_bias: Tensor | None
+    convolution: Tensor
+    """The weight of the convolution: [heads·channels, width], in the order of the spec's `convolved`."""
+    convolution_bias: Tensor | None
+    decay_log: Tensor | None
+    """The logarithm of each head's rate of decay: [heads] float32; None without a recurrent state."""
+    step_bias: Tensor | None
+    """The bias of dt: [heads] float32; None without a recurrent state."""
+    skip: Tensor | None
+    """The factor of each head's input in its output: [heads] float32; None except for Mamba-2."""
+    state_norm: Tensor | None
+    """The norm of the output: [value_dim] for each head, or [inner] for Mamba-2; None without one."""
+    output: Weight
+    """The output projection: [H, inner]."""
+    output_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
 class DenseParameters:
     """The weights of a dense feed-forward network; in the stacked matrix the gate rows come first."""
 
@@ -83,12 +116,12 @@ class LayerParameters:
 
     input_norm: Tensor | None
     """The norm of the input of attention; None without one."""
-    attention: AttentionParameters | LatentParameters
+    attention: AttentionParameters | LatentParameters | StateParameters
     attention_output_norm: Tensor | None
     """The norm of the attention output, None without one; see `LayerSpec.output_norms`."""
     feed_forward_norm: Tensor | None
     """The norm of the input of the feed-forward network: None without one, `input_norm` if `LayerSpec.parallel`."""
-    feed_forward: DenseParameters | Experts
+    feed_forward: DenseParameters | Experts | None
     feed_forward_output_norm: Tensor | None
     input_norm_bias: Tensor | None = None
     feed_forward_norm_bias: Tensor | None = None
@@ -225,6 +258,8 @@ def layer_slots(spec: LayerSpec, weights: LayerParameters) -> dict[str, Paramete
     attention, feed_forward = spec.attention, weights.feed_forward
     if isinstance(attention, GroupedQueryAttention) and isinstance(weights.attention, AttentionParameters):
         slots |= _attention_slots(attention, weights.attention)
+    if feed_forward is None:
+        return slots
     if isinstance(feed_forward, DenseParameters):
         assert isinstance(spec.feed_forward, DenseFeedForward)
         return slots | dense_slots("mlp.", feed_forward, gated=spec.feed_forward.gated)
@@ -289,11 +324,14 @@ def renamed(slots: dict[str, ParameterSlot], names: Mapping[str, str]) -> dict[s
 def _attention_slots(spec: GroupedQueryAttention, weights: AttentionParameters) -> dict[str, ParameterSlot]:
     rows = spec.shape.qkv_rows
     names = [f"self_attn.{name}_proj" for name in "qkv"]
-    stacked: Sequence[Weight] = weights.qkv.split_with_sizes(rows)
+    gate = (rows[0],) if spec.output_gate else ()
+    stacked: Sequence[Weight] = weights.qkv.split_with_sizes((*gate, *rows))[len(gate) :]
     slots = {f"{name}.weight": ParameterSlot(part) for name, part in zip(names, stacked, strict=True)}
     if weights.qkv_bias is not None:
-        parts = weights.qkv_bias.split_with_sizes(rows)
+        parts = weights.qkv_bias.split_with_sizes((*gate, *rows))[len(gate) :]
         slots |= {f"{name}.bias": ParameterSlot(part) for name, part in zip(names, parts, strict=True)}
+    if spec.output_gate:
+        slots |= _gated_query_slots(spec, weights)
     single: dict[str, Weight | None] = {
         "o_proj.weight": weights.output,
         "o_proj.bias": weights.output_bias,
@@ -306,6 +344,53 @@ def _attention_slots(spec: GroupedQueryAttention, weights: AttentionParameters) 
         for name, tensor in single.items()
         if tensor is not None
     }
+
+
+def _gated_query_slots(spec: GroupedQueryAttention, weights: AttentionParameters) -> dict[str, ParameterSlot]:
+    """Return the slots of q projections in which the rows of each head are followed by those of its output gate."""
+    size, dim = 2 * spec.shape.qkv_rows[0], spec.shape.head_dim
+
+    def gate_first(stored: Tensor) -> Tensor:
+        return torch.unflatten(stored, 0, (-1, 2, dim)).transpose(0, 1).flip(0).flatten(0, 2)
+
+    slots = {"self_attn.q_proj.weight": ParameterSlot(weights.qkv[:size], gate_first)}
+    if weights.qkv_bias is not None:
+        slots["self_attn.q_proj.bias"] = ParameterSlot(weights.qkv_bias[:size], gate_first)
+    return slots
+
+
+def state_slots(spec: StateLayer, weights: StateParameters, names: Mapping[str, str]) -> dict[str, ParameterSlot]:
+    """Return the slots of a state layer, by the names that `names` gives to the fields of `StateParameters`.
+
+    The input projections are not included, because each family stores them in its own way.
+    """
+    channels = tuple(size * spec.state.heads for size in spec.convolved)
+    convolution = weights.convolution
+    slots = {
+        "convolution": ParameterSlot(
+            convolution, _without_middle, (convolution.shape[0], 1, convolution.shape[1]), stacked=channels
+        )
+    }
+    if weights.convolution_bias is not None:
+        slots["convolution_bias"] = ParameterSlot(weights.convolution_bias, stacked=channels)
+    plain: dict[str, Weight | None] = {
+        "decay_log": weights.decay_log,
+        "step_bias": weights.step_bias,
+        "skip": weights.skip,
+        "state_norm": weights.state_norm,
+        "output": weights.output,
+        "output_bias": weights.output_bias,
+    }
+    slots |= {
+        field: ParameterSlot(tensor, summed=field == "output_bias")
+        for field, tensor in plain.items()
+        if tensor is not None
+    }
+    return {names[field]: slot for field, slot in slots.items()}
+
+
+def _without_middle(stored: Tensor) -> Tensor:
+    return stored.squeeze(1)
 
 
 def _walk(tree: object, path: str) -> Iterator[tuple[str, Weight]]:

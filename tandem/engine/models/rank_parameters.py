@@ -83,7 +83,7 @@ def _part(slot: ParameterSlot, whole: ParameterSlot, rank: Rank, *, by_token: bo
     if by_token:
         return StoredPart(shape, dim, (rank.rows(shape[dim]),))
     # Whole experts are divided along their first dimension, also where each of them has stacked weights.
-    by_expert = dim == 0 and len(own) > _MATRIX
+    by_expert = dim == 0 and len(slot.tensor.shape) > _MATRIX
     lengths, totals = ((own[dim],), (shape[dim],)) if by_expert or not slot.stacked else (slot.stacked, whole.stacked)
     ranges = []
     start = 0

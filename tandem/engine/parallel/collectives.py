@@ -54,6 +54,10 @@ class Collectives(ABC):
         `part` [D, n] has the columns `Rank.rows(columns)` of this rank. The other ranks may get [0, columns].
         """
 
+    @abstractmethod
+    def all_gather(self, part: Tensor) -> Tensor:
+        """Return the contiguous tensors of the stage's ranks [ranks, *part.shape], which have the same shape."""
+
     def barrier(self, like: Tensor) -> None:
         """Let what follows on this rank's device begin only after what came before on all ranks has ended.
 
@@ -127,6 +131,14 @@ class GlooCollectives(Collectives):
         with _while_all_run():
             dist.gather(padded, parts, group=self._stage, group_dst=0)
         return part.new_empty(0, columns) if parts is None else torch.cat(parts, dim=1)[:, :columns]
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        """Gather the tensors as bytes, because gloo does not know every dtype."""
+        gathered = part.new_empty(self.rank.count, *part.shape)
+        with _while_all_run():
+            parts = [*gathered.view(torch.uint8)]
+            dist.all_gather(parts, part.view(torch.uint8), self._stage)
+        return gathered
 
     def send(self, hidden: Tensor) -> None:
         """Send the tensor, and return when it has arrived."""

@@ -121,12 +121,16 @@ class CudaCollectives(Collectives):
     def gather_columns(self, part: Tensor, columns: int) -> Tensor:
         """Return the columns of the stage's ranks, on each of them."""
         padded = padded_columns(part, columns, self.rank)
-        parts = padded.new_empty(self.rank.count, *padded.shape)
-        if self._suspended:
-            parts.zero_()
-        else:
-            dist.all_gather_into_tensor(parts, padded, self._stage)
+        parts = self.all_gather(padded)
         return parts.transpose(0, 1).reshape(len(padded), -1)[:, :columns].contiguous()
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        """Gather the tensors as bytes, because NCCL does not know every dtype."""
+        parts = part.new_empty(self.rank.count, *part.shape)
+        if self._suspended:
+            return parts.zero_()
+        dist.all_gather_into_tensor(parts.view(torch.uint8), part.view(torch.uint8), self._stage)
+        return parts
 
     def send(self, hidden: Tensor) -> None:
         """Send the tensor; later work of this GPU starts when it has arrived."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.kernels.base import DeferredTokens, Kernels, Products, StepLayout
-from tandem.engine.kernels.kv_cache import KvCache
+from tandem.engine.kernels.kv_cache import GroupCache
 from tandem.engine.kernels.layers import ExpertsLayer, Linear, Norm
 from tandem.engine.kernels.lora.adapted_products import AdaptedProducts
 from tandem.engine.models.decoder import DecoderModel
@@ -107,7 +107,7 @@ class RankModel(DecoderModel):
         self,
         token_ids: Tensor,
         layouts: Sequence[StepLayout],
-        cache: KvCache,
+        caches: Sequence[GroupCache],
         drawn: Tensor | None,
         feed: DeferredTokens | None = None,
         *,
@@ -118,14 +118,14 @@ class RankModel(DecoderModel):
         The last stage computes logits, as `DecoderModel.forward` does; the others send the hidden states of all tokens.
         """
         if self._rank.in_last_stage:
-            logits = super().forward(token_ids, layouts, cache, drawn, feed, scoring=scoring)
+            logits = super().forward(token_ids, layouts, caches, drawn, feed, scoring=scoring)
             if drawn is not None and len(drawn) == 0 and self._rank.count > 1:
                 # Nothing is summed after the KV of the last layer is stored.
                 self._collectives.barrier(self._final_norm.weight)
             return logits
-        hidden = self._begin_step(token_ids, layouts, cache, feed)
+        hidden = self._begin_step(token_ids, layouts, caches, feed)
         for number in range(len(self._layers)):
-            self.run_layer(number, hidden, layouts, cache)
+            self.run_layer(number, hidden, layouts, caches)
         self._collectives.send(hidden)
         rows = len(token_ids if drawn is None else drawn)
         return hidden.new_zeros(rows, self.spec.vocab_size) if rows and scoring is None else None

@@ -19,10 +19,10 @@ from tandem.engine.steps.step_buffer import StepSizes
 from tandem.engine.steps.step_packer import PackedStep, view_step
 from tandem.protocol.errors import Unavailable
 
-_HEADER = 13
+_HEADER = 14
 """Number of 64-bit words in a message's header.
 
-They are the number of the CUDA graph, five sizes, four bounds, the number of token indices in `drawn`, how many of
+They are the number of the CUDA graph, six sizes, four bounds, the number of token indices in `drawn`, how many of
 these are scored positions, and the number of words in the step's buffer.
 """
 _NONE = -1
@@ -72,7 +72,7 @@ def _header(step: RankStep) -> tuple[np.ndarray, np.ndarray | None]:
     if isinstance(step, GraphStep):
         return np.array([step.graph, *(_NONE,) * (_HEADER - 2), len(step.words)]), None
     sizes, layout = step.sizes, step.layout
-    counts = (sizes.tokens, sizes.rows, sizes.width, sizes.drawn, sizes.groups)
+    counts = (sizes.tokens, sizes.rows, sizes.width, sizes.drawn, sizes.groups, sizes.states)
     bounds = layout.max_row_tokens, layout.max_context, layout.single_rows, _or_none(layout.max_cached)
     scored, drawn, positions = _NONE, _AS_PACKED, None
     if step.scoring is not None:

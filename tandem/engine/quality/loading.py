@@ -5,7 +5,7 @@ from dataclasses import replace
 from tandem.engine.cache.paged_cache import cache_bytes
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.kv import kv_groups
-from tandem.engine.device import parse_device, parse_kv_dtype, parse_page_tokens
+from tandem.engine.device import parse_device, parse_dtype, parse_kv_dtype, parse_pages
 from tandem.engine.kernels.base import Kernels
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.models.load_spec import load_spec
@@ -24,9 +24,10 @@ def load_for_comparison(
     The settings `kv_cache_bytes` and `max_batch_requests` of `config` are replaced. `kernels` and the errors are those
     of `ModelRunner.load`.
     """
-    spec, device = load_spec(config.served.model), parse_device(config.device)
-    page_tokens = parse_page_tokens(config, device)
+    device = parse_device(config.device)
+    spec, page_tokens = parse_pages(config, device, load_spec(config.served.model))
     pages = (-(-tokens // page_tokens) + COMPANY + _SPARE_PAGES) * len(kv_groups(spec))
-    capacity = cache_bytes(spec, pages, page_tokens, parse_kv_dtype(config, device, spec))
+    dtypes = parse_kv_dtype(config, device, spec), parse_dtype(config, device, spec)
+    capacity = cache_bytes(spec, pages, page_tokens, *dtypes)
     sized = replace(config, kv_cache_bytes=capacity, max_batch_requests=COMPANY)
     return ModelRunner.load(sized, progress, kernels=kernels)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tandem.engine.config.kv import kv_groups
-from tandem.engine.config.model import DenseFeedForward, GroupedQueryAttention, ModelSpec
+from tandem.engine.config.kv import KvGroup, kv_groups
+from tandem.engine.config.model import DenseFeedForward, GroupedQueryAttention, ModelSpec, StateLayer
 from tandem.engine.kernels.base import StepLayout
 from tandem.engine.kernels.packed_weight import Weight
 from tandem.engine.models.allocation import allocate_parameters
@@ -60,7 +60,7 @@ class CalibratedLayer:
         """Add the outputs of the layer to the hidden states [T, hidden size] float32 of each sample, in place."""
         for sample in hidden:
             layout, cache = _whole(self.spec, len(sample), sample.device)
-            self._model.run_layer(0, sample, (layout,), cache)
+            self._model.run_layer(0, sample, (layout,), (cache,))
 
     def statistics(self, hidden: Sequence[Tensor]) -> dict[int, InputStatistics]:
         """Return the input statistics of each linear layer, by the address of its weight; `hidden` is not changed."""
@@ -118,6 +118,9 @@ def check_calibrated(spec: ModelSpec, source: Source) -> None:
 def _unsupported(spec: ModelSpec) -> str:
     """Return the part of the model that `CalibratedLayer` does not support; "" if it supports all layers."""
     for layer in spec.layers:
+        gated = isinstance(layer.attention, GroupedQueryAttention) and layer.attention.output_gate
+        if gated or isinstance(layer.attention, StateLayer):
+            return "state layers and attention with an output gate"
         if not isinstance(layer.attention, GroupedQueryAttention) or not isinstance(
             layer.feed_forward, DenseFeedForward
         ):
@@ -141,6 +144,7 @@ def embedded(source: Source, samples: Sequence[Sequence[int]], device: torch.dev
 def _whole(spec: ModelSpec, tokens: int, device: torch.device) -> tuple[StepLayout, Tensor]:
     """Return the layout of a single row of `tokens` tokens, and a KV cache of one page that holds them."""
     (group,) = kv_groups(spec)
+    assert isinstance(group, KvGroup)
     positions = torch.arange(tokens, dtype=torch.int32, device=device)
     layout = StepLayout(
         positions=positions,

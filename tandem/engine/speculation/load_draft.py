@@ -17,6 +17,7 @@ from tandem.engine.memory import kv_cache_bytes
 from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.models.parameters import Parameters
 from tandem.engine.parallel.collectives import Collectives
+from tandem.engine.parallel.context_model import ContextModel
 from tandem.engine.parallel.rank_model import RankModel
 from tandem.engine.speculation.draft_folder import DraftKind, draft_bytes, draft_kind
 from tandem.engine.speculation.draft_model import DraftModel
@@ -37,6 +38,7 @@ from tandem.engine.speculation.load_draft_model import (
 )
 from tandem.engine.speculation.proposer import Proposer
 from tandem.engine.warm_up import warm_up
+from tandem.protocol.errors import InvalidArgument
 
 MakeKernels = Callable[[EngineConfig, ModelSpec], Kernels]
 """A function that creates the kernels of a model."""
@@ -114,7 +116,13 @@ def model_with_draft(
     """
     plain: Callable[..., DecoderModel] = DecoderModel
     keeping: Callable[..., HiddenStateModel] = HiddenStateModel
-    if collectives is not None:
+    if collectives is not None and collectives.rank.divides_tokens:
+        if config.draft is not None or config.keep_hidden:
+            raise InvalidArgument(
+                "draft", "ranks that divide the tokens of prompts do not decode; leave it out, or choose 1 such rank."
+            )
+        plain = partial(ContextModel, collectives=collectives)
+    elif collectives is not None:
         plain = partial(RankModel, collectives=collectives)
         keeping = partial(HiddenStateRankModel, collectives=collectives)
     kind = None if config.draft is None else draft_kind(config.draft)

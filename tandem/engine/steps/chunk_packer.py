@@ -27,6 +27,8 @@ class Sections:
     table: Narrow
     """[groups, rows, width]: the page ids of each row."""
     adapters: Narrow
+    states: Narrow
+    """[groups of state layers, rows, 2]: the pages from which and to which each row's states are read and written."""
 
     @classmethod
     def of(cls, words: Words, sizes: StepSizes) -> "Sections":
@@ -45,6 +47,9 @@ class Sections:
             .reshape(sizes.groups, -1)[:, : sizes.rows * sizes.width]
             .reshape(sizes.groups, sizes.rows, sizes.width),
             int32_words[at.adapters],
+            int32_words[at.states]
+            .reshape(sizes.states, sizes.group_states)[:, : 2 * sizes.rows]
+            .reshape(sizes.states, sizes.rows, 2),
         )
 
 
@@ -89,7 +94,7 @@ def _fill_rows(
         into.sources[start:end] = _drawn_as(row.source, drawn_before)
         into.positions[start:end] = here
         into.adapters[start:end] = row.adapter
-        _fill_table(into.table[:, index], row, limits)
+        _fill_table(into.table[:, index], into.states[:, index], row, limits)
         pages = into.table[:, index, here // page_tokens]
         into.slots[:, start:end] = pages * np.int64(page_tokens) + here % page_tokens
         start = end
@@ -100,13 +105,19 @@ def _fill_rows(
     return start, singles + len(drawn)
 
 
-def _fill_table(table: Narrow, row: StepRow, limits: StepLimits) -> None:
-    """Write the page ids of a row into `table` [groups, width]."""
+def _fill_table(table: Narrow, states: Narrow, row: StepRow, limits: StepLimits) -> None:
+    """Write the page ids of a row into `table` [groups, width], and those of its states into `states` [groups, 2]."""
     groups, used = limits.groups, limits.pages_of(row.start + len(row.token_ids))
-    table[:, :used] = np.reshape(row.page_ids[: used * groups], (used, groups)).T
+    pages = np.reshape(row.page_ids[: used * groups], (used, groups)).T
+    table[:, :used] = pages[: len(table)]
     table[:, used:] = 0
+    states[:, 0] = pages[len(table) :, (row.start - 1) // limits.page_tokens] if row.start else _NOWHERE
+    states[:, 1] = pages[len(table) :, used - 1]
+    # A row that reads no state begins with zeros, so only the first row of a request may read none.
+    if states[:, 0 if row.start else 1 :].view(np.uint32).max(initial=0) >= limits.pages:
+        raise limits.wrong_page()
     # Entries before the window are FREED, which is not a page id, so they repeat the first page in the window.
-    for group in range(groups):
+    for group in range(len(table)):
         seen = limits.first_page(group, row.start)
         table[group, :seen] = table[group, seen]
 
@@ -117,6 +128,7 @@ def _fill_empty_rows(into: Sections, rows: int, tokens: int, drawn: int) -> None
     `rows`, `tokens` and `drawn` are the numbers of rows, tokens and sampling rows that are filled already.
     """
     into.table[:, rows:] = 0
+    into.states[:, rows:] = _NOWHERE
     into.contexts[rows:] = 0
     into.token_ids[tokens:] = into.positions[tokens:] = into.adapters[tokens:] = 0
     into.sources[tokens:] = FROM_HOST

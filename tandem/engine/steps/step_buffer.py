@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from tandem.engine.kernels.cpu.compiled_cache import cached_entry
 from tandem.protocol.errors import Internal
+from tandem.protocol.kv_pages import STATE, first_page
 
 Words = npt.NDArray[np.int64]
 Narrow = npt.NDArray[np.int32]
@@ -29,7 +30,7 @@ class StepLimits:
     pages: int
     page_tokens: int
     windows: tuple[int | None, ...] = (None,)
-    """The sliding window of each group of layers that share pages (`tandem/engine/config/kv.py`); None = none."""
+    """The window of each group of layers that share pages (`KvPages.windows`); groups of state layers come last."""
 
     @property
     def groups(self) -> int:
@@ -37,14 +38,23 @@ class StepLimits:
         return len(self.windows)
 
     @property
+    def state_groups(self) -> int:
+        """The number of groups of state layers."""
+        return self.windows.count(STATE)
+
+    @property
     def row_limits(self) -> Words:
         """The limits as the array that `fill_rows` expects."""
-        return np.array([self.page_tokens, self.vocab_size, self.pages, *(window or 0 for window in self.windows)])
+        windows = (window or 0 for window in self.windows if window != STATE)
+        return np.array([self.page_tokens, self.vocab_size, self.pages, self.state_groups, *windows])
 
     def first_page(self, group: int, position: int) -> int:
         """Return the number of the first page that a token at `position` attends to in this group."""
-        window = self.windows[group]
-        return 0 if window is None else max(0, position - window + 1) // self.page_tokens
+        return first_page(self.windows[group], position, self.page_tokens)
+
+    def sizes(self, tokens: int, rows: int, width: int, drawn: int) -> "StepSizes":
+        """Return the sizes of a step of a model with these groups of layers."""
+        return StepSizes(tokens, rows, width, drawn, self.groups - self.state_groups, self.state_groups)
 
     def pages_of(self, context: int) -> int:
         """Return the number of pages that a context of `context` tokens needs."""
@@ -64,8 +74,9 @@ class StepSizes:
     """The lengths of the buffer's sections, in elements.
 
     The sections in order: int64 token_ids, slots, drawn; int32 positions, sources, row starts, contexts, page table,
-    adapters. Each section begins at a multiple of 16 bytes, because Triton would compile kernels again for other
-    alignments. Slots and page table have one part for each group, padded to a multiple of 16 bytes as well.
+    adapters, state pages. Each section begins at a multiple of 16 bytes, because Triton would compile kernels again for
+    other alignments. Slots and page table have one part for each group with KV, and the state pages one for each group
+    of state layers, padded to a multiple of 16 bytes as well.
     """
 
     tokens: int
@@ -74,6 +85,9 @@ class StepSizes:
     """The number of entries in each row of the page table of a group."""
     drawn: int
     groups: int = 1
+    """The number of groups of layers with KV."""
+    states: int = 0
+    """The number of groups of state layers."""
 
     @property
     def group_slots(self) -> int:
@@ -86,6 +100,11 @@ class StepSizes:
         return -(-self.rows * self.width // 4) * 4
 
     @property
+    def group_states(self) -> int:
+        """The stride between the state pages of adjacent groups of state layers, in int32 elements, like the others."""
+        return -(-self.rows // 2) * 4
+
+    @property
     def int64_sections(self) -> list[int]:
         """The lengths of the int64 sections without padding, in elements."""
         return [self.tokens, self.groups * self.group_slots, self.drawn]
@@ -93,7 +112,8 @@ class StepSizes:
     @property
     def int32_sections(self) -> list[int]:
         """The lengths of the int32 sections without padding, in elements."""
-        return [self.tokens, self.tokens, self.rows + 1, self.rows, self.groups * self.group_table, self.tokens]
+        table, states = self.groups * self.group_table, self.states * self.group_states
+        return [self.tokens, self.tokens, self.rows + 1, self.rows, table, self.tokens, states]
 
     @property
     def int64_capacity(self) -> list[int]:
@@ -112,7 +132,7 @@ class StepSizes:
 
     @property
     def starts(self) -> Words:
-        """[12]: the starts of all sections, and the strides between the groups' parts; see `_Bounds.starts`."""
+        """[14]: the starts of all sections, and the strides between the groups' parts; see `_Bounds.starts`."""
         return bounds_of(self).starts
 
 
@@ -129,14 +149,15 @@ class _Bounds:
     contexts: slice
     table: slice
     adapters: slice
+    states: slice
     int32_start: int
     """The start of the int32 sections, which follow the int64 sections, in int64 elements."""
     words: int
     starts: Words
     """The starts of token_ids, slots and drawn, `int32_start`, and the start of each int32 section after it.
 
-    The starts of int32 sections are in int32 elements, the other starts in int64 elements. The last two entries are
-    `StepSizes.group_slots` and `StepSizes.group_table`.
+    The starts of int32 sections are in int32 elements, the other starts in int64 elements. The last three entries are
+    `StepSizes.group_slots`, `StepSizes.group_table` and `StepSizes.group_states`.
     """
 
 
@@ -148,14 +169,13 @@ def bounds_of(sizes: StepSizes) -> _Bounds:
     """
     int64_sections, int32_sections = sizes.int64_capacity, sizes.int32_capacity
     token_ids, slots, drawn = _slices(int64_sections, sizes.int64_sections)
-    positions, sources, row_starts, contexts, table, adapters = _slices(int32_sections, sizes.int32_sections)
+    positions, sources, row_starts, contexts, table, adapters, states = _slices(int32_sections, sizes.int32_sections)
     begin = sum(int64_sections)
     words = begin + sum(int32_sections) // 2
-    sections = token_ids, slots, drawn, positions, sources, row_starts, contexts, table, adapters
+    sections = token_ids, slots, drawn, positions, sources, row_starts, contexts, table, adapters, states
     starts = [section.start for section in sections]
-    return _Bounds(
-        *sections, begin, words, np.array([*starts[:3], begin, *starts[3:], sizes.group_slots, sizes.group_table])
-    )
+    strides = sizes.group_slots, sizes.group_table, sizes.group_states
+    return _Bounds(*sections, begin, words, np.array([*starts[:3], begin, *starts[3:], *strides]))
 
 
 def _slices(capacities: list[int], lengths: list[int]) -> list[slice]:
@@ -174,7 +194,7 @@ def decode_error(code: int) -> tuple[int, int]:
     return code % _FAULTS, code // _FAULTS
 
 
-def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a compiled function has no others
+def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0915, PLR0917 - a compiled function has no others
     words,
     at,
     position_offset,
@@ -204,17 +224,19 @@ def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a compiled fu
     table           [slots, entries] int32: page n of group g is entry n · groups + g
     page_counts     [slots] int32: the number of entries of each slot
     adapters        [slots] int32
-    limits          [3 + groups] int64: tokens of a page, size of the vocabulary, pages of the cache, and each group's
-                    window, 0 = none
+    limits          [4 + groups with KV] int64: tokens of a page, size of the vocabulary, pages of the cache, number of
+                    groups of state layers, and the window of each group with KV, 0 = none
 
     Returns OK, or the last error found, encoded for `decode_error`.
     """
-    page_tokens, vocab_size, pages, windows = limits[0], limits[1], limits[2], limits[3:]
-    groups, group_slots, group_table = len(windows), at[10], at[11]
+    page_tokens, vocab_size, pages, states, windows = limits[0], limits[1], limits[2], limits[3], limits[4:]
+    with_kv, group_slots, group_table, group_states = len(windows), at[11], at[12], at[13]
+    groups = with_kv + states
     int32_sections = words[at[3] :].view(np.int32)
     ids, slots, drawn = words[at[0] :], words[at[1] :], words[at[2] :]
     positions, from_rows, row_starts = int32_sections[at[4] :], int32_sections[at[5] :], int32_sections[at[6] :]
     contexts, into, adapted = int32_sections[at[7] :], int32_sections[at[8] :], int32_sections[at[9] :]
+    state_pages = int32_sections[at[10] :]
     code = OK
     for row in range(len(position_offset)):
         slot = slot_indices[row]
@@ -233,7 +255,7 @@ def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a compiled fu
         contexts[row] = position + 1
         adapted[row] = adapters[slot]
         used, wrong = min(width, has), 0
-        for group in range(groups):
+        for group in range(with_kv):
             # The slot is page id · page_tokens + the position within the page.
             slots[group * group_slots + row] = (table[slot, page * groups + group] - page) * page_tokens + position
             first, seen = group * group_table + row * width, 0
@@ -246,13 +268,24 @@ def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a compiled fu
                 wrong |= held_page < 0 or held_page >= pages
                 into[first + index] = held_page
             into[first + used : first + width] = 0
+        for state in range(states):
+            first = state * group_states + 2 * row
+            written = table[slot, page * groups + with_kv + state]
+            read = -1
+            if position > 0:
+                read = table[slot, (position - 1) // page_tokens * groups + with_kv + state]
+                wrong |= read < 0 or read >= pages
+            wrong |= written < 0 or written >= pages
+            state_pages[first], state_pages[first + 1] = read, written
         if wrong:
             code = row * _FAULTS + WRONG_PAGE
     for row in range(len(position_offset), end):
         ids[row] = positions[row] = contexts[row] = adapted[row] = 0
         from_rows[row] = -1
         row_starts[row] = row
-    for group in range(groups):
+    for state in range(states):
+        state_pages[state * group_states + 2 * len(position_offset) : state * group_states + 2 * end] = -1
+    for group in range(with_kv):
         slots[group * group_slots + len(position_offset) : group * group_slots + end] = -1
         into[group * group_table + len(position_offset) * width : group * group_table + end * width] = 0
     row_starts[end] = end

@@ -89,10 +89,10 @@ class StepPacker:
             raise Internal(f"A row ends at position {longest}; the context is {self.limits.max_context} tokens.")
         width = self.limits.pages_of(longest)
         if not chunks:
-            return StepSizes(singles, singles, width, singles, self.limits.groups)
+            return self.limits.sizes(singles, singles, width, singles)
         tokens = singles + sum(len(row.token_ids) for row in chunks)
         drawn = singles + sum(row.draw is not None for row in chunks)
-        return StepSizes(tokens, singles + len(chunks), width, drawn, self.limits.groups)
+        return self.limits.sizes(tokens, singles + len(chunks), width, drawn)
 
     def pack(
         self,
@@ -176,11 +176,11 @@ def view_step(
     int32_start = sum(sizes.int64_capacity)
     token_ids, slots, drawn = _cut(words[:int32_start], sizes.int64_capacity, sizes.int64_sections)
     int32_words = words[int32_start:].view(torch.int32)
-    positions, sources, row_starts, contexts, table, adapters = _cut(
+    positions, sources, row_starts, contexts, table, adapters, states = _cut(
         int32_words, sizes.int32_capacity, sizes.int32_sections
     )
     slots, table = slots.view(sizes.groups, -1), table.view(sizes.groups, -1)
-    layouts = tuple(
+    with_kv = [
         StepLayout(
             positions=positions,
             slots=slots[group, : sizes.tokens],
@@ -195,7 +195,17 @@ def view_step(
             adapters=adapters,
         )
         for group in range(sizes.groups)
-    )
+    ]
+    # State layers have no slots and no page table. Those of the first group say which tokens are padding.
+    with_states = [
+        replace(
+            with_kv[0],
+            group=sizes.groups + number,
+            state_pages=pages[: 2 * sizes.rows].view(sizes.rows, 2),
+        )
+        for number, pages in enumerate(states.view(sizes.states, sizes.group_states))
+    ]
+    layouts = (*with_kv, *with_states)
     return PackedStep(token_ids, sources, layouts, None if sizes.drawn == sizes.tokens else drawn, words, sizes)
 
 

@@ -12,11 +12,15 @@ from tandem.engine.models.parameters import Parameters, named_weights
 _SEED = 20_240_601
 _SPREAD = 0.02
 """The standard deviation of the weights, as in models that are initialized for training."""
+_STEP_BIAS = -4.6
+"""The bias of dt of state layers: softplus(-4.6) = 0.01, so that a state keeps hundreds of tokens."""
 _ROWS = 1024
 
 
 def fill_randomly(parameters: Parameters) -> None:
     """Fill the weights with normally distributed numbers from a fixed seed; norms become 1, biases 0.
+
+    States decay slowly.
 
     Two processes on the same kind of device get the same weights.
     """
@@ -28,6 +32,11 @@ def fill_randomly(parameters: Parameters) -> None:
             _fill_packed(weight, generator)
         elif name.endswith("norm"):
             weight.fill_(1.0)
+        elif name.endswith("decay_log"):
+            # The range in which Mamba-2 initializes the rates.
+            weight.copy_(torch.linspace(1, 16, len(weight)).log())
+        elif name.endswith("step_bias"):
+            weight.fill_(_STEP_BIAS)
         elif name.endswith("bias"):
             weight.zero_()
         else:

@@ -20,9 +20,9 @@ class AdapterFacts:
 class ModelFacts:
     """Facts about the loaded model; `max_context` is the maximum length of prompt and answer in tokens.
 
-    `kv_windows` has the sliding window of each group of layers that share KV pages. `kv_step_tokens` is the maximum
-    number of prompt tokens of a step under any assignment. Both determine how many pages are reserved for a request
-    (`tandem/protocol/kv_pages.py`).
+    `kv_windows` has the window of each group of layers that share KV pages (`KvPages.windows`). `kv_step_tokens` is the
+    maximum number of prompt tokens of a step under any assignment. Both determine how many pages are reserved for a
+    request (`tandem/protocol/kv_pages.py`).
     """
 
     name: str

@@ -13,7 +13,7 @@ Settings = tuple[tuple[str, str], ...]
 
 _SERVED = (
     *("model", "served_model_names", "tokenizer", "random_weights", "device", "dtype", "page_tokens", "max_model_len"),
-    *("tensor_parallel_size", "pipeline_parallel_size"),
+    *("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"),
     *("loras", "token", "transfer_backend", "trusted_network", "kv_checksum_rate"),
 )
 """The settings that decide which requests a worker can serve and with which workers it is compatible."""

@@ -79,14 +79,16 @@ def free_unseen_pages(cache: PagedCache, row: StepRow) -> None:
     for entry, page in enumerate(row.page_ids):
         if page == FREED:
             number, group = divmod(entry, KV.groups)
-            cache.tensor[KV.groups * PAGES_OF[of][number] + group] = float("nan")
+            cache.storage[KV.groups * PAGES_OF[of][number] + group] = float("nan")
 
 
-@pytest.fixture(params=[pytest.param("windows", marks=soak), "everything"])
+@pytest.fixture(params=[pytest.param("windows", marks=soak), "everything", "shapes"])
 def model(tmp_path: Path, request: pytest.FixtureRequest) -> ModelSpec:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     spec = load_spec(tmp_path)
-    return spec if request.param == "windows" else with_everything(spec)
+    return {"windows": lambda: spec, "everything": lambda: with_everything(spec), "shapes": lambda: with_shapes(spec)}[
+        request.param
+    ]()
 
 
 def with_everything(spec: ModelSpec) -> ModelSpec:
@@ -105,6 +107,19 @@ def with_everything(spec: ModelSpec) -> ModelSpec:
     return replace(spec, layers=tuple(layers), wide_norms=True)
 
 
+def with_shapes(spec: ModelSpec) -> ModelSpec:
+    """Returns the model with other heads in the layers with a window; the other one leaves a part of a page unused."""
+    layers = []
+    for layer in spec.layers:
+        attention = layer.attention
+        assert isinstance(attention, GroupedQueryAttention)
+        if (shape := attention.shape).window is not None:
+            other = replace(shape, heads=4, kv_heads=2, head_dim=80)
+            attention = replace(attention, shape=other, qk_norm=80 if attention.qk_norm else 0)
+        layers.append(replace(layer, attention=attention))
+    return replace(spec, layers=tuple(layers))
+
+
 def weights(model: ModelSpec, dtype: torch.dtype) -> Parameters:
     """Returns the same weights for each dtype, except for rounding."""
     parameters = allocate_parameters(model, torch.float64, DEVICE)
@@ -120,7 +135,7 @@ def logits(model: ModelSpec, kernels: Kernels, dtype: torch.dtype) -> dict[str, 
     """Returns the logits of each step, in float64."""
     cache = PagedCache(model, PAGE, cache_bytes(model, KV.groups * PAGES, PAGE, dtype), dtype, DEVICE)
     assert cache.kv_pages == KV
-    cache.tensor.fill_(float("nan"))
+    cache.storage.fill_(float("nan"))
     forward = forward_over(DecoderModel(model, weights(model, dtype), kernels, model.max_context), cache)
     stepper = HostStepper(StepPacker(step_limits(model, cache)), forward, DEVICE, sample)
     logits_of = {}

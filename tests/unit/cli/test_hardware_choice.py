@@ -24,6 +24,7 @@ from tandem.cli.start.up import check_workers, choose_hardware
         ({"tensor_parallel_size": 3}, "cpu", 0, False, ("cpu", "adaptive", None)),
         ({"prefill_tensor_parallel_size": 3}, "cpu", 0, False, ("cpu", "disaggregated", None)),
         ({"prefill_pipeline_size": 2}, "auto", 4, False, ("cuda", "disaggregated", 4)),
+        ({"prefill_context_parallel_size": 2}, "auto", 4, False, ("cuda", "disaggregated", 4)),
         ({"mode": "colocated"}, "auto", 1, False, ("cuda", "colocated", 1)),
         ({"mode": "disaggregated", "prefill": 2}, "cuda", 4, False, ("cuda", "disaggregated", 4)),
     ],

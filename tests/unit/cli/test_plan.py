@@ -286,7 +286,7 @@ def test_fitted_costs_take_the_place_of_the_roofline(tmp_path: Path) -> None:
         ),
         (["--prefill-pipeline-size", "2", "--workers", "1"], "--workers: 1 worker decodes, too, and has one stage"),
         (["--prefill-pipeline-size", "2", "--prefill-expert-parallel-size", "8"], "excludes expert parallelism"),
-        (["--prefill-pipeline-size", "7"], "32 layers"),
+        (["--shape", "gemma-3-12b", "--prefill-pipeline-size", "7"], "48 layers"),
         (["--decode-pipeline-size", "2"], "No such option"),
         (["--prefill-gpu", "H800X"], "--prefill-gpu"),
         (["--decode-gpu", "H100", "--workers", "1"], "--workers: 1 worker cannot have two kinds of GPUs"),

@@ -84,6 +84,11 @@ def worker_config(config: ClusterSettings, slot: Slot) -> WorkerConfig:
             "--decode-tensor-parallel-size",
         ),
         ({"pipeline_parallel_size": 2, "mode": "colocated"}, "--prefill-pipeline-size"),
+        ({"context_parallel_size": 2, "mode": "colocated"}, "--prefill-context-parallel-size"),
+        ({"context_parallel_size": 2, "tensor_parallel_size": 2}, "--prefill-context-parallel-size"),
+        ({"context_parallel_size": 2, "pipeline_parallel_size": 2}, "--prefill-context-parallel-size"),
+        ({"context_parallel_size": 2, "planner": PlannerSettings(PlannerMode.ON)}, "--prefill-context-parallel-size"),
+        ({"context_parallel_size": 2, "draft": Path("d"), "speculate": "draft"}, "--draft"),
         ({"pipeline_parallel_size": 2, "planner": PlannerSettings(PlannerMode.ON)}, "--prefill-pipeline-size"),
         ({"pipeline_parallel_size": 2, "runtime_loras": True}, "--lora"),
         ({"pipeline_parallel_size": 2, "draft": Path("d"), "speculate": "draft"}, "--draft"),
@@ -101,6 +106,13 @@ def test_each_role_may_have_a_quantization_of_its_own() -> None:
     assert quantizations == ["int8", "int4"]
     everywhere = ClusterSettings.of(model=Path("m"), mode="colocated", quantization="fp8")
     assert [worker_config(everywhere, slot).engine.quantization for slot in plan(everywhere, gpus=0)] == ["fp8"]
+
+
+def test_prefill_workers_alone_divide_the_tokens_of_prompts() -> None:
+    config = ClusterSettings.of(model=Path("m"), prefill=1, decode=1, device="cuda", context_parallel_size=3)
+    slots = plan(config, gpus=8)
+    assert [list(slot.gpus) for slot in slots] == [[0, 1, 2], [3]]
+    assert [worker_config(config, slot).engine.context_parallel_size for slot in slots] == [3, 1]
 
 
 def test_on_other_hosts_ray_gives_each_worker_a_gpu() -> None:

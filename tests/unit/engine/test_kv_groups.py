@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 
 from tandem.engine.config.attention import AttentionShape
-from tandem.engine.config.kv import kv_elements, kv_groups
+from tandem.engine.config.kv import KvGroup, kv_elements, kv_groups
 from tandem.engine.config.model import DenseFeedForward, GroupedQueryAttention, LayerSpec, ModelSpec
 from tandem.engine.model_sizes import kv_bytes_per_token
-from tandem.protocol.errors import ModelError
 from tandem.protocol.kv_pages import FREED, KvPages, held_pages
 
 
@@ -29,6 +28,7 @@ def gemma_3_27b() -> ModelSpec:
 def test_layers_that_are_alike_are_one_group(window: int | None) -> None:
     (group,) = kv_groups(model(*[window] * 5))
     assert (group.layers, group.depth, group.window) == ((0, 1, 2, 3, 4), 5, window)
+    assert isinstance(group, KvGroup)
     assert group.elements == 5 * 2 * 2 * 16
 
 
@@ -55,16 +55,34 @@ def test_a_token_has_the_bytes_of_its_layers_without_padding() -> None:
     assert kv_bytes_per_token(spec, 2) == 2 * kv_elements(spec.layers)
 
 
-def test_other_shapes_in_one_model_are_refused() -> None:
-    spec = model(None, None)
-    attention = GroupedQueryAttention(AttentionShape(4, 4, 16, 1.0), None)
-    spec = replace(spec, layers=(spec.layers[0], replace(spec.layers[1], attention=attention)))
-    with pytest.raises(ModelError, match="differ in shape"):
-        kv_groups(spec)
+def shaped(*shapes: tuple[int | None, int, int]) -> ModelSpec:
+    """Returns a model whose layers have these windows, numbers of KV heads and head dimensions."""
+    spec = model(*[None] * len(shapes))
+    attentions = (
+        GroupedQueryAttention(AttentionShape(4, heads, dim, 1.0, window), None) for window, heads, dim in shapes
+    )
+    layers = zip(spec.layers, attentions, strict=True)
+    return replace(spec, layers=tuple(replace(layer, attention=attention) for layer, attention in layers))
+
+
+def test_layers_with_more_kv_have_fewer_layers_in_a_page() -> None:
+    """Here six layers with a window and a wide one without: a page has two of the former, or one of the latter."""
+    groups = kv_groups(shaped((None, 4, 64), *[(1024, 8, 16)] * 6))
+    assert [(group.layers, group.depth, group.window) for group in groups] == [
+        ((0,), 1, None), ((1, 2), 2, 1024), ((3, 4), 2, 1024), ((5, 6), 2, 1024)
+    ]  # fmt: skip
+    assert {group.elements for group in groups if isinstance(group, KvGroup)} == {512}
+
+
+def test_a_page_holds_a_layer_of_each_shape() -> None:
+    """No page size is a multiple of both; the end of some pages is not used."""
+    groups = kv_groups(shaped((None, 2, 16), (None, 3, 16)))
+    assert [(group.layers, group.depth, group.heads) for group in groups] == [((0,), 1, 2), ((1,), 1, 3)]
 
 
 def test_gemma_3_27b_finishes_its_longest_context_in_14_gb() -> None:
     groups = kv_groups(gemma_3_27b())
+    assert isinstance(groups[0], KvGroup)
     page_bytes = groups[0].elements * 128 * 2
     pages = KvPages(128, tuple(group.window for group in groups), step_tokens=2048)
     assert pages.held(131_072) * page_bytes < 14e9 < 62 * 131_072 * 2 * 16 * 128 * 2

@@ -1,6 +1,7 @@
 """Steps in one buffer: rows with padding after them, tokens that only the device knows, and refusals."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from tandem.engine.steps.sampling_metadata import SamplingInput, SamplingMetadat
 from tandem.engine.steps.step_buffer import StepLimits, StepSizes
 from tandem.engine.steps.step_packer import PackedStep, StepPacker, unpack, view_step
 from tandem.protocol.errors import Internal
+from tandem.protocol.kv_pages import STATE
 from tandem.protocol.messages import SamplingParams
 from tests.soak import seeds
 
@@ -231,3 +233,63 @@ def test_a_page_that_a_group_lacks_is_refused(tokens: list[int], pages: list[int
     batch = StepBatch([row(tokens, 5, pages)])
     with pytest.raises(Internal, match=says):
         packer.pack(batch, sizes := packer.sizes(batch), torch.empty(sizes.words, dtype=torch.int64).numpy())
+
+
+STATES = StepLimits(vocab_size=50, max_context=64, pages=30, page_tokens=4, windows=(None, STATE, STATE))
+
+
+def with_states(tokens: list[int], start: int, draw: SamplingInput | None = DRAW) -> StepRow:
+    """Returns a row whose pages have the numbers n of page n, and n + 10 and n + 20 in the groups of state layers."""
+    pages = [number + more for number in range(-(-(start + len(tokens)) // 4)) for more in (0, 10, 20)]
+    return row(tokens, start, pages, draw=draw)
+
+
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize(
+    ("start", "tokens", "read", "written"), [(0, 1, -1, 0), (3, 1, 0, 0), (4, 1, 0, 1), (0, 9, -1, 2), (5, 7, 1, 2)]
+)
+def test_a_row_reads_the_state_before_its_first_token_and_writes_that_after_its_last(
+    single: bool, start: int, tokens: int, read: int, written: int
+) -> None:
+    """A row of one token that samples none is packed with the chunks, though it is alike."""
+    packer = StepPacker(STATES)
+    rows = [with_states([7] * tokens, start, DRAW if single else None), with_states([1, 2], 0)]
+    batch = StepBatch(rows)
+    sizes = replace(packer.sizes(batch), rows=4, tokens=tokens + 4)
+    assert (sizes.groups, sizes.states) == (1, 2)
+    words = torch.full((sizes.words,), -77, dtype=torch.int64)
+    packer.pack(batch, sizes, words.numpy())
+    step = view_step(words, sizes, max_row_tokens=9, max_context=14, single_rows=0)
+    full, first, second = step.layouts
+    assert full.state_pages is None
+    for layout, more in ((first, 10), (second, 20)):
+        assert layout.state_pages is not None
+        reads = -1 if read < 0 else read + more
+        assert layout.state_pages.tolist() == [[reads, written + more], [-1, more], [-1, -1], [-1, -1]]
+        assert layout.state_pages.data_ptr() % 16 == 0
+        assert torch.equal(layout.slots, full.slots)
+    assert [layout.group for layout in step.layouts] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("entry", [4, 7])
+@pytest.mark.parametrize("page", [-1, 30])
+def test_a_row_that_lacks_a_state_is_refused(single: bool, entry: int, page: int) -> None:
+    """Without the check, the state of a freed page would count as that of no token."""
+    pages = list(with_states([7], 8).page_ids)
+    pages[entry] = page
+    batch = StepBatch([row([7], 8, pages, draw=DRAW if single else None)])
+    packer = StepPacker(STATES)
+    sizes = packer.sizes(batch)
+    with pytest.raises(Internal, match="page id"):
+        packer.pack(batch, sizes, np.zeros(sizes.words, dtype=np.int64))
+
+
+def test_padding_rows_of_a_decode_step_have_no_states() -> None:
+    packer, batch = StepPacker(STATES), StepBatch([with_states([7], 8), with_states([8], 1)])
+    sizes = replace(packer.sizes(batch), rows=5, tokens=5, drawn=5)
+    words = torch.full((sizes.words,), -77, dtype=torch.int64)
+    packer.pack(batch, sizes, words.numpy())
+    layouts = view_step(words, sizes, max_row_tokens=1, max_context=14, single_rows=5).layouts
+    assert layouts[2].state_pages is not None
+    assert layouts[2].state_pages.tolist() == [[21, 22], [20, 20], [-1, -1], [-1, -1], [-1, -1]]

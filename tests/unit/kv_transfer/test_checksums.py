@@ -22,7 +22,7 @@ class Pages:
         self.held = {20: 5, 21: 6, 22: 7}
         self.threads: set[str] = set()
 
-    def sums(self, pages: Sequence[int], filled: Sequence[int]) -> list[int]:
+    def sums(self, pages: Sequence[int], filled: Sequence[int], groups: Sequence[int]) -> list[int]:
         self.threads.add(threading.current_thread().name)
         return [1000 * self.held[page] + tokens for page, tokens in zip(pages, filled, strict=True)]
 
@@ -114,9 +114,9 @@ def test_nothing_runs_before_the_first_sum(pages: Pages, monkeypatch: pytest.Mon
 def test_what_was_asked_for_before_the_end_is_summed_and_the_rest_is_refused(pages: Pages) -> None:
     go = threading.Event()
 
-    def slow(numbers: Sequence[int], filled: Sequence[int]) -> list[int]:
+    def slow(numbers: Sequence[int], filled: Sequence[int], groups: Sequence[int]) -> list[int]:
         assert go.wait(TIMEOUT_S)
-        return pages.sums(numbers, filled)
+        return pages.sums(numbers, filled, groups)
 
     checks = PageChecks(slow, 1.0, KvPages(PAGE_TOKENS))
     before = [checks.begin([20], [0], 1), checks.begin([21], [0], 1)]
@@ -140,7 +140,7 @@ def test_a_rate_outside_is_refused(pages: Pages) -> None:
 def test_a_sum_that_does_not_come_back_shows() -> None:
     entered, go = threading.Event(), threading.Event()
 
-    def sums(pages: Sequence[int], filled: Sequence[int]) -> list[int]:
+    def sums(pages: Sequence[int], filled: Sequence[int], groups: Sequence[int]) -> list[int]:
         entered.set()
         go.wait(TIMEOUT_S)
         return [0] * len(pages)

@@ -5,6 +5,7 @@ import pytest
 from kv_transfer.handshake import PROTOCOL_VERSION, check_compatible, compatibility_hash, make_handshake
 from kv_transfer.layout import KVLayout
 from tandem.protocol.errors import FailedPrecondition
+from tandem.protocol.kv_pages import STATE
 from tandem.protocol.messages import Handshake, PeerDescription, PeerRef
 
 LAYOUT = KVLayout(
@@ -47,6 +48,16 @@ def test_groups_and_windows_are_compared() -> None:
         check_compatible(handshake("prefill-0"), theirs)
     assert "kv_groups is 1 on prefill-0 but 3 on decode-0" in caught.value.message
     assert "windows is none on prefill-0 but none, 1024, 1024 on decode-0" in caught.value.message
+
+
+def test_the_layout_of_states_is_compared() -> None:
+    """A page of states has another order than one of keys and values, and its window has a name."""
+    states = "pages,4 heads,2 layers,8x6 state,5 channels,3 inputs,bfloat16"
+    theirs = handshake("decode-0", layout=replace(LAYOUT, windows=(None, STATE), other_groups=(states,)))
+    with pytest.raises(FailedPrecondition) as caught:
+        check_compatible(handshake("prefill-0"), theirs)
+    assert "windows is none on prefill-0 but none, states on decode-0" in caught.value.message
+    assert f"other_groups is none on prefill-0 but {states} on decode-0" in caught.value.message
 
 
 def test_a_refusal_names_every_difference_and_what_is_absent() -> None:

@@ -1,7 +1,6 @@
 """The order in which writes end and connections are rebuilt, with NIXL's agent faked by the test."""
 
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -9,16 +8,15 @@ from typing import Any
 import pytest
 
 from kv_transfer import poll_backoff
-from kv_transfer.base import PageWrite, WriteDone
+from kv_transfer.base import PageRanges, PageWrite, WriteDone
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_backend import posted_transfers as nixl_moves
 from kv_transfer.nixl_backend import writes as nixl_writes
-from kv_transfer.nixl_backend.agent import Connection, TransferState
+from kv_transfer.nixl_backend.agent import Connection, TransferState, range_indices
 from kv_transfer.nixl_backend.peers import Links
 from kv_transfer.nixl_backend.pending_write import PendingWrite
 from kv_transfer.nixl_backend.writes import Writes
 from kv_transfer.poll_backoff import FIRST_LOOK_S, LAST_LOOK_S
-from kv_transfer.rank_plan import ByteRange
 from tandem.protocol.conversion import encode_notice
 from tandem.protocol.errors import TransferFailed
 from tandem.protocol.messages import Lease, PeerDescription, PeerRef, TransferNotice
@@ -38,7 +36,7 @@ class Agent:
     def fail_if_dead(self, peer: PeerDescription, connection: Connection) -> bool:
         return False
 
-    def connect(self, peer: PeerDescription, ranges: Sequence[ByteRange] = ()) -> Connection:
+    def connect(self, peer: PeerDescription, ranges: PageRanges = ()) -> Connection:
         if self.unreachable:
             raise RuntimeError("NIXL_ERR_BACKEND")
         self.calls.append("connect")
@@ -47,7 +45,7 @@ class Agent:
     def disconnect(self, connection: Connection) -> None:
         self.calls.append("disconnect")
 
-    def prepare(self, connection: Connection, local: Sequence[int], remote: Sequence[int], notice: bytes) -> int:
+    def prepare(self, connection: Connection, write: PageWrite, notice: bytes) -> int:
         handle = len(self.states)
         self.states[handle] = TransferState.IN_PROGRESS
         return handle
@@ -237,3 +235,10 @@ def test_an_announced_notice_is_due_until_it_arrives_or_for_a_while(
     assert bench.writes.notice_due, "the other one's"
     now += nixl_writes.DUE_S
     assert not bench.writes.notice_due
+
+
+def test_the_ranges_of_each_page_are_those_of_its_order() -> None:
+    """Orders of 2, 0 and 3 ranges: a page has 5 in all, and none of a page of the second order is written."""
+    assert range_indices([4, 0, 2], [2, 0, 1], (2, 0, 3)).tolist() == [22, 23, 24, 0, 1]
+    assert range_indices([4, 0], (), (2, 0, 3)).tolist() == [20, 21, 0, 1]
+    assert range_indices([7, 3], [5, 9], (1,)).tolist() == [7, 3], "whole pages have no orders"

@@ -1,7 +1,7 @@
 """The order and the chunks in which the prefill half computes prompts."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import pytest
 
@@ -52,7 +52,7 @@ class OtherScheduler:
     def held(self, lease: Lease) -> int:
         raise AssertionError("never asked here")
 
-    def notice(self, notice: TransferNotice, pages: Sequence[int] = ()) -> None:
+    def notice(self, notice: TransferNotice, pages: Sequence[int] = (), states: Collection[int] = ()) -> None:
         self.notices.append(notice)
 
 

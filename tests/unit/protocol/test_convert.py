@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tandem.protocol import conversion, cost_parameters, messages, prefixes
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.generated.tandem.v1 import cluster_pb2, inference_pb2, types_pb2, worker_pb2
+from tandem.protocol.kv_pages import STATE
 from tandem.protocol.lifecycle import events as lifecycle_events
 from tandem.protocol.lifecycle import request_trace
 from tandem.protocol.policy_name import PolicyName
@@ -123,7 +124,7 @@ workers = st.builds(
         text,
         st.lists(text, max_size=3).map(tuple),
         adapters=st.lists(adapters, max_size=2).map(tuple),
-        kv_windows=st.lists(st.none() | st.integers(1, 4096), max_size=3).map(tuple),
+        kv_windows=st.lists(st.none() | st.just(STATE) | st.integers(1, 4096), max_size=3).map(tuple),
         kv_step_tokens=uint32,
     ),
     uint32,

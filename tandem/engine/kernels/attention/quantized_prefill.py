@@ -124,9 +124,10 @@ _LEAST_TOKENS = 32768
 def make_copies(model: ModelSpec, page_tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate memory for the dequantized copies of one layer: [pages, 2, kv_heads, page_tokens, head_dim].
 
-    The pages hold the longest context of the model, and at least `_LEAST_TOKENS` tokens.
+    The number of heads and their dimension are those of the layers with the most KV. The pages hold the longest context
+    of the model, and at least `_LEAST_TOKENS` tokens.
     """
-    shape = model.attention_shapes[0]  # all layers have the same number of key heads
+    shape = max(model.attention_shapes, key=lambda shape: shape.kv_heads * shape.head_dim)
     pages = pages_for(max(model.max_context, _LEAST_TOKENS), page_tokens)
     return torch.zeros(pages, 2, shape.kv_heads, page_tokens, shape.head_dim, dtype=dtype, device=device)
 
@@ -196,14 +197,21 @@ class QuantizedPrefill:
         token = torch.arange(len(layout.positions), dtype=torch.int32, device=first.device)
         return _Part(rows, part, (token >= layout.row_starts[rows.start])[:, None, None])
 
+    def _pages_like(self, cache: QuantizedKv) -> Tensor:
+        """Return the memory of the copies as pages with the heads and dimensions of `cache`."""
+        _, _, *shape = cache.shape
+        size = torch.Size(shape).numel()
+        return self._copies.flatten(1)[:, :size].view(len(self._copies), *shape)
+
     def __call__(self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout, first_row: int) -> Tensor:
         """Compute the attention of all rows from `first_row` on."""
         assert isinstance(cache, QuantizedKv)
         out: Tensor | None = None
         for rows, part, later in self._begun.parts:
-            dequantize_pages(cache, layer.index, layout, rows, layer.shape.window, self._copies)
+            pages = self._pages_like(cache)
+            dequantize_pages(cache, layer.index, layout, rows, layer.shape.window, pages)
             # The wrapped attention indexes the copies by layer, so every layer index has to lead to the same copies.
-            copies = self._copies[:, None].expand(-1, layer.index + 1, -1, -1, -1, -1)
+            copies = pages[:, None].expand(-1, layer.index + 1, -1, -1, -1, -1)
             result = self._attention(q, layer, copies, part, 0)
             out = result if out is None else torch.where(later, result, out)
         assert out is not None

@@ -36,10 +36,19 @@ from tandem.engine.kernels.cpu.panel_weight import UNIT, PanelWeight, in_panels
 from tandem.engine.kernels.cpu.pool import Pool, usable_cores
 from tandem.engine.kernels.cpu.products import MAX_CHUNK_ROWS
 from tandem.engine.kernels.held_weight import CODES_A_BLOCK, multiplied_on_cpus
-from tandem.engine.kernels.kv_cache import KvCache, QuantizedKv, codes_of
-from tandem.engine.kernels.layers import AttentionLayer, Experts, ExpertsLayer, LatentLayer, Linear, Norm
+from tandem.engine.kernels.kv_cache import KvCache, QuantizedKv, StateCache, codes_of
+from tandem.engine.kernels.layers import (
+    AttentionLayer,
+    Experts,
+    ExpertsLayer,
+    LatentLayer,
+    Linear,
+    Norm,
+    RecurrentLayer,
+)
 from tandem.engine.kernels.packed_weight import PackedWeight, Weight
 from tandem.engine.kernels.reference import ReferenceKernels, activate, rms_norm
+from tandem.engine.kernels.states.reference import mix_states
 from tandem.protocol.errors import Internal
 
 _ALL_POSITIONS = 1 << 30
@@ -204,6 +213,10 @@ class CpuKernels(Kernels):
     def latent_attention(self, q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
         """Compute absorbed attention of one-token rows, and expanded attention of longer rows."""
         return cpu_latent.latent_attention(q, layer, cache, layout)
+
+    def mix_states(self, projected: Tensor, layer: RecurrentLayer, cache: StateCache, layout: StepLayout) -> Tensor:
+        """Compute one-token rows together and longer rows one after the other, in PyTorch."""
+        return mix_states(projected, layer, cache, layout)
 
     def _norm(self, hidden: Tensor, norm: Norm) -> Tensor:
         """Return RMSNorm(hidden); a token's result does not depend on the other tokens."""

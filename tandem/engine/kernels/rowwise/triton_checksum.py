@@ -25,10 +25,10 @@ def partial_sums(
 ) -> None:
     """Compute `parts` [n, SPLITS] int64: a page's checksum is the sum of a row mod 2^64. Does not wait for the device.
 
-    words [pages, rows, words of a row] int32, contiguous: the first `codes` words of a row are `token_words` words of
-    each token, the rest one word of each token (the scales). chosen [n, 2] int64: a page's number, and the number of
-    tokens in the page. All tensors are on one device. With the numbering (first, head, gap), the index of word w of a
-    page is w + first + w // head * gap.
+    words [pages, rows, words of a row] int32, each page contiguous: the first `codes` words of a row are `token_words`
+    words of each token, the rest one word of each token (the scales). chosen [n, 2] int64: a page's number, and the
+    number of tokens in the page. All tensors are on one device. With the numbering (first, head, gap), the index of
+    word w of a page is w + first + w // head * gap.
     """
     _, rows, row_words = words.shape
     first, head, gap = numbering
@@ -37,6 +37,7 @@ def partial_sums(
         chosen,
         parts,
         rows * row_words,
+        words.stride(0),
         ROW=row_words,
         CODES=codes,
         TOKEN=token_words,
@@ -71,6 +72,7 @@ def _sum_page(
     chosen_ptr,
     parts_ptr,
     total,
+    page_stride,
     ROW: tl.constexpr,
     CODES: tl.constexpr,
     TOKEN: tl.constexpr,
@@ -81,12 +83,13 @@ def _sum_page(
 ):
     """Program (n, split) sums the blocks split, split + SPLITS, … of page n.
 
-    ROW, CODES, TOKEN, FIRST, HEAD and GAP are numbers of words; `total` is the number of words of a page.
+    ROW, CODES, TOKEN, FIRST, HEAD and GAP are numbers of words; `total` is the number of words of a page, and
+    `page_stride` that from a page to the next.
     """
     number, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     page = tl.load(chosen_ptr + 2 * number)
     filled = tl.load(chosen_ptr + 2 * number + 1)
-    first = words_ptr + page * total
+    first = words_ptr + page * page_stride
     sums = tl.zeros((BLOCK,), tl.int64)
     for start in range(split * BLOCK, total, splits * BLOCK):
         place = start + tl.arange(0, BLOCK)

@@ -1,4 +1,7 @@
-"""The model families; each module of this package, except the shared ones, is a family and is found automatically."""
+"""The model families; each module here and in the sub-packages, except the shared ones, is one.
+
+Families are found automatically.
+"""
 
 import importlib
 import pkgutil
@@ -17,8 +20,9 @@ _SHARED = {"family", "rows"}
 @cache
 def families() -> tuple[Family, ...]:
     """Return all families, in the order of their module names."""
-    names = sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in _SHARED)
-    return tuple(importlib.import_module(f"{__name__}.{name}").FAMILY for name in names)
+    modules = [module for module in pkgutil.walk_packages(__path__, f"{__name__}.") if not module.ispkg]
+    names = sorted(module.name for module in modules if module.name.rpartition(".")[2] not in _SHARED)
+    return tuple(importlib.import_module(name).FAMILY for name in names)
 
 
 def family_of(config: Json) -> Family:

@@ -14,6 +14,7 @@ from tandem.engine.config.model import (
     LayerSpec,
     MixtureOfExperts,
     ModelSpec,
+    rope_of,
 )
 from tandem.engine.config.rope import RopeConfig, parse_rope, rotary_fraction
 from tandem.engine.models.parameters import Parameters, ParameterSlot, standard_slots
@@ -197,7 +198,7 @@ def make_model(
 
     Raises ModelError for sizes below 1, and for experts that cannot be chosen or computed.
     """
-    ropes = [rope for layer in layers if (rope := layer.attention.rope) is not None]
+    ropes = [rope for layer in layers if (rope := rope_of(layer.attention)) is not None]
     spec = ModelSpec(
         architecture=architecture,
         vocab_size=int(config["vocab_size"]),

@@ -40,10 +40,10 @@ def config_of(folder: Path) -> EngineConfig:
 
 
 def lead(
-    meeting: Path, folders: list[Path], followers: list[list[socket.socket]], results: SimpleQueue[Answer]
+    meeting: Path, rank: Rank, folders: list[Path], followers: list[list[socket.socket]], results: SimpleQueue[Answer]
 ) -> None:
     """Run as the first rank of the model in each folder, one after the other."""
-    collectives = GlooCollectives(Rank(0, 1 + len(followers[0])), meeting, LIMIT_S)
+    collectives = GlooCollectives(rank, meeting, LIMIT_S)
     for folder, sockets in zip(folders, followers, strict=True):
         sender = StepSender(sockets)
         results.put(answer_of(ModelRunner.load(config_of(folder), collectives=collectives, on_step=sender.send)))
@@ -51,7 +51,7 @@ def lead(
     collectives.close()
 
 
-def follow(meeting: Path, folders: list[Path], rank: Rank, leaders: list[socket.socket]) -> None:
+def follow(meeting: Path, rank: Rank, folders: list[Path], leaders: list[socket.socket]) -> None:
     collectives = GlooCollectives(rank, meeting, LIMIT_S)
     for folder, leader in zip(folders, leaders, strict=True):
         follower = Follower.load(config_of(folder), collectives)
@@ -60,16 +60,16 @@ def follow(meeting: Path, folders: list[Path], rank: Rank, leaders: list[socket.
     collectives.close()
 
 
-def answers_of_ranks(ranks: int, meeting: Path, folders: list[Path]) -> Iterator[Answer]:
-    """Yields the answer to `PROMPT` of each model, divided among so many processes."""
-    pairs = [[socket.socketpair() for _ in range(ranks - 1)] for _ in folders]
+def answers_of_ranks(ranks: list[Rank], meeting: Path, folders: list[Path]) -> Iterator[Answer]:
+    """Yields the answer to `PROMPT` of each model, whose ranks are processes."""
+    pairs = [[socket.socketpair() for _ in ranks[1:]] for _ in folders]
     context = multiprocessing.get_context("spawn")
     results: SimpleQueue[Answer] = context.SimpleQueue()
     leading = [[mine for mine, _ in of_model] for of_model in pairs]
-    processes = [context.Process(target=lead, args=(meeting, folders, leading, results))]
-    for number in range(1, ranks):
-        following = [of_model[number - 1][1] for of_model in pairs]
-        processes.append(context.Process(target=follow, args=(meeting, folders, Rank(number, ranks), following)))
+    processes = [context.Process(target=lead, args=(meeting, ranks[0], folders, leading, results))]
+    for rank, *following in zip(ranks[1:], *pairs, strict=True):
+        theirs = [leader for _, leader in following]
+        processes.append(context.Process(target=follow, args=(meeting, rank, folders, theirs)))
     for process in processes:
         process.start()
     for end in (end for of_model in pairs for pair in of_model for end in pair):
@@ -78,7 +78,7 @@ def answers_of_ranks(ranks: int, meeting: Path, folders: list[Path]) -> Iterator
     yield from (results.get() for _ in folders)
     for process in processes:
         process.join(LIMIT_S)
-    assert [process.exitcode for process in processes] == [0] * ranks
+    assert [process.exitcode for process in processes] == [0] * len(ranks)
     results.close()
 
 
@@ -93,16 +93,19 @@ def test_two_processes_give_the_tokens_and_logits_of_one_for_every_family(tmp_pa
     """With the kernels of CPUs. The families that two ranks cannot divide are refused in `test_ranks`."""
     families = [family for family in sorted(FAMILIES) if (family, 2) not in INDIVISIBLE]
     folders = [write_tiny_model(tmp_path / family, family, seed=SEEDS.get(family, 7)) for family in families]
-    for folder, answer in zip(folders, answers_of_ranks(2, tmp_path / "meeting", folders), strict=True):
+    for folder, answer in zip(
+        folders, answers_of_ranks([Rank(0, 2), Rank(1, 2)], tmp_path / "meeting", folders), strict=True
+    ):
         assert_answer_of_one(folder, answer)
 
 
-@soak
-def test_three_processes_give_the_tokens_and_logits_of_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("divides_tokens", [pytest.param(False, marks=soak), True])
+def test_three_processes_give_the_tokens_and_logits_of_one(divides_tokens: bool, tmp_path: Path) -> None:
     """`tests/integration/test_rank_group.py` runs a worker's own processes in `make test`."""
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
     folder = write_tiny_model(tmp_path / "model", "llama3", **sizes)
-    for answer in answers_of_ranks(3, tmp_path / "meeting", [folder]):
+    ranks = [Rank(number, 3, divides_tokens=divides_tokens) for number in range(3)]
+    for answer in answers_of_ranks(ranks, tmp_path / "meeting", [folder]):
         assert_answer_of_one(folder, answer)
 
 

@@ -86,11 +86,12 @@ def test_a_hand_over_to_one_rank_gives_the_pages_that_this_rank_would_compute(
         caches = [runner.cache, *(follower.cache for follower in followers)]
     assert len({cache.pages for cache in caches}) == 1, "a page has the same number on all ranks"
 
-    target = ranked_pages(alone.cache, alone.page_part, 1, 1)
-    source = ranked_pages(runner.cache, runner.page_part, ranks * stages, stages)
+    target = ranked_pages(alone.cache, alone.page_parts, 1, 1)
+    source = ranked_pages(runner.cache, runner.page_parts, ranks * stages, stages)
     computed = alone.cache.storage.view(torch.uint8)
     received = torch.zeros_like(computed)
-    for copy in plan_handoff(source, target):
+    assert len(set(source)) == len(set(target)) == 1
+    for copy in plan_handoff(source[0], target[0]):
         stored = caches[copy.source_rank].storage.view(torch.uint8)
         received[:PAGES, copy.target_start : copy.target_end] = stored[:PAGES, copy.source_start : copy.source_end]
     if ranks == 1:

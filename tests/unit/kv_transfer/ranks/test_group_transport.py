@@ -20,7 +20,7 @@ from kv_transfer.checksums import PageSums
 from kv_transfer.in_memory import InMemoryTransport
 from kv_transfer.in_memory_fabric import InMemoryFabric
 from kv_transfer.layout import KVLayout
-from kv_transfer.rank_plan import RankedPages, even_stages
+from kv_transfer.rank_plan import RankedPages, even_stages, pool_page_bytes
 from kv_transfer.ranks.group_transport import SLACK_S, GroupTransport, rank_peer
 from kv_transfer.ranks.page_sums import GroupPageSums
 from kv_transfer.ranks.remote_transport import RemoteTransport, serve_transport
@@ -73,7 +73,7 @@ def open_group(
         open_rank = partial(InMemoryTransport, fabric, KVLayout(*memory, "float32"), rank_peer(me, rank))
         group = KvGroup(own_layers, len(own_layers), len(own_heads), PARTS, DIM)
         part = PagePart(heads, LAYERS, own_heads.start, own_layers[0])
-        rank_sums: PageSums = page_checksums(kernel_view(torch.from_numpy(pool), group, PAGE_TOKENS), part)
+        rank_sums: PageSums = page_checksums(kernel_view(torch.from_numpy(pool), group, PAGE_TOKENS), parts=[part])
         pools.append(pool)
         if rank and in_processes:
             here, there = Pipe()
@@ -85,13 +85,13 @@ def open_group(
             openers.append(open_rank)
             sums.append(rank_sums if rank == 0 else partial(begun, rank_sums))
     notices: list[TransferNotice] = []
-    transport = GroupTransport(me, pages, openers, notices.append)
-    return Group(transport, pages, pools, GroupPageSums(pages, sums[0], sums[1:]), notices)
+    transport = GroupTransport(me, [pages], openers, notices.append)
+    return Group(transport, pages, pools, GroupPageSums([pages], sums[0], sums[1:]), notices)
 
 
-def begun(sums: PageSums, pages: list[int], filled: list[int]) -> Future[Sequence[int]]:
+def begun(sums: PageSums, pages: list[int], filled: list[int], groups: list[int]) -> Future[Sequence[int]]:
     future: Future[Sequence[int]] = Future()
-    future.set_result(sums(pages, filled))
+    future.set_result(sums(pages, filled, groups))
     return future
 
 
@@ -269,3 +269,73 @@ def test_reports_of_different_times_do_not_slow_the_polling_time_of_a_group() ->
         clocks[step % 2] += 2 * SLACK_S / 4
         group.transport_poll_s()
     assert group.transport_poll_s() - start == pytest.approx(min(clocks), abs=SLACK_S)
+
+
+KV_AND_STATES = [
+    RankedPages(1, 2, even_stages(LAYERS, 1), PAGE_TOKENS, PARTS, DIM * 4),
+    RankedPages(1, 8, even_stages(3, 1), 1, 1, 96, alignment=16),
+]
+"""Pages of two KV heads and four layers, and of the states of eight heads and three layers; the latter are larger."""
+GROUPS = [0, 1, 0]
+
+
+def shaped_worker(
+    fabric: InMemoryFabric, me: PeerRef, tensor_ranks: int, stages: int, notices: list[TransferNotice]
+) -> tuple[GroupTransport, list[np.ndarray], list[RankedPages]]:
+    groups = [
+        replace(group, tensor_ranks=tensor_ranks, stages=even_stages(sum(map(len, group.stages)), stages))
+        for group in KV_AND_STATES
+    ]
+    pools = [np.zeros((PAGES, pool_page_bytes(groups, rank)), dtype=np.uint8) for rank in range(groups[0].ranks)]
+    openers = [
+        partial(
+            InMemoryTransport,
+            fabric,
+            KVLayout(pool.ctypes.data, PAGES, 1, 1, 1, pool.shape[1], 1, "uint8", parts=1),
+            rank_peer(me, rank),
+        )
+        for rank, pool in enumerate(pools)
+    ]
+    return GroupTransport(me, groups, openers, notices.append), pools, groups
+
+
+def parts_of(whole: np.ndarray, pages: RankedPages, rank: int) -> np.ndarray:
+    """Returns the bytes that a rank has of a page [heads, layers, bytes] of the whole model."""
+    heads, layers = pages.heads(rank), pages.layers(rank)
+    return whole[heads.start : heads.stop, list(layers)].ravel()
+
+
+@pytest.mark.parametrize("source", [(1, 1), (2, 1), (4, 1), (2, 3)])
+@pytest.mark.parametrize("target", [(1, 1), (2, 1), (8, 1), (1, 2)])
+def test_pages_of_groups_of_different_shapes_arrive_on_every_rank(
+    source: tuple[int, int], target: tuple[int, int]
+) -> None:
+    """With four and eight ranks, several of them have the same KV head, but each has its own heads of the states."""
+    fabric, notices = InMemoryFabric(), list[TransferNotice]()
+    prefill, sent, mine = shaped_worker(fabric, PREFILL, *source, [])
+    decode, received, theirs = shaped_worker(fabric, DECODE, *target, notices)
+    dice = np.random.default_rng(5)
+    planes = [group.parts * group.plane_bytes for group in KV_AND_STATES]
+    whole = [
+        dice.integers(0, 256, (KV_AND_STATES[group].kv_heads, len(KV_AND_STATES[group].stages[0]), planes[group]))
+        for group in GROUPS
+    ]
+    for page, group, content in zip(FROM, GROUPS, whole, strict=True):
+        for rank, pool in enumerate(sent):
+            part = parts_of(content, mine[group], rank)
+            pool[page, : len(part)] = part
+    try:
+        prefill.add_peer(decode.describe())
+        first = prefill.write(PageWrite(DECODE, FROM[:1], TO[:1], groups=GROUPS[:1]), 5.0)
+        last = PageWrite(DECODE, FROM[1:], TO[1:], NOTICE, after=(first,), groups=GROUPS[1:])
+        prefill.write(last, 5.0).result(timeout=5)
+        fabric.wait_until_idle()
+        for page, group, content in zip(TO, GROUPS, whole, strict=True):
+            for rank, pool in enumerate(received):
+                part = parts_of(content, theirs[group], rank)
+                assert (pool[page, : len(part)] == part).all(), (page, rank)
+        assert {notice.parts for notice in notices} == {len(notices)}
+    finally:
+        prefill.close()
+        decode.close()
+        fabric.close()

@@ -122,10 +122,10 @@ class SlowSums:
         self._sums = pair.decode.engine.page_sums
         pair.decode.worker._checks._sums = self
 
-    def __call__(self, pages: Sequence[int], filled: Sequence[int]) -> Sequence[int]:
+    def __call__(self, pages: Sequence[int], filled: Sequence[int], groups: Sequence[int]) -> Sequence[int]:
         self.asked.set()
         assert self.go.wait(60)
-        return self._sums(pages, filled)
+        return self._sums(pages, filled, groups)
 
 
 async def test_a_checksum_check_does_not_delay_other_requests() -> None:
@@ -178,7 +178,7 @@ async def test_a_heartbeat_during_the_check_is_no_loss() -> None:
 async def test_pages_that_cannot_be_summed_fail_closed() -> None:
     async with WorkerPair() as pair:
 
-        def broken(pages: Sequence[int], filled: Sequence[int]) -> Sequence[int]:
+        def broken(pages: Sequence[int], filled: Sequence[int], groups: Sequence[int]) -> Sequence[int]:
             raise RuntimeError("the device is gone")
 
         pair.decode.worker._checks._sums = broken

@@ -1,0 +1,150 @@
+"""Nemotron-H: blocks of one mixer each, which is Mamba-2, attention, or a feed-forward network without a gate.
+
+A mixer of tokens and the feed-forward network after it, if there is one, are one layer of the spec.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from tandem.engine.config.model import LayerSpec, Mamba2, ModelSpec
+from tandem.engine.models.families.family import (
+    Family,
+    Json,
+    check_sizes,
+    grouped_layers,
+    make_model,
+    parse_shape,
+    parse_ungated,
+    without_rope,
+)
+from tandem.engine.models.parameters import (
+    DenseParameters,
+    LayerParameters,
+    Parameters,
+    ParameterSlot,
+    StateParameters,
+    dense_slots,
+    layer_slots,
+    state_slots,
+)
+from tandem.protocol.errors import ModelError
+
+_LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+_OLD_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
+_NAMES = {
+    "convolution": "conv1d.weight",
+    "convolution_bias": "conv1d.bias",
+    "decay_log": "A_log",
+    "step_bias": "dt_bias",
+    "skip": "D",
+    "state_norm": "norm.weight",
+    "output": "out_proj.weight",
+    "output_bias": "out_proj.bias",
+}
+
+
+def mamba_slots(prefix: str, spec: Mamba2, weights: StateParameters) -> dict[str, ParameterSlot]:
+    """Return the slots of a Mamba-2 layer by tensor name, with the names of the original implementation."""
+    slots = state_slots(spec, weights, _NAMES)
+    slots["in_proj.weight"] = ParameterSlot(weights.projections, stacked=spec.projected)
+    if weights.projections_bias is not None:
+        slots["in_proj.bias"] = ParameterSlot(weights.projections_bias, stacked=spec.projected)
+    return {prefix + name: slot for name, slot in slots.items()}
+
+
+def _mamba(config: Json, norm_eps: float) -> Mamba2:
+    mamba = Mamba2(
+        heads=int(config.get("mamba_num_heads") or 128),
+        head_dim=int(config.get("mamba_head_dim") or 64),
+        groups=int(config.get("n_groups") or config.get("mamba_n_groups") or 8),
+        state_dim=int(config.get("ssm_state_size") or 128),
+        width=int(config.get("conv_kernel") or config.get("mamba_d_conv") or 4),
+        norm_eps=norm_eps,
+        convolution_bias=bool(config.get("use_conv_bias", True)),
+        bias=bool(config.get("use_bias")),
+        least_step=float(config.get("time_step_min", config.get("mamba_dt_min", 0.001))),
+    )
+    check_sizes(
+        mamba_num_heads=mamba.heads,
+        mamba_head_dim=mamba.head_dim,
+        n_groups=mamba.groups,
+        ssm_state_size=mamba.state_dim,
+    )
+    if mamba.heads % mamba.groups:
+        raise ModelError(f"mamba_num_heads {mamba.heads} is not a multiple of n_groups {mamba.groups}.")
+    if mamba.width < 2:
+        raise ModelError(f"conv_kernel {mamba.width} is not supported; it must be at least 2.")
+    if config.get("mamba_hidden_act", "silu") != "silu":
+        raise ModelError(f"mamba_hidden_act {config['mamba_hidden_act']!r} is not supported; silu is.")
+    return replace(mamba, norm_groups=mamba.groups)
+
+
+def _blocks(config: Json) -> Sequence[str]:
+    """Return the kind of each block, from `layers_block_type` (transformers 5) or `hybrid_override_pattern`."""
+    named: Sequence[str] = config.get("layers_block_type") or config.get("layer_types") or ()
+    kinds = [_OLD_NAMES.get(kind, kind) for kind in named] or [
+        _LETTERS.get(letter, letter) for letter in config["hybrid_override_pattern"]
+    ]
+    unknown = set(kinds) - {"linear_attention", "full_attention", "mlp"}
+    if unknown:
+        raise ModelError(
+            f"block type {min(unknown)!r} of Nemotron-H is not supported; supported are linear_attention,"
+            " full_attention and mlp."
+        )
+    if any(kind == "mlp" and (number == 0 or kinds[number - 1] == "mlp") for number, kind in enumerate(kinds)):
+        raise ModelError("a block mlp of Nemotron-H is supported only after a block with attention or Mamba-2.")
+    return kinds
+
+
+def _parse(given: Json) -> ModelSpec:
+    config = {"head_dim": 128} | dict(given) | {"hidden_act": given.get("mlp_hidden_act", "relu2")}
+    norm_eps = float(config.get("layer_norm_epsilon") or config.get("rms_norm_eps") or 1e-5)
+    (attention,) = grouped_layers(config, parse_shape(config), (None,), parse_ungated(config))
+    mixers = {
+        "full_attention": without_rope(attention),
+        "linear_attention": replace(attention, attention=_mamba(config, norm_eps)),
+    }
+    kinds = _blocks(config)
+    followers = [*kinds[1:], ""]
+    layers = [
+        mixers[kind] if follower == "mlp" else replace(mixers[kind], feed_forward=None)
+        for kind, follower in zip(kinds, followers, strict=True)
+        if kind != "mlp"
+    ]
+    return make_model(config, "NemotronHForCausalLM", layers, norm_eps=norm_eps)
+
+
+def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
+    slots = {
+        "backbone.embeddings.weight": ParameterSlot(parameters.embedding),
+        "backbone.norm_f.weight": ParameterSlot(parameters.final_norm),
+    }
+    if not spec.tied_embeddings:
+        slots["lm_head.weight"] = ParameterSlot(parameters.lm_head)
+    number = 0
+    for layer, weights in zip(spec.layers, parameters.layers, strict=True):
+        for block in _block_slots(layer, weights):
+            slots |= {f"backbone.layers.{number}.{name}": slot for name, slot in block.items()}
+            number += 1
+    return slots
+
+
+def _block_slots(layer: LayerSpec, weights: LayerParameters) -> Iterator[dict[str, ParameterSlot]]:
+    """Yield the slots of each block of a layer: those of its mixer of tokens, then of its feed-forward network."""
+    assert weights.input_norm is not None
+    norm = {"norm.weight": ParameterSlot(weights.input_norm)}
+    if isinstance(layer.attention, Mamba2) and isinstance(weights.attention, StateParameters):
+        yield norm | mamba_slots("mixer.", layer.attention, weights.attention)
+    else:
+        named = layer_slots(replace(layer, feed_forward=None), replace(weights, feed_forward=None))
+        start = "self_attn."
+        yield norm | {
+            f"mixer.{name.removeprefix(start)}": slot for name, slot in named.items() if name.startswith(start)
+        }
+    if isinstance(weights.feed_forward, DenseParameters):
+        assert weights.feed_forward_norm is not None
+        network = dense_slots("mixer.", weights.feed_forward, gated=False)
+        yield {"norm.weight": ParameterSlot(weights.feed_forward_norm)} | network
+
+
+FAMILY = Family(("NemotronHForCausalLM",), ("nemotron_h",), _parse, _slots)

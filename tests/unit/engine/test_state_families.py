@@ -1,0 +1,49 @@
+"""What the families with state layers refuse, and how a recurrence is divided into chunks."""
+
+import pytest
+import torch
+
+from tandem.engine.kernels.states.recurrence import recurrence
+from tandem.engine.models.load_spec import parse_spec
+from tandem.protocol.errors import ModelError
+from tests.factories import FAMILIES
+
+REFUSED = [
+    ("qwen3_next", {"linear_num_value_heads": 3}, "not a multiple of linear_num_key_heads"),
+    ("qwen3_next", {"linear_conv_kernel_dim": 1}, "must be at least 2"),
+    ("qwen3_5", {"layer_types": ["mamba"] * 4}, "layer type 'mamba' is not supported"),
+    ("nemotron_h", {"layers_block_type": ["linear_attention", "moe"]}, "block type 'moe'"),
+    ("nemotron_h", {"layers_block_type": ["mlp", "full_attention"]}, "only after a block with attention"),
+    ("nemotron_h", {"n_groups": 3}, "not a multiple of n_groups"),
+    ("lfm2", {"layer_types": ["conv", "mamba", "conv"]}, "each full_attention or conv"),
+    ("lfm2", {"conv_L_cache": 1}, "must be at least 2"),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "message"), REFUSED)
+def test_a_config_with_unsupported_state_layers_is_refused(
+    family: str, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        parse_spec(FAMILIES[family] | changes)
+
+
+@pytest.mark.parametrize("delta", [False, True], ids=["without the delta rule", "with the delta rule"])
+def test_chunks_compute_the_recurrence_of_single_tokens(delta: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(2, 3, *shape, generator=generator, dtype=torch.float64)
+
+    q, k, v, state = random(150, 8), random(150, 8), random(150, 5), random(8, 5)
+    k = k / k.norm(dim=-1, keepdim=True)
+    log_decay, step = -random(150).abs(), random(150).sigmoid()
+    out, last = recurrence(q, k, v, log_decay, step if delta else None, state)
+    for token in range(150):
+        state = state * log_decay[:, :, token, None, None].exp()
+        key, value = k[:, :, token, :, None], v[:, :, token, None]
+        if delta:
+            value = step[:, :, token, None, None] * (value - key.mT @ state)
+        state = state + key @ value
+        torch.testing.assert_close(out[:, :, token], (q[:, :, token, None] @ state).squeeze(2))
+    torch.testing.assert_close(last, state)
