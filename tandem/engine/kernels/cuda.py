@@ -278,7 +278,7 @@ class CudaKernels(Kernels):
         return self._latent.attention(q, layer, cache, layout, self._single_rows(layout))
 
     def mix_states(self, projected: Tensor, layer: RecurrentLayer, cache: StateCache, layout: StepLayout) -> Tensor:
-        """Compute Gated DeltaNet of one-token rows in one launch, and everything else in PyTorch."""
+        """Compute Gated DeltaNet of one-token rows in two launches, and everything else in PyTorch."""
         if not layout.decode_only or not isinstance(layer.spec, GatedDeltaNet):
             return mix_states(projected, layer, cache, layout)
         assert layout.state_pages is not None
