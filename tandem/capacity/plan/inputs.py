@@ -86,8 +86,11 @@ class PlanInputs:
         best = self._best(pairs)
         if not self.compares_stages:
             return best
-        staged = [(kind, best.decode) for kind in replace(self.prefill, stages=STAGES).groups()]
-        return self._best([(best.prefill, best.decode), *staged])
+        try:
+            staged = replace(self.prefill, stages=STAGES).groups()
+        except InvalidArgument:  # The model cannot be divided among stages, so there is nothing to compare.
+            return best
+        return self._best([(best.prefill, best.decode), *((kind, best.decode) for kind in staged)])
 
     def _best(self, pairs: Sequence[tuple[WorkerKind, WorkerKind]]) -> PlanInputs:
         """Return the input with the pair of kinds, for prefill and for decode, that has the least `_effort`."""

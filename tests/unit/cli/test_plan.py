@@ -303,6 +303,11 @@ def test_what_cannot_be_is_refused_by_name(options: list[str], names: str) -> No
     assert names in result.stderr
 
 
+def test_a_model_that_cannot_be_divided_into_stages_is_planned_without_them() -> None:
+    result = run("--shape", "gemma-3-12b", "--rate", "20", "--prompt-tokens", "4000", "--no-simulate")
+    assert result.exit_code == 0, result.stderr
+
+
 def test_a_measured_knee_lies_between_two_rates() -> None:
     shares = {3.0: 1.0, 6.0: 0.95, 9.0: 0.4}
     loads = [{"rate": rate, "goodput": {"quick": {"share": share}}} for rate, share in shares.items()]
