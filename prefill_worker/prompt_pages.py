@@ -77,9 +77,12 @@ class PromptPages:
         turn of a conversation begins; and where the pages of other prompts that are equal so far end, because a third
         prompt may begin with them too.
         """
+        return min((kept for kept in self._kept_states(request) if request.launched < kept < end), default=end)
+
+    def _kept_states(self, request: PrefillRequest) -> tuple[int, int]:
+        """Return the two positions of `_chunk_end` before which the prompt's state is kept for other prompts."""
         page = self._kv.page_tokens
-        ends = request.indexed, (request.prompt_tokens - 1) // page * page
-        return min((position for position in ends if request.launched < position < end), default=end)
+        return request.indexed, (request.prompt_tokens - 1) // page * page
 
     def _cover_states(self, request: PrefillRequest, end: int) -> bool:
         """Allocate the state pages of a chunk that ends at position `end`; return False if there are too few pages."""
@@ -90,11 +93,7 @@ class PromptPages:
         more = self._more(request, len(missing))
         for entry, page in zip(missing, more, strict=False):
             request.pages[entry] = page
-        if end in {
-            request.indexed,
-            request.prompt_tokens,
-            (request.prompt_tokens - 1) // kv.page_tokens * kv.page_tokens,
-        }:
+        if end in {*self._kept_states(request), request.prompt_tokens}:
             request.prefix.states.add(number)
         return len(more) == len(missing)
 

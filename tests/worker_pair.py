@@ -275,6 +275,19 @@ class WorkerPair:
         self.prefill.worker.prefill(replace(task, cache_salt=salt))
         return output
 
+    async def send_all(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> list[RequestOutput]:
+        """Send requests q0, q1, …, each as soon as it is admitted, and wait until they have ended or are preempted."""
+        outputs = []
+        for number, prompt in enumerate(prompts):
+            while True:
+                try:
+                    outputs.append(self.send(f"q{number}", prompt, sampling))
+                    break
+                except ResourceExhausted:
+                    await asyncio.sleep(0.01)
+        await until(lambda: all(output.finish or output.preempted_at >= 0 for output in outputs))
+        return outputs
+
     def abort(self, *names: str, attempt: int = 1) -> None:
         refs = [RequestRef(name, attempt) for name in names]
         for end in self.ends:

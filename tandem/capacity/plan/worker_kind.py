@@ -199,15 +199,15 @@ class WorkerKind:
             return None
         return element_bytes if element_bytes < self.kv_element_bytes else None
 
-    def groups(self) -> Iterator[WorkerKind]:
-        """Yield these workers with each number of `group_sizes` that divides the model, or with the given number.
+    def groups(self) -> list[WorkerKind]:
+        """Return these workers with each number of `group_sizes` that divides the model, or with the given number.
 
         The number of stages stays the same; if it divides none of `group_sizes`, each stage has one GPU. Raises
         InvalidArgument if no number divides the model.
         """
         sizes = [gpus for gpus in self.group_sizes if gpus % self.stages == 0]
+        kinds: list[WorkerKind] = []
         refused: InvalidArgument | None = None
-        divided = False
         for gpus in sizes or [self.stages if self.group_sizes else self.gpus]:
             kind = replace(self, gpus=gpus)
             try:
@@ -215,10 +215,10 @@ class WorkerKind:
             except InvalidArgument as error:
                 refused = error
             else:
-                divided = True
-                yield kind
-        if refused is not None and not divided:
+                kinds.append(kind)
+        if refused is not None and not kinds:
             raise refused
+        return kinds
 
     def _fits(self, demand: Demand, memory: Memory) -> bool:
         return memory.kv_tokens >= demand.kv_tokens

@@ -221,13 +221,14 @@ def group_views(
 
     Groups whose pages are alike have the same view.
     """
-    views: dict[PageGroup, GroupCache] = {}
-    for group in groups:
-        if isinstance(group, StateGroup):
-            views.setdefault(_alike(group), state_view(memory, group, model_dtype))
-        else:
-            views.setdefault(_alike(group), kernel_view(memory, group, page_tokens))
-    return tuple(views[_alike(group)] for group in groups)
+    alike = [_alike(group) for group in groups]
+    views = {
+        group: state_view(memory, group, model_dtype)
+        if isinstance(group, StateGroup)
+        else kernel_view(memory, group, page_tokens)
+        for group in dict.fromkeys(alike)
+    }
+    return tuple(views[group] for group in alike)
 
 
 def _alike(group: PageGroup) -> PageGroup:

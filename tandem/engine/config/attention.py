@@ -65,7 +65,7 @@ class LatentShape:
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """What a state layer keeps of a request's tokens instead of keys and values; its size does not grow with them.
+    """The shape of the state that a layer keeps of a request instead of KV; its size does not depend on the tokens.
 
     It has `heads` parts of equal size, which are computed independently of each other: tensor parallelism divides them.
     """

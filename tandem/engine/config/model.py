@@ -83,7 +83,7 @@ class GatedDeltaNet:
 
     @property
     def state(self) -> StateShape:
-        """What the layer keeps of a request; a head is a key head with its value heads."""
+        """The shape of a request's state; each of its heads is a key head with the value heads that share it."""
         shared = self.value_heads // self.key_heads
         return StateShape(self.key_heads, (shared, self.key_dim, self.value_dim), sum(self.convolved), self.width - 1)
 
@@ -129,7 +129,7 @@ class Mamba2:
 
     @property
     def state(self) -> StateShape:
-        """What the layer keeps of a request; a head of the state is a group of heads."""
+        """The shape of a request's state; each of its heads is a group of heads that share keys and queries."""
         state = (self.heads // self.groups, self.state_dim, self.head_dim)
         return StateShape(self.groups, state, sum(self.convolved), self.width - 1)
 
@@ -164,7 +164,7 @@ class ShortConvolution:
 
     @property
     def state(self) -> StateShape:
-        """What the layer keeps of a request: only the latest inputs of the convolution."""
+        """The shape of a request's state, which is only the latest inputs of the convolution."""
         return StateShape(self.blocks, (), self.channels // self.blocks, self.width - 1)
 
     @property
@@ -309,6 +309,11 @@ class ModelSpec:
 
     A rank's spec has those of the whole model, so that the ranks divide pages in the same way.
     """
+
+    @property
+    def has_states(self) -> bool:
+        """True if the model has state layers."""
+        return any(isinstance(layer.attention, StateLayer) for layer in self.layers)
 
     @property
     def attention_shapes(self) -> tuple[AttentionShape, ...]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.config.attention import AttentionShape
-from tandem.engine.config.model import GatedDeltaNet, ModelSpec, StateLayer
+from tandem.engine.config.model import GatedDeltaNet, ModelSpec
 from tandem.engine.kernels.attention.prefill_attention import FlashPrefill, PrefillAttention, leaves_idle
 from tandem.engine.kernels.attention.quantized_prefill import QuantizedPrefill, make_copies
 from tandem.engine.kernels.attention.triton_attention import DecodeAttention
@@ -84,7 +84,7 @@ class CudaKernels(Kernels):
         self._max_decode_rows = max_decode_rows
         self._device, self._kv_dtype = device, kv_dtype
         self._pdl = overlaps_launches()
-        self._has_states = any(isinstance(layer.attention, StateLayer) for layer in model.layers)
+        self._has_states = model.has_states
         self._experts = ExpertKernels(self._pdl)
         gpu = device.type == "cuda"
         self._second = SecondStream(device) if gpu else _ONE_STREAM

@@ -32,7 +32,7 @@ from tandem.engine.models.parameters import AttentionParameters, DenseParameters
 
 
 class Queries(NamedTuple):
-    """What a layer's `attend` needs of the step's tokens, after their keys and values are stored."""
+    """The result of a layer's `store` for the step's tokens, which is the input of its `attend`."""
 
     q: Tensor
     gate: Tensor | None = None

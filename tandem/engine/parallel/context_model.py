@@ -12,16 +12,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from tandem.engine.config.model import ModelSpec
 from tandem.engine.config.sharding import Rank
-from tandem.engine.kernels.base import DeferredTokens, Kernels, StepLayout
+from tandem.engine.kernels.base import DeferredTokens, StepLayout
 from tandem.engine.kernels.kv_cache import GroupCache, QuantizedKv, kv_of
-from tandem.engine.kernels.lora.adapted_products import AdaptedProducts
 from tandem.engine.models.blocks import Queries, StateBlock
-from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.models.layers import DecoderLayer
-from tandem.engine.models.parameters import Parameters
-from tandem.engine.parallel.collectives import Collectives
+from tandem.engine.parallel.group_model import GroupModel
 from tandem.engine.steps.prompt_scoring import StepPieces
 
 
@@ -109,26 +105,12 @@ def _part_of(layout: StepLayout, tokens: Tensor, parts: Sequence[RowPart], row_s
     )
 
 
-class ContextModel(DecoderModel):
+class ContextModel(GroupModel):
     """A whole decoder model on each rank of a group, which divides the tokens of prefill steps.
 
     Steps without a prompt chunk, and those of fewer tokens than two for each rank, are computed by every rank as a
     whole. The first rank embeds the tokens and gets the logits; the result of `forward` on other ranks has no meaning.
     """
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        parameters: Parameters,
-        kernels: Kernels,
-        max_context: int,
-        *,
-        collectives: Collectives,
-        adapted: AdaptedProducts | None = None,
-    ) -> None:
-        """Prepare the weights for `kernels`, as `DecoderModel` does."""
-        self._collectives, self._rank = collectives, collectives.rank
-        super().__init__(spec, parameters, kernels, max_context, adapted=adapted)
 
     def forward(
         self,
@@ -167,15 +149,6 @@ class ContextModel(DecoderModel):
         hidden = torch.where(places.unsqueeze(1) < 0, 0, hidden)
         self._collectives.all_reduce(hidden)
         return self._logits(hidden) if scoring is None else scoring.logits(hidden, self._logits)
-
-    def _embed(self, token_ids: Tensor, feed: DeferredTokens | None) -> Tensor:
-        """Embed on the first rank, because only its device knows the tokens of `feed`."""
-        if self._rank.number == 0:
-            hidden = super()._embed(token_ids, feed)
-        else:
-            hidden = self._final_norm.weight.new_empty(len(token_ids), self.spec.hidden_size, dtype=self.dtype)
-        self._collectives.broadcast(hidden)
-        return hidden
 
     def _store(
         self,

@@ -11,9 +11,9 @@ from tandem.engine.kernels.base import DeferredTokens, Kernels, Products, StepLa
 from tandem.engine.kernels.kv_cache import GroupCache
 from tandem.engine.kernels.layers import ExpertsLayer, Linear, Norm
 from tandem.engine.kernels.lora.adapted_products import AdaptedProducts
-from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.models.parameters import Parameters
 from tandem.engine.parallel.collectives import Collectives
+from tandem.engine.parallel.group_model import GroupModel
 from tandem.engine.steps.prompt_scoring import StepPieces
 
 
@@ -67,10 +67,9 @@ class RankProducts(Products):
         self._collectives.all_reduce_add(term, out)
 
 
-class RankModel(DecoderModel):
+class RankModel(GroupModel):
     """One rank's part of a decoder model.
 
-    The first rank of the first stage embeds the tokens, and broadcasts the embeddings to the other ranks of its stage.
     Each stage runs its layers, and sends the hidden states to the next one. The first rank of the last stage gets the
     logits; on the other ranks `forward` returns None, as in `DecoderModel`, or a tensor without meaning: zeros in the
     earlier stages, because a CUDA graph samples from it.
@@ -91,12 +90,12 @@ class RankModel(DecoderModel):
         The leading rank may have the whole output layer, of which it computes its own rows. `adapted` is that of
         `DecoderModel`, with this rank's part of the adapters.
         """
-        self._collectives, self._rank = collectives, collectives.rank
-        if self._rank.leads:
-            rows = self._rank.rows(spec.vocab_size)
+        rank = collectives.rank
+        if rank.leads:
+            rows = rank.rows(spec.vocab_size)
             parameters = replace(parameters, lm_head=parameters.lm_head[: len(rows)])
-        super().__init__(spec, parameters, kernels, max_context, adapted=adapted)
-        if self._rank.stage > 0:
+        super().__init__(spec, parameters, kernels, max_context, collectives=collectives, adapted=adapted)
+        if rank.stage > 0:
             self._embedding_scale = None  # the first stage has scaled what this one receives
 
     def _layer_products(self, kernels: Kernels, adapted: AdaptedProducts | None) -> Products:
@@ -129,17 +128,6 @@ class RankModel(DecoderModel):
         self._collectives.send(hidden)
         rows = len(token_ids if drawn is None else drawn)
         return hidden.new_zeros(rows, self.spec.vocab_size) if rows and scoring is None else None
-
-    def _embed(self, token_ids: Tensor, feed: DeferredTokens | None) -> Tensor:
-        if self._rank.embeds:
-            hidden = super()._embed(token_ids, feed)
-        else:
-            hidden = self._final_norm.weight.new_empty(len(token_ids), self.spec.hidden_size, dtype=self.dtype)
-        if self._rank.stage > 0:
-            self._collectives.receive(hidden)
-        elif self._rank.count > 1:
-            self._collectives.broadcast(hidden)
-        return hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = super()._logits(hidden)

@@ -10,7 +10,7 @@ import torch
 
 from tandem.engine.cache.paged_cache import PagedCache, page_bytes
 from tandem.engine.config import EngineConfig
-from tandem.engine.config.kv import kv_groups, state_of
+from tandem.engine.config.kv import kv_groups
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.device import parse_device, parse_dtype, parse_kv_dtype
 from tandem.engine.kernels.base import is_cpu
@@ -66,7 +66,7 @@ def check_draft_model(folder: Path, spec: ModelSpec, tokenizer: Path) -> None:
             f"{folder} has a vocabulary of {draft.vocab_size} tokens, the model one of {spec.vocab_size};"
             " a draft model must have the same tokens."
         )
-    if any(state_of(layer) for layer in draft.layers):
+    if draft.has_states:
         raise ModelError(f"{folder} has state layers, which a draft model must not have; choose another draft model.")
     if has_tokenizer(folder) and has_tokenizer(tokenizer):
         draft_vocabulary, target_vocabulary = (load_tokenizer(path).inner.get_vocab() for path in (folder, tokenizer))

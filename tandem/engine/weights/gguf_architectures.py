@@ -30,7 +30,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How the weights of a GGUF architecture differ from those of a Llama file."""
+    """The differences between the weights of a GGUF architecture and those of a Llama file."""
 
     model_type: str
     """The `model_type` of config.json."""

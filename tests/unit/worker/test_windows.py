@@ -1,11 +1,9 @@
 """Models whose layers have different windows, through both workers: what is held, sent, cached and freed."""
 
-import asyncio
 from collections.abc import Sequence
 
 import pytest
 
-from tandem.protocol.errors import ResourceExhausted
 from tandem.protocol.kv_pages import KvPages, held_pages
 from tandem.protocol.messages import SamplingParams
 from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to
@@ -107,15 +105,7 @@ async def test_many_requests_in_a_small_pool(both: bool) -> None:
     async with WorkerPair(pages=110, max_step_tokens=STEP, both=both) as pair:
         prompts = [PROMPT[: (5 + 3 * number) * PAGE_TOKENS // 2] for number in range(12)]
         sampling = SamplingParams(max_tokens=3 * PAGE_TOKENS)
-        outputs = []
-        for number, prompt in enumerate(prompts):
-            while True:
-                try:
-                    outputs.append(pair.send(f"q{number}", prompt, sampling))
-                    break
-                except ResourceExhausted:
-                    await asyncio.sleep(0.01)
-        await until(lambda: all(output.finish or output.preempted_at >= 0 for output in outputs))
+        outputs = await pair.send_all(prompts, sampling)
         for prompt, output in zip(prompts, outputs, strict=True):
             if output.preempted_at < 0:
                 assert output.tokens == answer_to(prompt, sampling)
