@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.kernels.packed_weight import Weight
+from tandem.engine.models.families.dense.olmo2 import olmo_layers
 from tandem.engine.models.families.family import Family, Json, make_model, without_rope
-from tandem.engine.models.families.olmo2 import olmo_layers
 from tandem.engine.models.families.states.qwen3_next import delta_layers, delta_weights, parse_delta_net
 from tandem.engine.models.parameters import Parameters, ParameterSlot, standard_slots, state_slots
 

@@ -15,6 +15,8 @@ from tandem.engine.config.model import (
     MixtureOfExperts,
     ModelSpec,
 )
+from tandem.engine.models.families.dense.gemma2 import plus_one_norms
+from tandem.engine.models.families.experts.qwen3_moe import dense_layers
 from tandem.engine.models.families.family import (
     Family,
     Json,
@@ -26,8 +28,6 @@ from tandem.engine.models.families.family import (
     parse_shape,
     with_dense,
 )
-from tandem.engine.models.families.gemma2 import plus_one_norms
-from tandem.engine.models.families.qwen3_moe import dense_layers
 from tandem.engine.models.parameters import (
     Parameters,
     ParameterSlot,

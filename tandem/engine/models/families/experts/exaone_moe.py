@@ -1,7 +1,7 @@
 """K-EXAONE: the attention of EXAONE 4, and experts with the router of DeepSeek-V3."""
 
 from tandem.engine.config.model import MixtureOfExperts, ModelSpec
-from tandem.engine.models.families.exaone4 import EXAONE_DEFAULTS, exaone_layers
+from tandem.engine.models.families.dense.exaone4 import EXAONE_DEFAULTS, exaone_layers
 from tandem.engine.models.families.family import (
     Family,
     Json,

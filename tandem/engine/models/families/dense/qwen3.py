@@ -1,8 +1,8 @@
 """Qwen3 and the text of Qwen3-VL: the queries and keys of each head are normalized."""
 
 from tandem.engine.config.model import ModelSpec
+from tandem.engine.models.families.dense.qwen2 import qwen_windows
 from tandem.engine.models.families.family import Family, Json, grouped_layers, make_model, parse_dense, parse_shape
-from tandem.engine.models.families.qwen2 import qwen_windows
 
 HEAD_DIM = 128
 """The head dimension if config.json does not have it, as in transformers."""

@@ -1,8 +1,8 @@
 """DeepSeek-V3 and R1, and Kimi K2, which has the same architecture."""
 
 from tandem.engine.config.model import ModelSpec
-from tandem.engine.models.families.deepseek_v2 import latent_model, latent_slots
 from tandem.engine.models.families.family import Family, Json, parse_sigmoid_router
+from tandem.engine.models.families.latent.deepseek_v2 import latent_model, latent_slots
 
 
 def _parse(config: Json) -> ModelSpec:

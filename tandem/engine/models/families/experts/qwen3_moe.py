@@ -1,6 +1,8 @@
 """Qwen3-30B-A3B and Qwen3-235B-A22B: Qwen3's attention, and experts in all layers not configured as dense."""
 
 from tandem.engine.config.model import ExpertRouter, MixtureOfExperts, ModelSpec
+from tandem.engine.models.families.dense.qwen2 import qwen_windows
+from tandem.engine.models.families.dense.qwen3 import HEAD_DIM
 from tandem.engine.models.families.family import (
     Family,
     Json,
@@ -10,8 +12,6 @@ from tandem.engine.models.families.family import (
     parse_shape,
     with_dense,
 )
-from tandem.engine.models.families.qwen2 import qwen_windows
-from tandem.engine.models.families.qwen3 import HEAD_DIM
 
 
 def dense_layers(config: Json) -> list[int]:

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from tandem.engine.config.model import ExpertRouter, LatentAttention, LayerSpec, ModelSpec, QueryScaling
 from tandem.engine.kernels.layers import Experts
-from tandem.engine.models.families.deepseek_v2 import latent_model, latent_slots
+from tandem.engine.models.families.dense.ministral3 import parse_query_scaling
 from tandem.engine.models.families.family import Family, Json
-from tandem.engine.models.families.ministral3 import parse_query_scaling
+from tandem.engine.models.families.latent.deepseek_v2 import latent_model, latent_slots
 from tandem.engine.models.parameters import Parameters, ParameterSlot
 
 _ROPE = {

@@ -6,6 +6,7 @@ Layers with a window have rotary embedding; the others have it only if no layer 
 from dataclasses import replace
 
 from tandem.engine.config.model import FeedForward, LayerSpec, ModelSpec
+from tandem.engine.models.families.dense.olmo2 import olmo_slots
 from tandem.engine.models.families.family import (
     Family,
     Json,
@@ -17,7 +18,6 @@ from tandem.engine.models.families.family import (
     rope_with_windows,
     windows_by_type,
 )
-from tandem.engine.models.families.olmo2 import olmo_slots
 
 EXAONE_DEFAULTS = {"sliding_window": 4096, "sliding_window_pattern": 4, "rms_norm_eps": 1e-5}
 """The defaults of transformers for fields that config.json may leave out."""

@@ -1,6 +1,7 @@
 """MiniMax-M2: queries and keys are normalized over all heads together; a bias is used only to choose the experts."""
 
 from tandem.engine.config.model import MixtureOfExperts, ModelSpec
+from tandem.engine.models.families.experts.mixtral import mixtral_slots
 from tandem.engine.models.families.family import (
     Family,
     Json,
@@ -10,7 +11,6 @@ from tandem.engine.models.families.family import (
     parse_shape,
     parse_sigmoid_router,
 )
-from tandem.engine.models.families.mixtral import mixtral_slots
 from tandem.engine.models.parameters import Parameters, ParameterSlot, renamed
 
 _HEAD_DIM = 128

@@ -2,8 +2,8 @@
 
 from tandem.engine.config.model import ExpertRouter, MixtureOfExperts, ModelSpec
 from tandem.engine.kernels.layers import Experts
+from tandem.engine.models.families.dense.granite import granite_model
 from tandem.engine.models.families.family import Family, Json, parse_expert_count
-from tandem.engine.models.families.granite import granite_model
 from tandem.engine.models.parameters import Parameters, ParameterSlot, standard_slots
 
 

@@ -1,6 +1,8 @@
 """Qwen1.5-MoE and Qwen2-57B-A14B: a mixture of experts whose shared expert has its own gate."""
 
 from tandem.engine.config.model import ExpertRouter, MixtureOfExperts, ModelSpec
+from tandem.engine.models.families.dense.qwen2 import qwen_windows
+from tandem.engine.models.families.experts.qwen3_moe import dense_layers
 from tandem.engine.models.families.family import (
     Family,
     Json,
@@ -10,8 +12,6 @@ from tandem.engine.models.families.family import (
     parse_shape,
     with_dense,
 )
-from tandem.engine.models.families.qwen2 import qwen_windows
-from tandem.engine.models.families.qwen3_moe import dense_layers
 from tandem.engine.models.parameters import Parameters, ParameterSlot, renamed, standard_slots
 
 

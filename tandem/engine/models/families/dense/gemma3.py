@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from tandem.engine.config.model import ModelSpec
+from tandem.engine.models.families.dense.gemma2 import gemma_model, gemma_slots
 from tandem.engine.models.families.family import (
     Family,
     Json,
@@ -16,7 +17,6 @@ from tandem.engine.models.families.family import (
     with_output_norms,
     with_window_rope,
 )
-from tandem.engine.models.families.gemma2 import gemma_model, gemma_slots
 
 _DEFAULTS = {
     "vocab_size": 262_208,

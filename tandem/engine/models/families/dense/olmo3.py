@@ -1,6 +1,7 @@
 """OLMo 3: OLMo 2 with windows in most layers, whose rotary embedding is not scaled."""
 
 from tandem.engine.config.model import ModelSpec
+from tandem.engine.models.families.dense.olmo2 import olmo_layers, olmo_slots
 from tandem.engine.models.families.family import (
     Family,
     Json,
@@ -10,7 +11,6 @@ from tandem.engine.models.families.family import (
     windows_by_type,
     with_window_rope,
 )
-from tandem.engine.models.families.olmo2 import olmo_layers, olmo_slots
 
 _DEFAULTS = {"sliding_window": 4096, "rms_norm_eps": 1e-5}
 """The defaults of transformers for fields that config.json may leave out."""

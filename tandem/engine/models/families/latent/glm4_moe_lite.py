@@ -1,8 +1,8 @@
 """GLM-4.7-Flash: the latent attention and the router of DeepSeek-V3."""
 
 from tandem.engine.config.model import ModelSpec
-from tandem.engine.models.families.deepseek_v2 import latent_model, latent_slots
 from tandem.engine.models.families.family import Family, Json, parse_sigmoid_router
+from tandem.engine.models.families.latent.deepseek_v2 import latent_model, latent_slots
 
 _DEFAULTS = {"q_lora_rank": 768, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5, "first_k_dense_replace": 1}
 """The defaults of transformers for fields that config.json may leave out."""

@@ -1,8 +1,8 @@
 """Nemotron, Minitron: LayerNorm with biases, a feed-forward network without a gate, and partly rotated heads."""
 
 from tandem.engine.config.model import ModelSpec
+from tandem.engine.models.families.dense.gemma2 import plus_one_norms
 from tandem.engine.models.families.family import Family, Json, grouped_layers, make_model, parse_shape, parse_ungated
-from tandem.engine.models.families.gemma2 import plus_one_norms
 from tandem.engine.models.parameters import Parameters, ParameterSlot, standard_slots
 
 

@@ -2,7 +2,7 @@
 
 from tandem.engine.config.model import ExpertRouter, MixtureOfExperts, ModelSpec
 from tandem.engine.kernels.layers import Experts
-from tandem.engine.models.families.ernie4_5 import ERNIE_DEFAULTS
+from tandem.engine.models.families.dense.ernie4_5 import ERNIE_DEFAULTS
 from tandem.engine.models.families.family import (
     Family,
     Json,

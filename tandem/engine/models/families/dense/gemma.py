@@ -1,8 +1,8 @@
 """Gemma 1: scaled embeddings, and norms that multiply by 1 + weight in float32."""
 
 from tandem.engine.config.model import ModelSpec
+from tandem.engine.models.families.dense.gemma2 import gemma_model, plus_one_norms
 from tandem.engine.models.families.family import Family, Json, grouped_layers, parse_dense, parse_shape
-from tandem.engine.models.families.gemma2 import gemma_model, plus_one_norms
 from tandem.engine.models.parameters import Parameters, ParameterSlot, standard_slots
 
 

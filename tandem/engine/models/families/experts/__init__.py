@@ -1,0 +1,1 @@
+"""Families with experts whose attention keeps keys and values of each head."""
