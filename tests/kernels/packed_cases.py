@@ -1,10 +1,13 @@
 """Random packed weights of every kind, for the tests of their products."""
 
+from dataclasses import fields, replace
+
 import torch
 
 from tandem.engine.kernels.packed_weight import FLOAT4_TILE, Float4Weight, PackedWeight, pack_nibbles
 
 KINDS = ("int8", "int8_offsets", "int4", "int4_offsets", "fp8", "mxfp4", "nvfp4")
+FLOAT4_KINDS = ("mxfp4", "nvfp4")
 
 
 def make_packed(kind: str, shape: tuple[int, ...], group: int, seed: int = 0) -> PackedWeight:
@@ -14,7 +17,7 @@ def make_packed(kind: str, shape: tuple[int, ...], group: int, seed: int = 0) ->
     """
     generator = torch.Generator().manual_seed(seed)
     *outer, columns = shape
-    if kind in {"mxfp4", "nvfp4"}:
+    if kind in FLOAT4_KINDS:
         return _make_float4(kind, shape, generator)
     scales = torch.rand(*outer, columns // group, generator=generator) + 0.5
     if kind == "fp8":
@@ -41,3 +44,13 @@ def _make_float4(kind: str, shape: tuple[int, ...], generator: torch.Generator) 
     numbers[..., 0] = 0.0
     numbers[..., 1] = 2**-9
     return Float4Weight(codes, numbers.to(torch.float8_e4m3fn), None, 16, factors / 1024)
+
+
+def on_device(weight: PackedWeight, device: torch.device) -> PackedWeight:
+    """Returns a copy of a weight on a device."""
+    moved = {
+        field.name: value.to(device)
+        for field in fields(weight)
+        if isinstance(value := getattr(weight, field.name), torch.Tensor)
+    }
+    return replace(weight, **moved)

@@ -34,10 +34,10 @@ def multiplied_on_gpus(weight: PackedWeight) -> bool:
 
 
 def step_bytes(weight: PackedWeight) -> int:
-    """Return the maximum number of bytes of a row's codes that a GPU kernel reads at a time.
+    """Return the maximum number of bytes of a row's codes that a GPU kernel reads at a time; the least for FP4 codes.
 
-    Except with FP4 codes, the columns in these bytes share one scale. With 4-bit codes, this holds separately for the columns in the lower
-    halves of the bytes and for those in the upper halves.
+    Except with FP4 codes, the columns in these bytes share one scale. With 4-bit codes, this holds separately for the
+    columns in the lower halves of the bytes and for those in the upper halves.
     """
     if isinstance(weight, Float4Weight):
         return _FLOAT4_BYTES

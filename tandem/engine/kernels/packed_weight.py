@@ -111,7 +111,7 @@ class Float4Weight(PackedWeight):
     offsets None
     factors [..., N] float32
 
-    An E2M1 number times its scale is exact in bfloat16.
+    An E2M1 number times its scale is exact in bfloat16, and twice an E2M1 number is an integer.
     """
 
     factors: Tensor
@@ -128,6 +128,11 @@ class Float4Weight(PackedWeight):
         weight = float4_numbers(unpack_nibbles(self.codes, FLOAT4_TILE))
         scales = self.scales.to(torch.float32) * self.factors[..., None]
         return (weight.unflatten(-1, (-1, self.group)) * scales[..., None]).flatten(-2).to(dtype)
+
+    def as_int8(self) -> PackedWeight:
+        """Return the same weight with 8-bit codes, and scales in float32."""
+        codes = (2 * float4_numbers(unpack_nibbles(self.codes, FLOAT4_TILE))).to(torch.int8)
+        return PackedWeight(codes, self.scales.to(torch.float32) * self.factors[..., None] / 2, None, self.group)
 
 
 Weight = Tensor | PackedWeight

@@ -81,7 +81,7 @@ def allocate_parameters(spec: ModelSpec, dtype: torch.dtype, device: torch.devic
         return made[id(shape)]
 
     def empty(shape: Tensor, packing: Packing) -> PackedWeight:
-        return _empty_packed(tuple(shape.shape), packing, device)
+        return empty_packed(tuple(shape.shape), packing, device)
 
     return _mapped(_plain_parameters(spec, dtype, _META), make)
 
@@ -226,7 +226,8 @@ def _scheme(spec: ModelSpec, name: str, slot: ParameterSlot, field: str) -> Weig
     return scheme if named and slot.shape is None else None
 
 
-def _empty_packed(shape: tuple[int, ...], packing: Packing, device: torch.device) -> PackedWeight:
+def empty_packed(shape: tuple[int, ...], packing: Packing, device: torch.device) -> PackedWeight:
+    """Return an uninitialized packed weight [..., N, K]."""
     *outer, columns = shape
     scales = partial(torch.empty, (*outer, columns // packing.group), dtype=getattr(torch, packing.scales))
     if packing.codes is Codes.FLOAT4:

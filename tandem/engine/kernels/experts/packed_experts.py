@@ -24,7 +24,7 @@ from tandem.engine.kernels.layers import Experts
 from tandem.engine.kernels.packed import packed_products, products
 from tandem.engine.kernels.packed.triton_float4 import scale_words
 from tandem.engine.kernels.packed.triton_packed import add_step, columns_of, finish_sums, words_at
-from tandem.engine.kernels.packed_weight import PackedWeight, Weight
+from tandem.engine.kernels.packed_weight import Float4Weight, PackedWeight, Weight
 from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 from tandem.engine.kernels.unpacked import as_matrix
 
@@ -125,12 +125,15 @@ def launch(
     """
     product = tile.down if activation is None else tile.gate_up
     pairs, outputs = out.shape
+    columns = step_bytes(weight)
+    if isinstance(weight, Float4Weight):
+        columns = max(product.columns, columns)
     most = len(tiles) - 1
     packed_tile_kernel[(most, triton.cdiv(outputs, product.rows))](
         x, weight.codes.view(torch.int32), *packed_products.scale_tensors(weight),
         x if bias is None else bias, pair_weights, tiles, order, out, pairs, most,
         *packed_products.scale_strides(weight), **packed_products.code_settings(weight),
         N=outputs, K=x.shape[1], E=len(weight), TOP_K=top_k, GATED=activation is not None, ACTIVATION=activation or 0,
-        BIAS=bias is not None, ROWS=product.rows, TOKENS=tile.tokens, COLUMNS=step_bytes(weight),
+        BIAS=bias is not None, ROWS=product.rows, TOKENS=tile.tokens, COLUMNS=columns,
         STAGES=product.stages, PDL=pdl, num_warps=product.warps, launch_pdl=pdl,
     )  # fmt: skip

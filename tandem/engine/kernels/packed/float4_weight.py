@@ -46,9 +46,10 @@ class WordScaledWeight(Float4Weight):
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [..., N, K] in `dtype`, computed in float32 and rounded once."""
         numbers = float4_numbers(unpack_nibbles(self.codes, FLOAT4_TILE)).unflatten(-1, (-1, self.group))
-        held = self.scales.contiguous().view(torch.uint8).int()
+        places = torch.arange(0, 32, 8, dtype=torch.int32, device=self.device)
+        held = (self.scales[..., None] >> places & 255).flatten(-2)
         bits = ((held << SHIFTS[self.group]) + BASES[self.group]) << 16
-        scales = torch.ldexp(bits.view(torch.float32), torch.tensor(-_CODE_EXPONENT))
+        scales = torch.ldexp(bits.view(torch.float32), torch.tensor(-_CODE_EXPONENT, device=self.device))
         groups, columns = numbers.shape[-2], self.shape[-1]
         if columns % FLOAT4_TILE:
             whole = columns // FLOAT4_TILE * FLOAT4_TILE // self.group
@@ -72,9 +73,12 @@ def word_scaled(weight: PackedWeight) -> WordScaledWeight:
         whole = columns // FLOAT4_TILE * tile_groups
         held = torch.cat((held[..., :whole], held[..., whole:].repeat_interleave(2, dim=-1)), dim=-1)
     held = torch.nn.functional.pad(held, (0, -held.shape[-1] % SCALES_A_WORD))
-    words = held.to(torch.uint8).view(torch.int32)
-    by_word = words.transpose(-1, -2).contiguous().transpose(-1, -2)
-    return WordScaledWeight(codes, by_word, None, weight.group, torch.ldexp(weight.factors, exponents))
+    words = held.to(torch.uint8).view(torch.int32).transpose(-1, -2)
+    # Not `contiguous`, which keeps the strides of a single word, of which kernels need that between words.
+    by_word = torch.empty(words.shape, dtype=torch.int32, device=words.device).copy_(words)
+    return WordScaledWeight(
+        codes, by_word.transpose(-1, -2), None, weight.group, torch.ldexp(weight.factors, exponents)
+    )
 
 
 def _exponent_bytes(scales: Tensor) -> tuple[Tensor, Tensor]:

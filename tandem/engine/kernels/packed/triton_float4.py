@@ -85,12 +85,14 @@ def float4_as(words, scales, GROUP: tl.constexpr, dtype: tl.constexpr):
     WORDS: tl.constexpr = words.shape[1]
     SCALE_WORDS: tl.constexpr = scales.shape[1]
     TILES: tl.constexpr = WORDS // _TILE_WORDS
-    of_word = tl.broadcast_to(scales[:, :, None], (ROWS, SCALE_WORDS, WORDS // SCALE_WORDS))
+    # Half of a scale word's codes at a time. Calculated shifts would keep the compiler from loading the words of codes in
+    # the layout in which they are multiplied.
+    HALVES: tl.constexpr = 2 * SCALE_WORDS
+    of_half = tl.reshape(tl.join(scales, scales >> (16 if GROUP == 32 else 8)), (ROWS, HALVES))
+    of_word = tl.broadcast_to(of_half[:, :, None], (ROWS, HALVES, WORDS // HALVES))
     of_word = tl.reshape(of_word, (ROWS, WORDS))
-    number = tl.arange(0, WORDS)
-    column = number // _TILE_WORDS * 64 + number % _TILE_WORDS * 4
-    below = scale_bits((of_word >> (column // GROUP % 4 * 8)[None, :]) & 255, GROUP)
-    above = scale_bits((of_word >> ((column + 32) // GROUP % 4 * 8)[None, :]) & 255, GROUP)
+    below = scale_bits(of_word & 255, GROUP)
+    above = scale_bits((of_word >> (8 if GROUP == 32 else 16)) & 255, GROUP)
     if dtype != tl.bfloat16 or WIDE:
         lower, upper = _four(words, 0, below, dtype), _four(words, 4, above, dtype)
     else:

@@ -42,8 +42,8 @@ def columns_of(start, K: tl.constexpr, BITS: tl.constexpr, FP4: tl.constexpr, CO
 
 @triton.jit
 def add_step(
-    sums, sums_up, totals, held, held_up, x, scales_at, up_scales_at, offsets_at, up_offsets_at, scale_words, up_scale_words,
-    start, group_stride, word_stride,
+    sums, sums_up, totals, held, held_up, x, scales_at, up_scales_at, offsets_at, up_offsets_at, scale_words,
+    up_scale_words, start, group_stride, word_stride,
     K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr, FP4: tl.constexpr,
     OFFSETS: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
@@ -51,22 +51,16 @@ def add_step(
 
     The words `held` and, if PAIRED, `held_up` [rows, words] begin at byte `start` of their rows; the columns of x are
     those of `columns_of`. If each row has a single scale, the sums are not scaled yet; `totals` is the sum of x then,
-    and `finish_sums` applies scale and offset.
+    and `finish_sums` applies scale and offset. FP4 codes (FP4 is the size of their groups, or 0) are scaled here, by the
+    words at `scale_words` and `up_scale_words`; then GROUP is K, and the scales are the factors of the rows.
     """
     ROWS: tl.constexpr = held.shape[0]
     PIECES: tl.constexpr = 2 if BITS == 4 and GROUP < K and GROUP // TILE * TILE != GROUP else 1
     x = in_word_order(x)
-    if FP4:
-        weights = float4_as(held, load_scale_words(scale_words, start, word_stride, K, FP4, COLUMNS), FP4, x.dtype)
-    else:
-        weights = words_as(held, BITS, FP8, x.dtype)
+    weights = _weights(held, scale_words, start, word_stride, K, BITS, FP8, FP4, x.dtype)
     weights_up = weights
     if PAIRED:
-        if FP4:
-            up_scales = load_scale_words(up_scale_words, start, word_stride, K, FP4, COLUMNS)
-            weights_up = float4_as(held_up, up_scales, FP4, x.dtype)
-        else:
-            weights_up = words_as(held_up, BITS, FP8, x.dtype)
+        weights_up = _weights(held_up, up_scale_words, start, word_stride, K, BITS, FP8, FP4, x.dtype)
     first = start * 8 // BITS
     distance = 0
     if BITS == 4:
@@ -90,6 +84,17 @@ def add_step(
                 sums_up, left_up, right, totals, up_scales_at + group, up_offsets_at + group, K, GROUP, BITS, OFFSETS
             )
     return sums, sums_up, totals
+
+
+@triton.jit
+def _weights(
+    held, scale_words, start, word_stride,
+    K: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr, FP4: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Convert words of codes [rows, words] to `dtype`; only FP4 codes are scaled."""
+    if FP4:
+        return float4_as(held, load_scale_words(scale_words, start, word_stride, K, FP4, held.shape[1] * 4), FP4, dtype)
+    return words_as(held, BITS, FP8, dtype)
 
 
 @triton.jit

@@ -56,12 +56,19 @@ def mxfp4(rng: np.random.Generator, n: int, k: int) -> tuple[Tensors, np.ndarray
     weight = np.array(E2M1)[codes] * (2.0 ** (exponents - 127)).repeat(32, axis=1)
     blocks = codes[:, 0::2] | codes[:, 1::2] << 4
     bytes_of_blocks = torch.from_numpy(blocks.astype(np.uint8)).reshape(n, k // 32, 16)
-    return {"_blocks": bytes_of_blocks, "_scales": torch.from_numpy(exponents.astype(np.uint8))}, weight.astype(np.float32)
+    return {"_blocks": bytes_of_blocks, "_scales": torch.from_numpy(exponents.astype(np.uint8))}, weight.astype(
+        np.float32
+    )
 
 
 MXFP4 = {
     "quant_method": "mxfp4",
-    "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
 }
 """The `quantization_config` of the published files of gpt-oss."""
 

@@ -48,7 +48,9 @@ def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
 def test_experts_stay_packed_and_the_rest_is_plain(tmp_path: Path) -> None:
     folder, _ = write_mxfp4(tmp_path, num_hidden_layers=2)
     weights = packed_weights(folder)
-    assert set(weights) == {f"layers.{number}.feed_forward.{part}" for number in range(2) for part in ("gate_up", "down")}
+    assert set(weights) == {
+        f"layers.{number}.feed_forward.{part}" for number in range(2) for part in ("gate_up", "down")
+    }
     assert {str(weight.scales.dtype) for weight in weights.values()} == {"torch.float8_e8m0fnu"}
 
 
@@ -83,7 +85,10 @@ def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callab
         (without("gate_up_proj_blocks"), ["lacks tensor", "gate_up_proj_blocks"]),
         (changed("down_proj_scales", lambda tensor: tensor[:, :5]), ["has shape [8, 5, 2]", "[8, 64, 2]"]),
         (changed("down_proj_blocks", lambda tensor: tensor.view(torch.int8)), ["stored as I8; only U8"]),
-        (changed("gate_up_proj_scales", lambda tensor: tensor | 255), ["gate_up_proj has scales that are negative or not"]),
+        (
+            changed("gate_up_proj_scales", lambda tensor: tensor | 255),
+            ["gate_up_proj has scales that are negative or not"],
+        ),
     ],
 )
 def test_wrong_tensors(change: Callable[[Tensors], Tensors], words: list[str], tmp_path: Path) -> None:
@@ -97,7 +102,10 @@ def test_wrong_tensors(change: Callable[[Tensors], Tensors], words: list[str], t
 
 @pytest.mark.parametrize(
     ("part", "value", "words"),
-    [("weight_scale_2", 0.0, "weight_scale_2 of 0, which must be above 0"), ("weight_scale", -1.0, "scales that are negative")],
+    [
+        ("weight_scale_2", 0.0, "weight_scale_2 of 0, which must be above 0"),
+        ("weight_scale", -1.0, "scales that are negative"),
+    ],
 )
 def test_wrong_scales_of_nvfp4(part: str, value: float, words: str, tmp_path: Path) -> None:
     folder, _ = write_quantized(tmp_path, "modelopt nvfp4")
