@@ -127,7 +127,7 @@ class Float4Weight(PackedWeight):
         """Return the weight [..., N, K] in `dtype`, computed in float32 and rounded once."""
         weight = float4_numbers(unpack_nibbles(self.codes, FLOAT4_TILE))
         scales = self.scales.to(torch.float32) * self.factors[..., None]
-        return (weight.unflatten(-1, (-1, self.group)) * scales[..., None]).flatten(-2).to(dtype)
+        return (torch.unflatten(weight, -1, (-1, self.group)) * scales[..., None]).flatten(-2).to(dtype)
 
     def as_int8(self) -> PackedWeight:
         """Return the same weight with 8-bit codes, and scales in float32."""

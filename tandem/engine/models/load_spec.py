@@ -82,8 +82,8 @@ def parse_spec(config: Json, generation: Json | None = None) -> ModelSpec:
 def quantized_at_load(spec: ModelSpec, name: str | None) -> ModelSpec:
     """Return the spec with the layers' weights quantized while they are loaded.
 
-    `name` is one of `AT_LOAD`; None = as stored. Raises InvalidArgument for another name, or if the checkpoint is already
-    quantized.
+    `name` is one of `AT_LOAD`; None = as stored. Raises InvalidArgument for another name, or if the checkpoint is
+    already quantized.
     """
     if name is None:
         return spec

@@ -45,7 +45,7 @@ class WordScaledWeight(Float4Weight):
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [..., N, K] in `dtype`, computed in float32 and rounded once."""
-        numbers = float4_numbers(unpack_nibbles(self.codes, FLOAT4_TILE)).unflatten(-1, (-1, self.group))
+        numbers = torch.unflatten(float4_numbers(unpack_nibbles(self.codes, FLOAT4_TILE)), -1, (-1, self.group))
         places = torch.arange(0, 32, 8, dtype=torch.int32, device=self.device)
         held = (self.scales[..., None] >> places & 255).flatten(-2)
         bits = ((held << SHIFTS[self.group]) + BASES[self.group]) << 16

@@ -85,8 +85,8 @@ def float4_as(words, scales, GROUP: tl.constexpr, dtype: tl.constexpr):
     WORDS: tl.constexpr = words.shape[1]
     SCALE_WORDS: tl.constexpr = scales.shape[1]
     TILES: tl.constexpr = WORDS // _TILE_WORDS
-    # Half of a scale word's codes at a time. Calculated shifts would keep the compiler from loading the words of codes in
-    # the layout in which they are multiplied.
+    # Half of a scale word's codes at a time. Calculated shifts would keep the compiler from loading the words of codes
+    # in the layout in which they are multiplied.
     HALVES: tl.constexpr = 2 * SCALE_WORDS
     of_half = tl.reshape(tl.join(scales, scales >> (16 if GROUP == 32 else 8)), (ROWS, HALVES))
     of_word = tl.broadcast_to(of_half[:, :, None], (ROWS, HALVES, WORDS // HALVES))

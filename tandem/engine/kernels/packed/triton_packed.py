@@ -51,8 +51,8 @@ def add_step(
 
     The words `held` and, if PAIRED, `held_up` [rows, words] begin at byte `start` of their rows; the columns of x are
     those of `columns_of`. If each row has a single scale, the sums are not scaled yet; `totals` is the sum of x then,
-    and `finish_sums` applies scale and offset. FP4 codes (FP4 is the size of their groups, or 0) are scaled here, by the
-    words at `scale_words` and `up_scale_words`; then GROUP is K, and the scales are the factors of the rows.
+    and `finish_sums` applies scale and offset. FP4 codes (FP4 is the size of their groups, or 0) are scaled here, by
+    the words at `scale_words` and `up_scale_words`; then GROUP is K, and the scales are the factors of the rows.
     """
     ROWS: tl.constexpr = held.shape[0]
     PIECES: tl.constexpr = 2 if BITS == 4 and GROUP < K and GROUP // TILE * TILE != GROUP else 1

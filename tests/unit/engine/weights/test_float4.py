@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tandem.engine.kernels.base import Kernels
+from tandem.engine.kernels.cpu.kernels import CpuKernels
 from tandem.engine.kernels.packed_weight import FLOAT4_TILE, Float4Weight, PackedWeight, pack_nibbles, unpack_nibbles
 from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.model_runner import ModelRunner
@@ -25,8 +27,9 @@ IDS = tuple(range(3, 60))
 EXPERTS = "model.layers.1.mlp.experts."
 
 
-def logits(folder: Path) -> torch.Tensor:
-    runner = ModelRunner.load(tiny_engine_config(folder, dtype="float32"), kernels=ReferenceKernels())
+def logits(folder: Path, kernels: Kernels | None = None) -> torch.Tensor:
+    kernels = ReferenceKernels() if kernels is None else kernels
+    runner = ModelRunner.load(tiny_engine_config(folder, dtype="float32"), kernels=kernels)
     return runner.logits(StepBatch([row(list(IDS), 0, [4, 2, 5, 6, 7, 8, 9, 10])]))
 
 
@@ -43,6 +46,13 @@ def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
     actual = logits(folder)
     torch.testing.assert_close(actual[0], Reference(folder).logits(IDS)[-1], atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(actual, logits(twin), atol=2e-5, rtol=2e-5)
+
+
+def test_kernels_of_cpus_compute_nearly_the_same(tmp_path: Path) -> None:
+    """Nearly, as products of codes round their input."""
+    folder, twin = write_mxfp4(tmp_path)
+    actual, wanted = (logits(path, CpuKernels(torch.float32, 1)).log_softmax(-1) for path in (folder, twin))
+    assert (wanted.exp() * (wanted - actual)).sum() < 2e-3
 
 
 def test_experts_stay_packed_and_the_rest_is_plain(tmp_path: Path) -> None:
