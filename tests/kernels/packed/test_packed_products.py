@@ -162,7 +162,9 @@ def test_every_float4_code_with_its_scale_in_word_order(kind: str, dtype: torch.
     held = word_scaled(on_device(weight, DEVICE))
     out = torch.zeros(1, 512, dtype=dtype, device=DEVICE)
     _convert_float4[(1,)](held.codes.view(torch.int32), held.scales.contiguous(), out, GROUP=held.group)
-    expected = (weight.dequantized(torch.float32) / held.factors.cpu()).view(-1, 4, 2, 2).transpose(1, 2).flatten()
+    expected = (
+        (weight.dequantized(torch.float32) / held.factors.cpu()[:, None]).view(-1, 4, 2, 2).transpose(1, 2).flatten()
+    )
     assert torch.equal(out.float().cpu().flatten(), expected)
 
 

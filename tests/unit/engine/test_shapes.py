@@ -38,7 +38,9 @@ def test_every_shape_has_the_parameters_of_its_model(tmp_path: Path) -> None:
     for name, billions in BILLIONS.items():
         config = load_spec(write_shape(name, tmp_path / name))
         weights = allocate_parameters(config, torch.bfloat16, torch.device("meta"))
-        assert sum(weight.shape.numel() for _, weight in named_weights(weights)) / 1e9 == pytest.approx(billions, rel=0.01), name
+        assert sum(weight.shape.numel() for _, weight in named_weights(weights)) / 1e9 == pytest.approx(
+            billions, rel=0.01
+        ), name
 
 
 def test_a_shape_needs_no_folder(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Conversion of FP4 codes and their scale words to numbers in a kernel, see `float4_weight`."""
+"""Conversion of words of FP4 codes and of their scales to numbers in a kernel; both are described in `float4_weight`."""
 
 import triton
 import triton.language as tl
@@ -12,26 +12,20 @@ _TILE_WORDS = tl.constexpr(8)
 _MX_SHIFT, _NV_SHIFT = tl.constexpr(SHIFTS[32]), tl.constexpr(SHIFTS[16])
 _MX_BASE, _NV_BASE = tl.constexpr(BASES[32]), tl.constexpr(BASES[16])
 
-# The bytes of a word are reordered so that each 16 bits have two adjacent columns' codes at the same place. Then a
-# code's sign is shifted to bit 15, and the other bits to the end of the exponent and the start of the fraction.
+# A shift to the left moves codes B and C to the place of A; the bits of D are gathered.
 _PTX = tl.constexpr("""{
-.reg .b32 w, a, b, c, d, e, f, g, h, zero;
-prmt.b32 w, $8, 0, 0x3120;
-shl.b32 e, w, 12;
-shl.b32 f, w, 4;
-shl.b32 g, w, 8;
-shl.b32 a, w, 6;
-shr.u32 b, w, 2;
-shl.b32 c, w, 2;
-shr.u32 d, w, 6;
-and.b32 e, e, 0x80008000;
-and.b32 f, f, 0x80008000;
-and.b32 g, g, 0x80008000;
-and.b32 h, w, 0x80008000;
-lop3.b32 a, a, 0x01C001C0, e, 0xEA;
-lop3.b32 b, b, 0x01C001C0, f, 0xEA;
-lop3.b32 c, c, 0x01C001C0, g, 0xEA;
-lop3.b32 d, d, 0x01C001C0, h, 0xEA;
+.reg .b32 a, b, c, d, e, f, zero;
+shl.b32 b, $8, 3;
+shl.b32 c, $8, 6;
+shl.b32 d, $8, 1;
+shr.u32 e, $8, 5;
+shr.u32 f, $8, 4;
+and.b32 a, $8, 0x81C081C0;
+and.b32 b, b, 0x81C081C0;
+and.b32 c, c, 0x81C081C0;
+and.b32 d, d, 0x80008000;
+lop3.b32 d, e, 0x01000100, d, 0xEA;
+lop3.b32 d, f, 0x00C000C0, d, 0xEA;
 mov.b32 zero, 0x80008000;
 fma.rn.bf16x2 a, a, $9, zero;
 fma.rn.bf16x2 b, b, $9, zero;
@@ -94,7 +88,7 @@ def float4_as(words, scales, GROUP: tl.constexpr, dtype: tl.constexpr):
     below = scale_bits(of_word & 255, GROUP)
     above = scale_bits((of_word >> (8 if GROUP == 32 else 16)) & 255, GROUP)
     if dtype != tl.bfloat16 or WIDE:
-        lower, upper = _four(words, 0, below, dtype), _four(words, 4, above, dtype)
+        lower, upper = _four(words, 0, below, dtype), _four(words, 1, above, dtype)
     else:
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
             _PTX, "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r", [words, below * 0x10001, above * 0x10001],
@@ -108,10 +102,18 @@ def float4_as(words, scales, GROUP: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _four(words, shift, bits, dtype: tl.constexpr):
-    """Convert the four codes of each word that begin at bit `shift` of its bytes → [rows, words, 2, 2]."""
-    first = float4_number((words >> shift) & 15, bits).to(dtype)
-    second = float4_number((words >> (8 + shift)) & 15, bits).to(dtype)
-    third = float4_number((words >> (16 + shift)) & 15, bits).to(dtype)
-    fourth = float4_number((words >> (24 + shift)) & 15, bits).to(dtype)
+def word_code(half, second, part: tl.constexpr):
+    """Return one of the codes A and C (`second` 0), or B and D, of half a word; `part` is 0 for A and B, else 1."""
+    a, b = ((half >> 12) & 8) | ((half >> 6) & 7), ((half >> 9) & 8) | ((half >> 3) & 7)
+    c, d = ((half >> 6) & 8) | (half & 7), ((half >> 11) & 12) | ((half >> 10) & 3)
+    return tl.where(second == 0, c if part else a, d if part else b)
+
+
+@triton.jit
+def _four(words, part: tl.constexpr, bits, dtype: tl.constexpr):
+    """Convert the lower (`part` 0) or the upper codes of each word → [rows, words, 2, 2]."""
+    first = float4_number(word_code(words, 0, part), bits).to(dtype)
+    second = float4_number(word_code(words >> 16, 0, part), bits).to(dtype)
+    third = float4_number(word_code(words, 1, part), bits).to(dtype)
+    fourth = float4_number(word_code(words >> 16, 1, part), bits).to(dtype)
     return tl.join(tl.join(first, second), tl.join(third, fourth))

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from tandem.engine.kernels.linear.triton_linear_kernels import GATE_UP, call_into_l2, finish_split, fold
 from tandem.engine.kernels.packed.triton_codes import CENTRE, TILE, bytes_as, halves, in_word_order, words_as
-from tandem.engine.kernels.packed.triton_float4 import float4_as, float4_number, load_scale_words, scale_bits
+from tandem.engine.kernels.packed.triton_float4 import float4_as, float4_number, load_scale_words, scale_bits, word_code
 from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
 
@@ -277,7 +277,9 @@ def dequantize_kernel(
             place = tile * WIDTH + at % (WIDTH // 2) + part * (WIDTH // 2)
             words = tl.load(words_of_scales + row + place // (4 * FP4) * word_stride, mask=inside, other=0)
             bits = scale_bits((words >> (place // FP4 % 4 * 8)) & 255, FP4)
-            code = float4_number((held >> (4 * part)).to(tl.int32) & 15, bits)
+            half_word = codes + row * BYTES + at // 4 * 4 + at % 2 * 2
+            low, high = tl.load(half_word, mask=inside, other=0), tl.load(half_word + 1, mask=inside, other=0)
+            code = float4_number(word_code(low.to(tl.int32) | high.to(tl.int32) << 8, at % 4 // 2, part), bits)
         else:
             column = tile * WIDTH + at % (WIDTH // 2) + part * half
             code = ((held >> (4 * part)) & 15).to(tl.float32) - (0 if OFFSETS else CENTRE)
