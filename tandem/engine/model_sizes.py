@@ -183,9 +183,12 @@ def _attention_weights(attention: Attention, hidden: int) -> int:
         return hidden * (sum(attention.projected) + attention.inner)
     latent, rank = attention.shape, attention.query_rank
     queries = latent.heads * latent.query
-    down = hidden * ((queries if rank is None else rank) + latent.cached)
+    down = hidden * ((queries if rank is None else rank) + latent.projected)
     up = (0 if rank is None else queries * rank) + latent.heads * (latent.nope + latent.v_dim) * latent.latent
-    return down + up + hidden * latent.heads * latent.v_dim
+    indexer = 0
+    if (index := latent.index) is not None and rank is not None:
+        indexer = hidden * (index.dim + index.heads) + rank * index.heads * index.dim
+    return down + up + hidden * latent.heads * latent.v_dim + indexer
 
 
 def _pair_flop(attention: Attention) -> int:

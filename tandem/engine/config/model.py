@@ -61,6 +61,13 @@ class LatentAttention:
     """True if the projections that compute the latents, and the output projection, have biases."""
     query_scaling: QueryScaling | None = None
     """The scaling of queries by their position (Mistral 4); None = queries are not scaled."""
+    shares_choice: bool = False
+    """True if the layer attends to the tokens that the indexer of the last layer before it with one has chosen."""
+
+    @property
+    def sparse(self) -> bool:
+        """True if a token attends to chosen tokens only."""
+        return self.shape.index is not None or self.shares_choice
 
 
 @dataclass(frozen=True, slots=True)

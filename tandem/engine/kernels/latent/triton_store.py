@@ -43,6 +43,7 @@ def latent_store(
         ROPE=shape.rope,
         HALF_PADDED=triton.next_power_of_2(shape.rope // 2),
         PAGE_TOKENS=cache.shape[4],
+        WIDTH=shape.cached,
         HEADS_TILE=HEADS_TILE,
         PDL=pdl,
         num_warps=WARPS,
@@ -73,6 +74,7 @@ def _latent_store(
     ROPE: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
     HEADS_TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -92,7 +94,7 @@ def _latent_store(
         if part == 0:
             dim = tl.arange(0, LATENT_PADDED)
             source = latents_ptr + token * latents_stride
-            target = cache_ptr + slot // PAGE_TOKENS * page_stride + layer_offset + slot % PAGE_TOKENS * (LATENT + ROPE)
+            target = cache_ptr + slot // PAGE_TOKENS * page_stride + layer_offset + slot % PAGE_TOKENS * WIDTH
             x = tl.load(source + dim, mask=dim < LATENT, other=0.0).to(tl.float32)
             weight = tl.load(norm_ptr + dim, mask=dim < LATENT, other=0.0).to(tl.float32)
             normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / LATENT + eps) * weight
