@@ -332,11 +332,17 @@ class ModelSpec:
 
     @property
     def latent_shapes(self) -> tuple[LatentShape, ...]:
-        """The distinct shapes of the layers with latent attention, in the order of the layers."""
-        attentions = (layer.attention for layer in self.layers)
-        return tuple(
-            dict.fromkeys(attention.shape for attention in attentions if isinstance(attention, LatentAttention))
-        )
+        """The distinct shapes of the layers with latent attention to all tokens, in the order of the layers."""
+        return tuple(dict.fromkeys(latent.shape for latent in self._latent if not latent.sparse))
+
+    @property
+    def sparse_shapes(self) -> tuple[LatentShape, ...]:
+        """The distinct shapes of the layers with latent attention to chosen tokens, in the order of the layers."""
+        return tuple(dict.fromkeys(latent.shape for latent in self._latent if latent.sparse))
+
+    @property
+    def _latent(self) -> tuple[LatentAttention, ...]:
+        return tuple(layer.attention for layer in self.layers if isinstance(layer.attention, LatentAttention))
 
     @property
     def dense_widths(self) -> set[int]:

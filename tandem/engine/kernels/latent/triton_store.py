@@ -99,15 +99,15 @@ def _latent_store(
             weight = tl.load(norm_ptr + dim, mask=dim < LATENT, other=0.0).to(tl.float32)
             normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / LATENT + eps) * weight
             tl.store(target + dim, normed.to(cache_ptr.dtype.element_ty), mask=dim < LATENT)
-            _rotate(source + LATENT + half, target + LATENT + half, cos, sin, inside, HALF)
+            rotate_pairs(source + LATENT + half, target + LATENT + half, cos, sin, inside, HALF)
         else:
             head = (part - 1) * HEADS_TILE + tl.arange(0, HEADS_TILE)
             at = q_ptr + token * q_stride + head[:, None] * (NOPE + ROPE) + NOPE + half[None, :]
-            _rotate(at, at, cos[None, :], sin[None, :], (head < HEADS)[:, None] & inside[None, :], HALF)
+            rotate_pairs(at, at, cos[None, :], sin[None, :], (head < HEADS)[:, None] & inside[None, :], HALF)
 
 
 @triton.jit
-def _rotate(source, target, cos, sin, mask, HALF: tl.constexpr):
+def rotate_pairs(source, target, cos, sin, mask, HALF: tl.constexpr):
     """Rotate the pairs (source[i], source[i + HALF]) and store them at `target`, which may be the same pointer."""
     first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
