@@ -153,7 +153,7 @@ class ReferenceKernels(Kernels):
         page, offset = layout.slots // page_tokens, layout.slots % page_tokens
         rotated = rotate(normed.unsqueeze(1), cos, sin).squeeze(1)
         cache[page, layer.index, 0, 0, offset, layer.shape.projected :] = rotated
-        return rotate(queries.unflatten(1, (shape.heads, shape.dim)), cos, sin)
+        return rotate(queries.view(-1, shape.heads, shape.dim), cos, sin)
 
     def choose_tokens(self, index: IndexQueries, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
         """Compute the scores of each row's cached tokens, and choose the highest."""

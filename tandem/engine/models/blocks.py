@@ -39,7 +39,7 @@ class Queries(NamedTuple):
     q: Tensor
     gate: Tensor | None = None
     """[T, heads·head_dim], the output gate before the sigmoid; None without one."""
-    index: IndexQueries | None = None
+    indexed: IndexQueries | None = None
     """The inputs of the layer's indexer; None without one."""
 
 
@@ -163,13 +163,13 @@ class LatentBlock:
         if self._query_up is not None and self._query_norm is not None:
             q = self._products.norm_linear(q.contiguous(), self._query_norm, self._query_up)
         q = self._kernels.latent_store(q, latents, self._layer, unquantized(cache), layout)
-        return Queries(_scaled(q, self._query_factors, layout), index=index)
+        return Queries(_scaled(q, self._query_factors, layout), indexed=index)
 
     def attend(self, queries: Queries, layout: StepLayout, cache: GroupCache) -> Tensor:
         """Return the output [T, heads·v_dim] of the attention heads, before the output projection."""
         if self._sparse:
             assert self.indexer is not None
-            held, index = unquantized(cache), queries.index
+            held, index = unquantized(cache), queries.indexed
             if index is None:
                 chosen = self.indexer.last_choice
             else:

@@ -48,8 +48,7 @@ def index_store(
         num_warps=WARPS,
         launch_pdl=pdl,
     )
-    rotated: Tensor = queries.unflatten(1, (index.heads, index.dim))
-    return rotated
+    return queries.view(-1, index.heads, index.dim)
 
 
 def index_scores(
