@@ -44,7 +44,9 @@ _E5M3_EXPONENT = 8
 
 @dataclass(frozen=True, slots=True)
 class WordScaledWeight(Float4Weight):
-    """An FP4 weight [..., N, K] with codes in the order above, and `scales` [..., N, ⌈K / group / 4⌉] int32; adjacent rows are adjacent in memory.
+    """An FP4 weight [..., N, K] with codes in the order above.
+
+    scales  [..., N, ⌈K / group / 4⌉] int32; adjacent rows are adjacent in memory
 
     A word has the scales of four groups in the order of the columns, the lowest byte first. If the last tile of codes
     has 32 columns, each of its scales is there twice: the halves of a tile are 32 columns apart.

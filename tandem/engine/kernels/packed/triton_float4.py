@@ -1,4 +1,4 @@
-"""Conversion of words of FP4 codes and of their scales to numbers in a kernel; both are described in `float4_weight`."""
+"""Conversion of words of FP4 codes and of their scales to numbers in a kernel; `float4_weight` describes both."""
 
 import triton
 import triton.language as tl
