@@ -24,12 +24,13 @@ import torch
 
 from kv_transfer.ranks.page_sums import GroupPageSums
 from kv_transfer.ranks.remote_transport import RemoteTransport, serve_transport
+from tandem.cost_model.step_collectives import StepCollectives, with_divided_tokens
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.sharding import Rank
 from tandem.engine.device import parse_device
 from tandem.engine.kernels.base import is_cpu
 from tandem.engine.model_runner import Follower, ModelRunner
-from tandem.engine.model_sizes import step_collectives
+from tandem.engine.model_sizes import context_collectives, step_collectives
 from tandem.engine.parallel.adapter_stream import AdapterSender, write_adapters
 from tandem.engine.parallel.collectives import Collectives, GlooCollectives
 from tandem.engine.parallel.step_stream import StepSender, received_steps
@@ -126,16 +127,23 @@ class RankGroup:
         runner.adapters.on_write = self._adapters.write
         runner.device_name = f"{self.ranks} ranks, {runner.device_name}"
         if self._divides_tokens:
-            return runner
-        pages = ranked_pages(runner.cache, runner.page_parts, self.ranks, self._stages)
-        runner.page_sums = GroupPageSums(pages, runner.page_sums, [rank.sums for rank in self._transports])
-        tensor_ranks = self.ranks // self._stages
-        if not config.on_cpu and tensor_ranks > 1:
-            limits = runner.roofline
-            collectives = step_collectives(runner.spec, tensor_ranks, runner.dtype.itemsize, limits.ceilings)
-            runner.roofline = replace(limits, collectives=collectives)
+            runner.roofline = replace(runner.roofline, token_ranks=self.ranks)
+            runner.cost_guess = with_divided_tokens(runner.cost_guess, self.ranks)
+        else:
+            pages = ranked_pages(runner.cache, runner.page_parts, self.ranks, self._stages)
+            runner.page_sums = GroupPageSums(pages, runner.page_sums, [rank.sums for rank in self._transports])
+        if not config.on_cpu and self.ranks > self._stages:
+            collectives = self._step_collectives(runner)
+            runner.roofline = replace(runner.roofline, collectives=collectives)
             runner.cost_guess = collectives.added_to(runner.cost_guess)
         return runner
+
+    def _step_collectives(self, runner: ModelRunner) -> StepCollectives:
+        """Return the collective operations of each step on GPUs."""
+        item_bytes, ceilings = runner.dtype.itemsize, runner.roofline.ceilings
+        if self._divides_tokens:
+            return context_collectives(runner.spec, self.ranks, item_bytes, runner.cache.element_bytes, ceilings)
+        return step_collectives(runner.spec, self.ranks // self._stages, item_bytes, ceilings)
 
     @property
     def open_transports(self) -> list[OpenTransport]:
