@@ -15,7 +15,15 @@ from tandem.engine.adapters.slots import AdapterSlots
 from tandem.engine.cache.paged_cache import PagedCache, page_bytes
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.model import ModelSpec
-from tandem.engine.config.sharding import ALONE, PagePart, Rank, check_token_division, computed_spec, own_spec, page_parts
+from tandem.engine.config.sharding import (
+    ALONE,
+    PagePart,
+    Rank,
+    check_token_division,
+    computed_spec,
+    own_spec,
+    page_parts,
+)
 from tandem.engine.cuda.step_graph import StepGraph
 from tandem.engine.device import (
     check_weights,

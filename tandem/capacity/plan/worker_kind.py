@@ -95,9 +95,7 @@ class WorkerKind:
     def _roofline(self, model: ModelSpec, kv_element_bytes: float) -> CostParameters:
         ceilings = self.device.ceilings
         if not self.expert_parallel:
-            return roofline(
-                model, ceilings, kv_element_bytes, self.tensor_ranks, context_ranks=self.context_ranks
-            )
+            return roofline(model, ceilings, kv_element_bytes, self.tensor_ranks, context_ranks=self.context_ranks)
         return expert_parallel_roofline(
             model, ceilings, kv_element_bytes, self.gpus, two_batch_overlap=self.two_batch_overlap
         )

@@ -117,7 +117,7 @@ class GpuOptions:
         int | None,
         typer.Option(
             min=1,
-            help="GPUs of each prefill worker with the whole model each, which divide the tokens of prompts; default: 1,"
+            help="GPUs of each prefill worker that divide the tokens of prompts, with the whole model each; default: 1,"
             " or 2, 4 or 8 with which fewer GPUs serve the load.",
         ),
     ] = None
