@@ -87,6 +87,23 @@ def test_a_killed_rank_is_named_and_the_next_step_fails(tmp_path: Path) -> None:
     assert group.ended_rank() == 1, "the others end, too"
 
 
+def test_a_hung_rank_that_divides_tokens_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.worker.rank_group.HANG_ON_CPU_S", 1.0)
+    group = RankGroup(tiny_engine_config(write_tiny_model(tmp_path, "smollm2")), 3, divides_tokens=True)
+    try:
+        group.load()
+        follower = psutil.Process(group._processes[1].pid)
+        follower.suspend()
+        while group.silent_rank() is None:
+            time.sleep(0.01)
+        assert group.silent_rank() == 2
+        follower.resume()
+        while group.silent_rank() is not None:
+            time.sleep(0.01)
+    finally:
+        group.close()
+
+
 def lead(config: EngineConfig, pids: Connection) -> None:
     """Run as the first rank of two, and send the process ids of the followers."""
     group = RankGroup(config, 2)

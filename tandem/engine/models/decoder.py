@@ -170,7 +170,7 @@ class DecoderModel:
         if not layer.parallel and layer.feed_forward is not None:
             layer.feed_forward.add(hidden, slots, layer.feed_forward_output_norm)
 
-    def _step_logits(self, hidden: Tensor, scoring: StepPieces | None) -> Tensor:
+    def _step_logits(self, hidden: Tensor, scoring: StepPieces | None) -> Tensor | None:
         """Return the logits of hidden states; the scored positions, which are the last ones, only give their scores."""
         return self._logits(hidden) if scoring is None else scoring.logits(hidden, self._logits)
 
