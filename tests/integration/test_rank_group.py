@@ -71,22 +71,6 @@ def test_a_group_that_divides_tokens_answers_with_adapters_as_one_rank(tmp_path:
         group.close()
 
 
-def test_a_killed_rank_is_named_and_the_next_step_fails(tmp_path: Path) -> None:
-    config = tiny_engine_config(write_tiny_model(tmp_path, "smollm2"))
-    group = RankGroup(config, 3)
-    try:
-        runner = group.load()
-        os.kill(group._processes[1].pid or 0, signal.SIGKILL)
-        while group.ended_rank() is None:
-            time.sleep(0.01)
-        assert group.ended_rank() == 2
-        with pytest.raises((TandemError, RuntimeError)):
-            greedy_answer(runner, PROMPT, 12)
-    finally:
-        group.close()
-    assert group.ended_rank() == 1, "the others end, too"
-
-
 def test_a_hung_rank_that_divides_tokens_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.worker.rank_group.HANG_ON_CPU_S", 1.0)
     group = RankGroup(tiny_engine_config(write_tiny_model(tmp_path, "smollm2")), 3, divides_tokens=True)
@@ -102,6 +86,22 @@ def test_a_hung_rank_that_divides_tokens_is_named(tmp_path: Path, monkeypatch: p
             time.sleep(0.01)
     finally:
         group.close()
+
+
+def test_a_killed_rank_is_named_and_the_next_step_fails(tmp_path: Path) -> None:
+    config = tiny_engine_config(write_tiny_model(tmp_path, "smollm2"))
+    group = RankGroup(config, 3)
+    try:
+        runner = group.load()
+        os.kill(group._processes[1].pid or 0, signal.SIGKILL)
+        while group.ended_rank() is None:
+            time.sleep(0.01)
+        assert group.ended_rank() == 2
+        with pytest.raises((TandemError, RuntimeError)):
+            greedy_answer(runner, PROMPT, 12)
+    finally:
+        group.close()
+    assert group.ended_rank() == 1, "the others end, too"
 
 
 def lead(config: EngineConfig, pids: Connection) -> None:
