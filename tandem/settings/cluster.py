@@ -301,6 +301,10 @@ class ClusterSettings(Settings):
         """The number of ranks that divide the tokens of prompts on workers of this role; only prefill has several."""
         return self.engine.context_parallel_size if role.value == "prefill" else 1
 
+    def step_tokens_of(self, role: "Role") -> int:
+        """The maximum number of tokens of a step of workers of this role; each rank that divides tokens has a part."""
+        return self.engine.max_step_tokens * self.context_ranks_of(role)
+
     @property
     def prefill_only_option(self) -> str:
         """The option with which prefill workers cannot decode: several stages, or ranks that divide tokens; or ""."""

@@ -67,6 +67,8 @@ def test_a_group_that_divides_tokens_answers_with_adapters_as_one_rank(tmp_path:
         for adapter in range(3):
             assert greedy_answer(runner, PROMPT, 12, adapter) == greedy_answer(alone, PROMPT, 12, adapter)
         assert group.open_transports == []
+        assert runner.roofline.token_ranks == 2
+        assert runner.cost_guess.token_s == alone.cost_guess.token_s / 2, "what routers predict with from the start"
     finally:
         group.close()
 

@@ -106,6 +106,11 @@ class WorkerKind:
         return self.gpus // (self.stages * self.context_ranks)
 
     @property
+    def step_tokens(self) -> int:
+        """The maximum number of tokens of a step, of which each rank that divides tokens has the default's."""
+        return SETTINGS.max_step_tokens * self.context_ranks
+
+    @property
     def replicas(self) -> float:
         """The number of a worker's parts that compute different requests: GPUs, or stages by their throughput."""
         if self.expert_parallel:
@@ -151,7 +156,7 @@ class WorkerKind:
     def facts(self, demand: Demand) -> WorkerFacts:
         """Return the costs and capacity of one worker, or of each GPU of an expert-parallel worker."""
         kv_tokens, longest = self.memory(demand).kv_tokens, self.model.max_context
-        step_tokens = SETTINGS.max_step_tokens
+        step_tokens = self.step_tokens
         return WorkerFacts(self.costs, kv_tokens, GPU_BATCH_REQUESTS, step_tokens, longest, replicas=self.replicas)
 
     def hardware(self, demand: Demand) -> Hardware:
@@ -173,6 +178,7 @@ class WorkerKind:
             kv_element_bytes=self.kv_element_bytes,
             drafts=drafts,
             links=links,
+            step_tokens=self.step_tokens,
         )
 
     def quantized_forms(self, demand: Demand) -> Iterator[Quantized]:
@@ -289,7 +295,7 @@ class WorkerKind:
 
     def check_prefill(self, demand: Demand, targets: LatencyTargets) -> None:
         """Raise InvalidArgument if even a prompt that is computed alone misses its TTFT target."""
-        alone_s = demand.lone_prompt_seconds(StepCost(self.costs), SETTINGS.max_step_tokens)
+        alone_s = demand.lone_prompt_seconds(StepCost(self.costs), self.step_tokens)
         if alone_s > targets.ttft_s:
             message = f"a prompt of {demand.computed_tokens:.0f} tokens alone takes {alone_s * 1e3:.0f} ms to compute"
             raise InvalidArgument("--slo-ttft", f"{message}; {_HELPS}")

@@ -33,7 +33,7 @@ from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.kv_pages import KvPages
 from tandem.protocol.messages import ModelFacts
 from tandem.settings.ceilings import Ceilings
-from tandem.settings.engine import GPU_PAGE_TOKENS
+from tandem.settings.engine import GPU_PAGE_TOKENS, EngineSettings
 
 ITEM_BYTES = 2
 """Bytes of an element of KV or weights that are not quantized."""
@@ -54,6 +54,8 @@ class Hardware:
     """The draft tokens of workers that decode; None = no speculative decoding."""
     links: float = 1.0
     """Number of network links of a worker, see `Device.links`."""
+    step_tokens: int = EngineSettings().max_step_tokens
+    """The maximum number of tokens of a step."""
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -114,7 +114,9 @@ def test_prefill_workers_alone_divide_the_tokens_of_prompts() -> None:
     config = ClusterSettings.of(model=Path("m"), prefill=1, decode=1, device="cuda", context_parallel_size=3)
     slots = plan(config, gpus=8)
     assert [list(slot.gpus) for slot in slots] == [[0, 1, 2], [3]]
-    assert [worker_config(config, slot).engine.context_parallel_size for slot in slots] == [3, 1]
+    engines = [worker_config(config, slot).engine for slot in slots]
+    assert [engine.context_parallel_size for engine in engines] == [3, 1]
+    assert [engine.max_step_tokens for engine in engines] == [3 * 2048, 2048], "those of each rank"
 
 
 def test_on_other_hosts_ray_gives_each_worker_a_gpu() -> None:

@@ -52,9 +52,7 @@ def figures(shape: str, ranks: int, tokens: int, link: float) -> Figures:
         alone_s += fixed_s + depth * ranks * (products_s + earlier_s + ranks * part_s)
         gather_s += fixed_s + depth * (products_s + earlier_s + ranks * part_s + exchange_s)
         first_s, hops = max(earlier_s + part_s, hop_s), ranks - 2
-        ring_s += fixed_s + depth * (
-            products_s + first_s + hops * max(part_s, hop_s) + part_s + (ranks - 1) * merge_s
-        )
+        ring_s += fixed_s + depth * (products_s + first_s + hops * max(part_s, hop_s) + part_s + (ranks - 1) * merge_s)
         transfer_s += depth * exchange_s
     return Figures(alone_s / gather_s, 1 - ring_s / gather_s, transfer_s / gather_s)
 

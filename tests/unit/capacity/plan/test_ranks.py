@@ -212,6 +212,7 @@ def test_simulated_prompts_take_as_long_as_the_cost_model_says() -> None:
     one = WorkerKind("llama-3.1-8b", shape_config("llama-3.1-8b"), DEVICES["H200"])
     four = replace(one, gpus=4, context_ranks=4)
     assert four.hardware(demand).links == 1, "the first rank hands over the KV of all tokens"
+    assert four.hardware(demand).step_tokens == four.facts(demand).chunk_tokens == 4 * 2048
     apart = Strategy("disaggregated 1:1", Mode.DISAGGREGATED, 1, 1)
     for kind in (one, four):
         machine = kind.hardware(demand)

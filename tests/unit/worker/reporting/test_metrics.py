@@ -85,9 +85,16 @@ def test_steps_are_counted_by_what_was_in_them(metrics: WorkerMetrics) -> None:
     assert [registry.histogram(f.STEP_OVER_PREDICTED, phase).count for phase in ("prefill", "mixed")] == [1, 1]
 
 
-def test_a_worker_of_several_gpus_reports_their_exchanges(metrics: WorkerMetrics) -> None:
+@pytest.mark.parametrize(
+    "group",
+    [
+        StepCollectives(2, 65, 8192, 128_256, 4.5e11),
+        StepCollectives(2, 1, 8192, 0, 4.5e11, kv_gathers=32, kv_bytes=131_072),
+    ],
+    ids=["tensor parallel", "context parallel"],
+)
+def test_a_worker_of_several_gpus_reports_their_exchanges(group: StepCollectives, metrics: WorkerMetrics) -> None:
     """The time is what the cost model adds to these steps."""
-    group = StepCollectives(2, 65, 8192, 128_256, 4.5e11)
     works = DECODE, PROMPT, StepWork(3, 6.0, 4, 90)
     for work in works:
         metrics.step(work, 1.0, 1.0)
