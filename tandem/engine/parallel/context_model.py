@@ -148,7 +148,7 @@ class ContextModel(GroupModel):
         hidden = self._drawn_states(token_ids, own, caches, places.clamp(min=0), feed)
         if hidden is None:
             return None
-        hidden = torch.where(places.unsqueeze(1) < 0, 0, hidden)
+        hidden.masked_fill_(places.unsqueeze(1) < 0, 0)  # a new tensor, of the rows in `places`
         self._collectives.all_reduce(hidden)
         return self._step_logits(hidden, scoring)
 

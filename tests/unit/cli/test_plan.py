@@ -164,7 +164,7 @@ def test_prefill_workers_have_pipeline_stages_where_that_takes_fewer_gpus() -> N
 def test_prefill_workers_divide_the_tokens_of_long_prompts_where_that_takes_fewer_gpus() -> None:
     load = ["--shape", "llama-3.1-8b", "--prompt-tokens", "32000", "--slo-ttft", "600", "--rate", "0.3"]
     chosen, given = size_of(*load), size_of(*load, "--prefill-context-parallel-size", "8")
-    assert "prefill workers of 4 GPUs, which divide the tokens of prompts, + 1 decode worker of 1 GPU" in chosen
+    assert "prefill workers of 2 GPUs, which divide the tokens of prompts, + 1 decode worker of 1 GPU" in chosen
     assert "of 8 GPUs, which divide the tokens of prompts, + " in given
     assert "divide" not in size_of(*load, "--prefill-context-parallel-size", "1")
 
