@@ -9,31 +9,33 @@ from tandem.engine.kernels.layers import Norm
 from tandem.engine.kernels.reference import rms_norm
 from tandem.engine.kernels.rowwise.triton_all_reduce import AllReduce
 
-MOST_BYTES = 1 << 13
 EPS = 1e-5
+ROW_BYTES = 2048
 
 
 def random(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def check_sums(sums: AllReduce, number: int, ranks: int, device: torch.device) -> list[int]:
+def check_sums(sums: AllReduce, number: int, ranks: int, most_bytes: int, device: torch.device) -> list[int]:
     """Checks calls in one shot and in two, in any order, with and without a residual stream and a norm.
 
-    All ranks call it at the same time. The sizes are the maximum, one word, not a whole number of pieces, and rows
-    whose words cannot be divided evenly. Returns the sums of the words of normed rows, which all ranks must have.
+    All ranks call it at the same time. The sizes are the maximum, `most_bytes`, one word, not a whole number of pieces,
+    and rows, also of words that cannot be divided evenly. Returns the sums of the words of normed rows, which all ranks
+    must have.
     """
     seed, words = 0, []
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         per_word = 4 // dtype.itemsize
         for shots, shape, adds in (
-            (1, (MOST_BYTES // dtype.itemsize,), True),
-            (2, (MOST_BYTES // dtype.itemsize,), True),
+            (1, (most_bytes // dtype.itemsize,), True),
+            (2, (most_bytes // dtype.itemsize,), True),
             (1, (per_word,), False),
             (2, (601 * per_word,), False),
-            (1, (7, 75 * per_word), True),
+            (1, (most_bytes // ROW_BYTES, ROW_BYTES // dtype.itemsize), True),
+            (2, (most_bytes // ROW_BYTES, ROW_BYTES // dtype.itemsize), True),
             (2, (7, 75 * per_word), True),
-            (2, (1, 34 * per_word), False),
+            (1, (1, 34 * per_word), False),
         ):
             seed += ranks + 1
             parts = [random(seed + rank, *shape).to(dtype) for rank in range(ranks)]
