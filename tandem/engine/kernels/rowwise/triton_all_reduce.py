@@ -36,8 +36,8 @@ class AllReduce:
     def __init__(self, number: int, buffers: Tensor, most_bytes: int) -> None:
         """Create the all-reduce of rank `number`.
 
-        `buffers` [ranks] int64, on this rank's device, has the address of each rank's memory: `buffer_bytes`, which are
-        0 at first. `most_bytes` is the maximum size of a part.
+        `buffers` [ranks] int64, on this rank's device, has the address of each rank's memory, a multiple of 16: it has
+        `buffer_bytes`, which are 0 at first. `most_bytes` is the maximum size of a part.
         """
         self._number = number
         self._buffers = buffers
@@ -132,19 +132,15 @@ def _all_reduce_kernel(
     wait_for_inputs(PDL)
     call = tl.load(calls_ptr + tl.program_id(0)) + 1
     half = (call & 1).to(tl.int64) * most_words * RANKS
-    own = tl.load(buffers_ptr + RANK).to(tl.pointer_type(tl.int64)) + half
+    own = _memory(buffers_ptr, RANK, half)
     for start in tl.range(first, words, stride):
         at = start + columns
         inside = (columns < PIECE) & (at < words)
         marked = _marked(tl.load(part_ptr + at, inside, other=0), call)
-        if SHOTS == 1:
-            for rank in tl.static_range(RANKS):
-                if rank != RANK:
-                    buffer = tl.load(buffers_ptr + rank).to(tl.pointer_type(tl.int64)) + half
-                    tl.store(buffer + RANK * most_words + at, marked, inside)
-        else:
-            buffers = tl.load(buffers_ptr + owner, inside, other=0).to(tl.pointer_type(tl.int64)) + half
-            tl.store(buffers + RANK * most_words + at, marked, inside & (owner != RANK))
+        for rank in tl.static_range(RANKS):
+            if rank != RANK:
+                sent = inside if SHOTS == 1 else inside & (owner == rank)
+                tl.store(_memory(buffers_ptr, rank, half) + RANK * most_words + at, marked, sent)
     if SHOTS == 2:
         mine = RANK * SHARE + tl.arange(0, triton.next_power_of_2(SHARE))
         for start in tl.range(first, words, stride):
@@ -153,8 +149,7 @@ def _all_reduce_kernel(
             low, high = _summed(part_ptr, own, at, inside, call, most_words, RANK, RANKS, DTYPE)
             marked = _marked(_word(low, high, DTYPE), call)
             for rank in tl.static_range(RANKS):
-                buffer = tl.load(buffers_ptr + rank).to(tl.pointer_type(tl.int64)) + half
-                tl.store(buffer + RANK * most_words + at, marked, inside)
+                tl.store(_memory(buffers_ptr, rank, half) + RANK * most_words + at, marked, inside)
     for start in tl.range(first, words, stride):
         at = start + columns
         inside = (columns < PIECE) & (at < words)
@@ -177,6 +172,12 @@ def _all_reduce_kernel(
             scale = tl.rsqrt(tl.sum(low * low + high * high, axis=0) / (PIECE * RATIO) + eps)
             tl.store(normed_ptr + at, _word(low * scale * low_scale, high * scale * high_scale, DTYPE), inside)
     tl.store(calls_ptr + tl.program_id(0), call)
+
+
+@triton.jit
+def _memory(buffers_ptr, rank: tl.constexpr, half):
+    """Return the address of a half of a rank's memory. It is aligned, so that a thread stores two words at once."""
+    return tl.multiple_of(tl.load(buffers_ptr + rank).to(tl.pointer_type(tl.int64)), 16) + half
 
 
 @triton.jit
