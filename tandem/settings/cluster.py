@@ -225,7 +225,12 @@ class ClusterSettings(Settings):
             refuse(option, f"is for prefill workers; give --mode {Mode.DISAGGREGATED}")
         if self.planner.actions is PlannerMode.ON:
             refuse(option, "excludes --planner on: workers change roles, and only prefill workers have stages")
-        for other, used in (("--draft", self.engine.draft), ("--lora", self.engine.has_loras)):
+        mtp = self.worker.speculate is SpeculationMethod.MTP
+        for other, used in (
+            ("--draft", self.engine.draft),
+            ("--speculate mtp", mtp),
+            ("--lora", self.engine.has_loras),
+        ):
             if used:
                 refuse(other, f"excludes {option}; leave one of them out")
 
@@ -240,8 +245,12 @@ class ClusterSettings(Settings):
         tensor_ranks = self.prefill_tensor_parallel_size or self.engine.tensor_parallel_size
         if tensor_ranks > 1 or self.engine.pipeline_parallel_size > 1:
             refuse(option, "excludes prefill workers that divide the model; give them tensor and pipeline sizes of 1")
-        if self.engine.draft is not None:
-            refuse("--draft", f"excludes {option}; leave one of them out")
+        for other, used in (
+            ("--draft", self.engine.draft),
+            ("--speculate mtp", self.worker.speculate is SpeculationMethod.MTP),
+        ):
+            if used:
+                refuse(other, f"excludes {option}; leave one of them out")
 
     def _check_draft(self) -> None:
         method, draft = self.worker.speculate, self.engine.draft

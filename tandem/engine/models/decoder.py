@@ -11,7 +11,7 @@ from tandem.engine.kernels.base import DeferredTokens, Kernels, Products, StepLa
 from tandem.engine.kernels.kv_cache import GroupCache, kv_of
 from tandem.engine.kernels.layers import Linear
 from tandem.engine.kernels.lora.adapted_products import AdaptedProducts
-from tandem.engine.models.blocks import normed_linear
+from tandem.engine.models.blocks import Queries, normed_linear
 from tandem.engine.models.layers import DecoderLayer, input_norm, prepare_layers
 from tandem.engine.models.parameters import Parameters
 from tandem.engine.steps.prompt_scoring import StepPieces
@@ -70,7 +70,7 @@ class DecoderModel:
         """Store the KV of layer `number`, and add its attention and feed-forward outputs to `hidden` in place."""
         layer = self._layers[number]
         layout, cache = layouts[layer.group], caches[layer.group]
-        q = layer.attention.store(hidden, layout, cache)
+        q = self._store_kv(layer, hidden, layout, cache)
         self._finish(layer, layer.attention.attend(q, layout, cache), hidden, layouts[0].slots)
 
     def forward(
@@ -100,7 +100,7 @@ class DecoderModel:
             self.run_layer(number, hidden, layouts, caches)
         last = self._layers[-1]
         layout, cache = layouts[last.group], caches[last.group]
-        q = last.attention.store(hidden, layout, cache)
+        q = self._store_kv(last, hidden, layout, cache)
         if drawn is not None and len(drawn) == 0:
             # No row needs logits, so the last layer's attention and feed-forward network have no effect.
             return None
@@ -140,6 +140,10 @@ class DecoderModel:
         if feed is not None:
             token_ids = feed.tokens(token_ids)
         return table.rows(token_ids).dequantized(self.dtype)
+
+    def _store_kv(self, layer: DecoderLayer, hidden: Tensor, layout: StepLayout, cache: GroupCache) -> Queries:
+        """Store a layer's KV of the step's tokens, and return the queries."""
+        return layer.attention.store(hidden, layout, cache)
 
     def _finish(self, layer: DecoderLayer, mixed: Tensor, hidden: Tensor, slots: Tensor) -> None:
         """Add a layer's attention and feed-forward outputs to the residual stream `hidden`, in place."""
