@@ -72,11 +72,13 @@ LAYOUTS = {
 """The layouts by `model_type` of their config.json."""
 
 
-def write_mtp(folder: Path, kind: str, *, without: str = "", extra: str = "", **changes: Any) -> Path:
+def write_mtp(
+    folder: Path, kind: str, *, knowing: bool = False, without: str = "", extra: str = "", **changes: Any
+) -> Path:
     """Write a checkpoint with an MTP layer to `folder`/checkpoint, and return its path.
 
-    `folder`/model has the model alone as transformers reads it, and `folder`/layer a model of the MTP layer alone.
-    `without` is the end of the name of a tensor that is left out, and `extra` names one that is added. `changes` are
+    `folder`/model has the model alone as transformers reads it, and `folder`/layer a model of the MTP layer alone. A
+    `knowing` layer predicts what the model samples: in both, the next token depends on the last one alone. `without` is the end of the name of a tensor that is left out, and `extra` names one that is added. `changes` are
     changes of the config.
     """
     layout = LAYOUTS[kind]
@@ -100,6 +102,8 @@ def write_mtp(folder: Path, kind: str, *, without: str = "", extra: str = "", **
     for name, tensor in of_layer.items():
         if name.startswith("model.layers.0."):
             tensors[layout.prefix + name.removeprefix("model.layers.0.")] = tensor
+    if knowing:
+        _know(tensors, layout)
     if layout.copies is not None:
         tensors |= {copy: tensors[name] + 1 for copy, name in zip(layout.copies, ends, strict=True)}
     if extra:
@@ -111,6 +115,17 @@ def write_mtp(folder: Path, kind: str, *, without: str = "", extra: str = "", **
     (checkpoint / "config.json").write_text(json.dumps(config))
     save_file(stored, checkpoint / "model.safetensors")
     return checkpoint
+
+
+def _know(tensors: dict[str, np.ndarray], layout: Layout) -> None:
+    """Make all layers add nothing to the embedding, which the MTP layer takes as its input."""
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor[:] = 0
+    hidden = len(tensors["model.norm.weight"])
+    tensors[layout.output_norm] = tensors["model.norm.weight"]
+    tensors[layout.embedding_norm][:] = 0.0 if layout.norms_minus_one else 1.0
+    tensors[layout.projection] = np.eye(hidden, 2 * hidden, hidden if layout.state_first else 0, dtype=np.float32)
 
 
 class MtpReference:

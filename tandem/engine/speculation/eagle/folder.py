@@ -166,8 +166,10 @@ def _target_layers(folder: Path, config: Mapping[str, Any], target: ModelSpec) -
             f"{folder / CONFIG}: use_aux_hidden_state is false; supported are heads of EAGLE-3 that read the hidden"
             " states of several layers."
         )
-    given = config.get(_TARGET_LAYERS) or [number + 1 for number in after.get(_TARGET_LAYERS) or ()]
-    layers = tuple(given or (2, last // 2, last - 3))
+    outer, inner = config.get(_TARGET_LAYERS) or [], after.get(_TARGET_LAYERS) or []
+    if not all(isinstance(numbers, list) and {type(n) for n in numbers} <= {int} for numbers in (outer, inner)):
+        raise ModelError(f"{folder / CONFIG}: {_TARGET_LAYERS} is {outer or inner}, not a list of layer numbers.")
+    layers = tuple(outer or [number + 1 for number in inner] or (2, last // 2, last - 3))
     if len(set(layers)) != len(layers) or not all(1 <= number < last for number in layers):
         raise ModelError(
             f"{folder / CONFIG}: the head takes the hidden states before layers {list(layers)}, which must be different"

@@ -24,9 +24,7 @@ TOKENS = [(7 * n + n * n) % 150 + 3 for n in range(14)]
 
 @pytest.mark.parametrize("kernels", [None, ReferenceKernels], ids=["device", "reference"])
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_logits_are_those_of_transformers_layers(
-    kind: str, kernels: type[Kernels] | None, tmp_path: Path
-) -> None:
+def test_logits_are_those_of_transformers_layers(kind: str, kernels: type[Kernels] | None, tmp_path: Path) -> None:
     folder = write_mtp(tmp_path, kind)
     config = tiny_engine_config(folder, mtp=True, kv_cache_bytes=8 << 20)
     runner = ModelRunner.load(config, kernels=kernels and kernels())
