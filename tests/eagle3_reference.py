@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
-from tests.eagle_heads import DIM, HEADS, KV_HEADS
 from tests.e2e.reference import Reference
+from tests.eagle_heads import DIM, HEADS, KV_HEADS
 
 EPS = 1e-5
 

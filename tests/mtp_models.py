@@ -78,8 +78,9 @@ def write_mtp(
     """Write a checkpoint with an MTP layer to `folder`/checkpoint, and return its path.
 
     `folder`/model has the model alone as transformers reads it, and `folder`/layer a model of the MTP layer alone. A
-    `knowing` layer predicts what the model samples: in both, the next token depends on the last one alone. `without` is the end of the name of a tensor that is left out, and `extra` names one that is added. `changes` are
-    changes of the config.
+    `knowing` layer predicts what the model samples: in both, the next token depends on the last one alone. `without` is
+    the end of the name of a tensor that is left out, and `extra` names one that is added. `changes` are changes of the
+    config.
     """
     layout = LAYOUTS[kind]
     model = write_tiny_model(folder / "model", layout.model, **changes)

@@ -83,6 +83,9 @@ tandem/release: {{ .Release.Name }}
 {{- if .Values.serving.draft -}}
 {{- fail "serving.prefillPipelineSize excludes serving.draft: set one of them to 1 or empty" -}}
 {{- end -}}
+{{- if eq .Values.serving.speculate "mtp" -}}
+{{- fail "serving.prefillPipelineSize excludes serving.speculate mtp: set one of them to 1 or off" -}}
+{{- end -}}
 {{- end -}}
 {{- if eq .Values.serving.mode "disaggregated" -}}
 {{- range $role := list "prefill" "decode" -}}

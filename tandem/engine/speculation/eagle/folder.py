@@ -161,6 +161,8 @@ def _is_third(config: Mapping[str, Any], entries: Mapping[str, TensorEntry]) -> 
 def _target_layers(folder: Path, config: Mapping[str, Any], target: ModelSpec) -> tuple[int, ...]:
     """Return the numbers of the target's layers before which an EAGLE-3 head takes the hidden states."""
     after, last = config.get("eagle_config") or {}, len(target.layers)
+    if not isinstance(after, dict):
+        raise ModelError(f"{folder / CONFIG}: eagle_config is {after!r}, not an object.")
     if after.get("use_aux_hidden_state") is False:
         raise ModelError(
             f"{folder / CONFIG}: use_aux_hidden_state is false; supported are heads of EAGLE-3 that read the hidden"
