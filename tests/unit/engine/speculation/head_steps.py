@@ -40,7 +40,7 @@ class HeadSteps:
         """Return the head's logits [n, vocab] after each token of a context that begins with them."""
         pages = list(range(self._head.kv_pages.numbers(len(token_ids)) * self._head.kv_pages.groups))
         with torch.inference_mode():
-            self._head.give(states)
+            self._head.give(states.to(self._head.drawn_hidden.device))
             rows = [row([token], position, pages) for position, token in enumerate(token_ids)]
             logits = self._head._stepper.logits(StepBatch(rows))
         assert logits is not None
