@@ -1,7 +1,7 @@
 """Tiny checkpoints with a multi-token prediction (MTP) layer in each published layout, and a reference of the layer."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,9 @@ _NUMBERED = Layout(
 )
 LAYOUTS = {
     "deepseek_v3": _NUMBERED,
-    "glm4_moe": Layout(**{**_NUMBERED.__dict__, "model": "glm4_moe"}),
-    "glm4_moe_lite": Layout(**{**_NUMBERED.__dict__, "model": "glm4_moe_lite"}),
+    "deepseek_v32": replace(_NUMBERED, model="deepseek_v32"),
+    "glm4_moe": replace(_NUMBERED, model="glm4_moe"),
+    "glm4_moe_lite": replace(_NUMBERED, model="glm4_moe_lite"),
     "qwen3_next": Layout(
         "qwen3_next",
         "mtp.layers.0.",

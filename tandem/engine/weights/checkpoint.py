@@ -35,7 +35,7 @@ _PREFIXES = (
 _ATTENTION_SCALES = tuple(f".{part}_{kind}" for part in ("q", "k", "v", "kv") for kind in ("scale", "zero_point"))
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _PREDICTING_MODULE = re.compile(r"(model\.)?mtp[._]")
-"""Begins the names of multi-token prediction modules that are not numbered as layers (ERNIE 4.5, K-EXAONE)."""
+"""Begins the names of multi-token prediction modules that are not numbered as layers (Qwen3-Next, MiMo, ERNIE 4.5)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class TensorNames:
     predicting_layers: int
     """The number of multi-token prediction layers after the model's own layers (DeepSeek-V3, GLM-4.5).
 
-    They are not computed.
+    They are not part of the model; `MtpLayer` reads the first of them.
     """
 
     @classmethod
