@@ -70,13 +70,14 @@ def _load_eagle(head: EagleFolder, target_norm: Norm, parameters: Parameters, ke
             token_map=token_map,
         )
     whole = replace(whole, final_norm=read[OUTPUT_NORM])
-    embedding_norm, state_norm = (Norm(read[name], spec.norm_eps) for name in (EMBEDDING_NORM, STATE_NORM))
     return Eagle3Model(
         spec,
         whole,
         kernels,
         rows,
-        joined=JoinedInput(product, embedding_norm, state_norm),
+        product=product,
+        embedding_norm=Norm(read[EMBEDDING_NORM], spec.norm_eps),
+        state_norm=Norm(read[STATE_NORM], spec.norm_eps),
         norm_before_residual=head.norm_before_residual,
         token_map=token_map,
     )

@@ -133,17 +133,20 @@ class Eagle3Model(HeadModel):
         kernels: Kernels,
         rows: int,
         *,
-        joined: JoinedInput,
+        product: Linear,
+        embedding_norm: Norm,
+        state_norm: Norm,
         norm_before_residual: bool,
         token_map: Tensor | None = None,
     ) -> None:
         """Prepare the weights as `HeadModel` does.
 
-        The product of `joined` computes a state [H] from the target's hidden states; its norms are those of attention's
-        input. With `norm_before_residual`, the residual stream begins with the normalized state.
+        `product` computes a state [H] from the target's hidden states. With `norm_before_residual`, the residual stream
+        begins with the normalized state.
         """
         super().__init__(spec, parameters, kernels, rows, token_map=token_map)
-        self._joined = replace(joined, product=kernels.prepare(joined.product))
+        self._product = kernels.prepare(product)
+        self._embedding_norm, self._state_norm = embedding_norm, state_norm
         self._output_norm = Norm(parameters.final_norm, spec.norm_eps)
         self._norm_before_residual = norm_before_residual
         self._attention_input = torch.empty(0)
@@ -151,13 +154,13 @@ class Eagle3Model(HeadModel):
 
     def from_target(self, drawn: Tensor) -> Tensor:
         """Return the states that `fc` computes from the target's hidden states before several layers."""
-        return self.kernels.linear(drawn, self._joined.product)
+        return self.kernels.linear(drawn, self._product)
 
     def _embed(self, token_ids: Tensor, feed: DeferredTokens | None) -> Tensor:
         embedded = super()._embed(token_ids, feed)
         states = self.states[: len(embedded)]
-        normed = _normed(states, self._joined.state_norm)
-        self._attention_input = torch.cat((_normed(embedded, self._joined.embedding_norm), normed), dim=-1)
+        normed = _normed(states, self._state_norm)
+        self._attention_input = torch.cat((_normed(embedded, self._embedding_norm), normed), dim=-1)
         # A copy: the layer adds to the residual stream in place.
         return normed if self._norm_before_residual else states.clone()
 
