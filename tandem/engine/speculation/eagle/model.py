@@ -164,7 +164,7 @@ class Eagle3Model(HeadModel):
         # A copy: the layer adds to the residual stream in place.
         return normed if self._norm_before_residual else states.clone()
 
-    def _store_kv(self, layer: DecoderLayer, hidden: Tensor, layout: StepLayout, cache: GroupCache) -> Queries:
+    def _store(self, layer: DecoderLayer, hidden: Tensor, layout: StepLayout, cache: GroupCache) -> Queries:
         return layer.attention.store(self._attention_input, layout, cache)
 
     def _output(self, hidden: Tensor) -> Tensor:
