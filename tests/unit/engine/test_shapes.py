@@ -27,6 +27,7 @@ BILLIONS = {
     "llama-3-8b": 8.03,
     "llama-3.1-8b": 8.03,
     "llama-3.2-1b": 1.24,
+    "mimo-7b": 7.62,
     "qwen3-0.6b": 0.6,
     "qwen3-30b-a3b": 30.5,
     "qwen3-32b": 32.8,

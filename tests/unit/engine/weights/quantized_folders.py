@@ -337,14 +337,20 @@ CASES: dict[str, tuple[dict[str, Any], Writer]] = {
 
 def is_quantized(name: str, stored: torch.Tensor) -> bool:
     """Returns True for the weights of linear layers that tools quantize."""
-    plain = ("embed", "lm_head", ".gate.weight", "shared_expert_gate")
+    plain = ("embed", "lm_head", ".gate.weight", "shared_expert_gate", "eh_proj", "input_proj")
     return name.endswith("_proj.weight") and stored.dim() == 2 and not any(part in name for part in plain)
 
 
 def write_quantized(folder: Path, case: str, family: str = "llama3", **changes: Any) -> tuple[Path, Path]:
     """Writes a quantized folder and its twin, which has the same weights dequantized to float32."""
-    quantization, write = CASES[case]
     twin = write_tiny_model(folder / "twin", family, **({"num_hidden_layers": 2} | changes))
+    assert family in FAMILIES
+    return quantize_folder(twin, folder / "quantized", case), twin
+
+
+def quantize_folder(twin: Path, packed: Path, case: str) -> Path:
+    """Writes a quantized folder, and changes the weights of its twin to the dequantized ones; returns the folder."""
+    quantization, write = CASES[case]
     tensors, rng = load_file(twin / WEIGHTS), np.random.default_rng(5)
     quantized: Tensors = {}
     for name, stored in list(tensors.items()):
@@ -355,10 +361,8 @@ def write_quantized(folder: Path, case: str, family: str = "llama3", **changes: 
         quantized |= {name.removesuffix("weight") + part: tensor for part, tensor in parts.items()}
         tensors[name] = torch.from_numpy(weight)
     save_file(tensors, twin / WEIGHTS)
-    packed = folder / "quantized"
     packed.mkdir()
     save_file(quantized, packed / WEIGHTS)
     config = json.loads((twin / "config.json").read_text()) | {"quantization_config": quantization}
     (packed / "config.json").write_text(json.dumps(config))
-    assert family in FAMILIES
-    return packed, twin
+    return packed
