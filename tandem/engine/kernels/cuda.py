@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.config.attention import AttentionShape
-from tandem.engine.config.model import GatedDeltaNet, ModelSpec
+from tandem.engine.config.model import ModelSpec
 from tandem.engine.kernels.attention.prefill_attention import FlashPrefill, PrefillAttention, leaves_idle
 from tandem.engine.kernels.attention.quantized_prefill import QuantizedPrefill, make_copies
 from tandem.engine.kernels.attention.triton_attention import DecodeAttention
@@ -43,8 +43,7 @@ from tandem.engine.kernels.rowwise import triton_rope
 from tandem.engine.kernels.rowwise.triton_embed import embed
 from tandem.engine.kernels.rowwise.triton_norm import norm_add, rms_norm
 from tandem.engine.kernels.second_stream import SecondStream
-from tandem.engine.kernels.states.reference import mix_states
-from tandem.engine.kernels.states.triton_decode import decode_delta
+from tandem.engine.kernels.states.state_kernels import StateKernels
 from tandem.engine.kernels.triton_launch import overlaps_launches
 from tandem.protocol.errors import InvalidArgument
 
@@ -85,7 +84,7 @@ class CudaKernels(Kernels):
         self._device, self._kv_dtype = device, kv_dtype
         self._pdl = overlaps_launches()
         self._has_states = model.has_states
-        self._experts = ExpertKernels(self._pdl)
+        self._experts, self._states = ExpertKernels(self._pdl), StateKernels(self._pdl)
         gpu = device.type == "cuda"
         self._second = SecondStream(device) if gpu else _ONE_STREAM
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if gpu else 0
@@ -278,13 +277,8 @@ class CudaKernels(Kernels):
         return self._latent.attention(q, layer, cache, layout, self._single_rows(layout))
 
     def mix_states(self, projected: Tensor, layer: RecurrentLayer, cache: StateCache, layout: StepLayout) -> Tensor:
-        """Compute Gated DeltaNet of one-token rows in two launches, and everything else in PyTorch."""
-        if not layout.decode_only or not isinstance(layer.spec, GatedDeltaNet):
-            return mix_states(projected, layer, cache, layout)
-        assert layout.state_pages is not None
-        out = projected.new_empty(len(projected), layer.spec.inner)
-        decode_delta(projected, layer, cache, layout.state_pages, out, pdl=self._pdl)
-        return out
+        """Advance the states of all rows without waiting for the device, in one or two launches for one-token rows."""
+        return self._states.mix(projected, layer, cache, layout)
 
     def _normed(self, hidden: Tensor, norm: Norm, *, streamed: bool = True) -> tuple[Tensor, Norm | None]:
         """Return the input of a product, and the norm that a streaming kernel still has to apply, or None.
