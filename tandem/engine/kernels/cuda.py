@@ -84,7 +84,7 @@ class CudaKernels(Kernels):
         self._device, self._kv_dtype = device, kv_dtype
         self._pdl = overlaps_launches()
         self._has_states = model.has_states
-        self._experts, self._states = ExpertKernels(self._pdl), StateKernels(self._pdl)
+        self._experts = ExpertKernels(self._pdl)
         gpu = device.type == "cuda"
         self._second = SecondStream(device) if gpu else _ONE_STREAM
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if gpu else 0
@@ -101,6 +101,7 @@ class CudaKernels(Kernels):
         # Libraries take seconds to import and to compile, while weights are loaded and other kernels compiled.
         libraries = Libraries(wanted)
         self._prefill_soon, self._gated_soon = libraries.attention, libraries.gated_product
+        self._states = StateKernels(self._pdl, libraries.chunked_delta)
         self._latent = LatentKernels(model.latent_shapes, device, dtype, self._pdl, libraries.latent_blocks)
 
     @cached_property
@@ -170,6 +171,8 @@ class CudaKernels(Kernels):
 
     def begin_step(self, cache: KvCache, layout: StepLayout) -> None:
         """Prepare prefill attention of the rows with several tokens, and decode attention of the one-token rows."""
+        if self._has_states and not layout.group:  # the rows are those of all groups
+            self._states.begin_step(layout)
         single = self._single_rows(layout)
         self._latent.begin_step(cache, layout, single)
         if self._decode and single < len(layout.context_lens):

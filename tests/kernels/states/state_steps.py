@@ -35,7 +35,7 @@ def random(*shape: int, seed: int) -> Tensor:
 def make_layer(spec: StateLayer, dtype: torch.dtype) -> RecurrentLayer:
     channels = spec.state.heads * spec.state.channels
     wide = torch.promote_types(dtype, torch.float32)
-    biased = isinstance(spec, Mamba2) and spec.convolution_bias or isinstance(spec, ShortConvolution) and spec.bias
+    biased = (isinstance(spec, Mamba2) and spec.convolution_bias) or (isinstance(spec, ShortConvolution) and spec.bias)
     layer = RecurrentLayer(
         LAYER,
         spec,

@@ -1,16 +1,19 @@
 """State layers in Triton against the reference: in the interpreter, or on a GPU."""
 
+from concurrent.futures import Future
+
 import pytest
 import torch
 from torch import Tensor
 
 from tandem.engine.config.model import StateLayer
 from tandem.engine.kernels.kv_cache import StateCache
+from tandem.engine.kernels.states.chunked_delta import ChunkedDelta
 from tandem.engine.kernels.states.reference import mix_states
 from tandem.engine.kernels.states.state_kernels import StateKernels
 from tandem.engine.kernels.triton_launch import overlaps_launches
+from tests.kernels.steps import assert_as_good
 
-from ..steps import assert_as_good
 from .state_steps import LAST, SPECS, Row, make_cache, make_inputs, make_layer, make_layout
 
 DECODE: list[Row] = [(1, -1, 0), (1, 1, 1), (1, 2, 3), (1, -1, -1)]
@@ -28,7 +31,9 @@ def computed(spec: StateLayer, rows: list[Row], dtype: torch.dtype, *, reference
     projected = make_inputs(spec, rows, dtype)
     if reference:
         return mix_states(projected, layer, cache, layout), cache
-    return StateKernels(overlaps_launches()).mix(projected, layer, cache, layout), cache
+    without_library: Future[ChunkedDelta | None] = Future()
+    without_library.set_result(None)
+    return StateKernels(overlaps_launches(), without_library).mix(projected, layer, cache, layout), cache
 
 
 @pytest.mark.parametrize("rows", STEPS.values(), ids=STEPS.keys())

@@ -42,7 +42,7 @@ def projections_of(spec: StateLayer) -> Projections:
     """Return the offsets for layers with this spec."""
     offsets = list(accumulate(spec.projected, initial=0))
     if isinstance(spec, ShortConvolution):
-        return Projections((*spec.convolved, 0, 0), convolved=0, gate=offsets[1])
+        return Projections((spec.convolved[0], 0, 0), convolved=0, gate=offsets[1])
     first, second, third = spec.convolved
     if isinstance(spec, GatedDeltaNet):
         return Projections((first, second, third), convolved=0, gate=offsets[3], step=offsets[4], decay=offsets[5])

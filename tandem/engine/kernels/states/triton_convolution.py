@@ -209,5 +209,17 @@ def _convolve(
         # Other threads may still read the inputs that are replaced here.
         tl.debug_barrier()
         keep_inputs(
-            x_ptr, projected_ptr, row_stride, old, new, channel, local, start, end, fresh, inside & (write >= 0), WIDTH, GATED
+            x_ptr,
+            projected_ptr,
+            row_stride,
+            old,
+            new,
+            channel,
+            local,
+            start,
+            end,
+            fresh,
+            inside & (write >= 0),
+            WIDTH,
+            GATED,
         )

@@ -139,6 +139,4 @@ def _finish(
         channel = channel_of(local, head, HEADS, CHANNELS)
         x_ptr = projected_ptr + CONVOLVED
         fresh = (read < 0).to(tl.int32)
-        keep_inputs(
-            x_ptr, x_ptr, row_stride, old, new, channel, local, start, end, fresh, local < TOTAL, WIDTH, False
-        )
+        keep_inputs(x_ptr, x_ptr, row_stride, old, new, channel, local, start, end, fresh, local < TOTAL, WIDTH, False)
