@@ -45,6 +45,8 @@ DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 LEAST_BYTES = 400e6
 """Approximate bytes of the states through which the launches of a graph rotate: several times the L2 cache."""
 _MOST_LAYERS = 64
+_TILED_ROWS = (8, 128)
+"""The numbers of rows for which `--tiles` measures tiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ def measure(options: argparse.Namespace) -> Measured:
             share = _bytes(spec, rows) / seconds / copy
             print(f"{name:14} decode {rows:4} rows {seconds * 1e6:9.1f} us {share:6.1%} of copy", flush=True)
             figures |= {f"{name}_us_{rows}": round(seconds * 1e6, 2), f"{name}_copy_share_{rows}": round(share, 4)}
-            if options.tiles and not isinstance(spec, ShortConvolution):
+            if options.tiles and rows in _TILED_ROWS and not isinstance(spec, ShortConvolution):
                 _print_tiles(case, copy)
         for key, seconds in _prompts(spec, own):
             print(f"{name:14} prompt of {key:16} {seconds * 1e6:9.1f} us", flush=True)
@@ -105,7 +107,7 @@ def _print_tiles(case: Case, copy: float) -> None:
     """Print the time of the recurrence alone with other numbers of values and warps."""
     spec, rows = case.layers[0].spec, len(case.projected)
     out = case.projected.new_empty(rows, spec.inner)
-    for values in (8, 16, 32, 64):
+    for values in (16, 32, 64):
         for warps in (1, 2, 4, 8):
 
             def launch(number: int, values: int = values, warps: int = warps) -> None:
