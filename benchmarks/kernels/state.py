@@ -94,7 +94,7 @@ def _prompts(spec: StateLayer, own: StateKernels) -> Iterator[tuple[str, float]]
     """Yield the seconds of a prompt, by its length and the kernels that computed it."""
     library = None
     if isinstance(spec, GatedDeltaNet):
-        library = compiled(choose_chunked_delta(DEVICE, DTYPE, [spec], pdl=overlaps_launches()), [spec], DEVICE, DTYPE)
+        library = compiled(choose_chunked_delta(DEVICE, DTYPE, [spec]), [spec], DEVICE, DTYPE)
     ways = {"own": own} | ({} if library is None else {"fla-core": _kernels(library)})
     for tokens in (*(SHORT_PROMPTS if library else ()), *PROMPTS):
         case = make_case(spec, 1, tokens)
