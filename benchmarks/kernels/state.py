@@ -107,8 +107,8 @@ def _print_tiles(case: Case, copy: float) -> None:
     """Print the time of the recurrence alone with other numbers of values and warps."""
     spec, rows = case.layers[0].spec, len(case.projected)
     out = case.projected.new_empty(rows, spec.inner)
-    for values in (16, 32, 64):
-        for warps in (1, 2, 4, 8):
+    for values in (32, 64, 128):
+        for warps in (1, 2, 4):
 
             def launch(number: int, values: int = values, warps: int = warps) -> None:
                 layer, span = case.layers[number % len(case.layers)], RowSpan(0, rows, 1)
