@@ -32,6 +32,10 @@ class StateKernels:
     def _chunked(self) -> ChunkedDelta | None:
         return self._chunked_soon.result()
 
+    def wait(self) -> None:
+        """Wait until the kernels of long rows are compiled."""
+        self._chunked_soon.result()
+
     def begin_step(self, layout: StepLayout) -> None:
         """Prepare a step. Called once before the step's first layer, with the layout of any group."""
         for span in _spans(layout):
