@@ -18,8 +18,8 @@ from tandem.engine.kernels.triton_launch import INTERPRETED, launch_dependents, 
 
 _CHUNK = 64
 """The number of tokens of a chunk."""
-_VALUES = 64
-"""The maximum number of values of a program."""
+_VALUES = 32
+"""The maximum number of values of a program: with more, its registers would spill."""
 _LEAST = 16
 """The least size of the tiles of `tl.dot`."""
 
@@ -66,6 +66,7 @@ def scan(
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=4,
+        num_stages=2,
     )
 
 
