@@ -45,8 +45,8 @@ DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 LEAST_BYTES = 400e6
 """Approximate bytes of the states through which the launches of a graph rotate: several times the L2 cache."""
 _MOST_LAYERS = 64
-_TILED_ROWS = (8, 128)
-"""The numbers of rows for which `--tiles` measures tiles."""
+_TILED_ROWS = (1, 8, 128)
+"""Numbers of rows for which `--tiles` measures tiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def _print_tiles(case: Case, copy: float) -> None:
                 layer, span = case.layers[number % len(case.layers)], RowSpan(0, rows, 1)
                 recur(
                     case.projected, layer, case.cache, case.layout, span, out,
-                    pdl=overlaps_launches(), values=values, warps=warps,
+                    pdl=overlaps_launches(), tile=(values, warps),
                 )  # fmt: skip
 
             seconds = graph_seconds(launch, 2 * len(case.layers))
