@@ -4,7 +4,7 @@ A layer is measured between its projections, in bfloat16 with random inputs, in 
 layers than fit into L2. Decode rows have one token each. "of copy" is the rate at which a step moves its bytes / the
 bandwidth of a large device copy in the same run, whose reads and writes both count; the bytes are those of the states
 and kept inputs, read and written, of the projections and of the output. Prompts are computed in one row, by the own
-kernels, which take one token after the other, and by fla-core where it is installed and computes the layer. `--tiles`
+kernels, and by fla-core where it is installed and computes the layer. `--tiles`
 also measures other tiles of the recurrence.
 """
 
@@ -85,13 +85,13 @@ def measure(options: argparse.Namespace) -> Measured:
             if options.tiles and rows in _TILED_ROWS and not isinstance(spec, ShortConvolution):
                 _print_tiles(case, copy)
         for key, seconds in _prompts(spec, own):
-            print(f"{name:14} prompt of {key:16} {seconds * 1e6:9.1f} us", flush=True)
+            print(f"{name:14} prompt of {key:23} {seconds * 1e6:9.1f} us", flush=True)
             figures[f"{name}_prompt_us_{key.replace(' ', '_')}"] = round(seconds * 1e6, 1)
     return "state-layers", figures | {"dtype": "bfloat16", **run_facts("cuda")}
 
 
 def _prompts(spec: StateLayer, own: StateKernels) -> Iterator[tuple[str, float]]:
-    """Yield the seconds of a prompt, by its length and the kernels that computed it."""
+    """Yield the seconds of a prompt, by its length and the kernels that computed it: in a graph, and launched singly."""
     library = None
     if isinstance(spec, GatedDeltaNet):
         library = compiled(choose_chunked_delta(DEVICE, DTYPE, [spec]), [spec], DEVICE, DTYPE)
@@ -100,7 +100,8 @@ def _prompts(spec: StateLayer, own: StateKernels) -> Iterator[tuple[str, float]]
         case = make_case(spec, 1, tokens)
         for way, kernels in ways.items():
             kernels.begin_step(case.layout)
-            yield f"{tokens} {way}", median_seconds(partial(case.mix, kernels, 0), rounds=7, warm=3)
+            yield f"{tokens} {way}", graph_seconds(partial(case.mix, kernels), 2)
+            yield f"{tokens} {way} launched", median_seconds(partial(case.mix, kernels, 0), rounds=7, warm=3)
 
 
 def _print_tiles(case: Case, copy: float) -> None:
