@@ -4,8 +4,8 @@ A layer is measured between its projections, in bfloat16 with random inputs, in 
 layers than fit into L2. Decode rows have one token each. "of copy" is the rate at which a step moves its bytes / the
 bandwidth of a large device copy in the same run, whose reads and writes both count; the bytes are those of the states
 and kept inputs, read and written, of the projections and of the output. Prompts are computed in one row, by the own
-kernels, and by fla-core where it is installed and computes the layer. `--tiles`
-also measures other tiles of the recurrence.
+kernels, and by fla-core where it is installed and computes the layer; "launched" is without a graph, where the host may
+be slower than the device. `--tiles` also measures other tiles of the recurrence.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def measure(options: argparse.Namespace) -> Measured:
 
 
 def _prompts(spec: StateLayer, own: StateKernels) -> Iterator[tuple[str, float]]:
-    """Yield the seconds of a prompt, by its length and the kernels that computed it: in a graph, and launched singly."""
+    """Yield the seconds of a prompt in a graph and without, by its length and the kernels that computed it."""
     library = None
     if isinstance(spec, GatedDeltaNet):
         library = compiled(choose_chunked_delta(DEVICE, DTYPE, [spec]), [spec], DEVICE, DTYPE)
