@@ -17,7 +17,8 @@ import torch
 Run = Mapping[str, Any]
 RESULTS = Path(__file__).parent / "results"
 _PACKAGES = (
-    "torch", "triton", "flash-attn-4", "quack-kernels", "transformers", "numba", "nixl", "nixl-cu13", "ray", "grpcio"
+    "torch", "triton", "flash-attn-4", "quack-kernels", "fla-core", "transformers", "numba", "nixl", "nixl-cu13", "ray",
+    "grpcio",
 )  # fmt: skip
 
 

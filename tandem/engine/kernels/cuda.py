@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.config.attention import AttentionShape
-from tandem.engine.config.model import GatedDeltaNet, ModelSpec
+from tandem.engine.config.model import ModelSpec
 from tandem.engine.kernels.attention.prefill_attention import FlashPrefill, PrefillAttention, leaves_idle
 from tandem.engine.kernels.attention.quantized_prefill import QuantizedPrefill, make_copies
 from tandem.engine.kernels.attention.triton_attention import DecodeAttention
@@ -44,8 +44,7 @@ from tandem.engine.kernels.rowwise import triton_rope
 from tandem.engine.kernels.rowwise.triton_embed import embed
 from tandem.engine.kernels.rowwise.triton_norm import norm_add, rms_norm
 from tandem.engine.kernels.second_stream import SecondStream
-from tandem.engine.kernels.states.reference import mix_states
-from tandem.engine.kernels.states.triton_decode import decode_delta
+from tandem.engine.kernels.states.state_kernels import StateKernels
 from tandem.engine.kernels.triton_launch import overlaps_launches
 from tandem.protocol.errors import InvalidArgument
 
@@ -103,6 +102,7 @@ class CudaKernels(Kernels):
         # Libraries take seconds to import and to compile, while weights are loaded and other kernels compiled.
         libraries = Libraries(wanted)
         self._prefill_soon, self._gated_soon = libraries.attention, libraries.gated_product
+        self._states = StateKernels(self._pdl, libraries.chunked_delta)
         self._latent = LatentKernels(
             model.latent_shapes, model.sparse_shapes, device, dtype, self._pdl, libraries.latent_blocks
         )
@@ -120,14 +120,10 @@ class CudaKernels(Kernels):
 
     @property
     def prompts_capturable(self) -> bool:
-        """True if prefill uses flash-attn-4 or latent attention, whose launches do not depend on row lengths.
-
-        The prefill of state layers does depend on them.
-        """
-        if self._has_states:
-            return False
+        """True if prefill uses flash-attn-4 or latent attention, whose launches do not depend on row lengths."""
         # Wait before anything is captured: a thread that uses the device during the capture would invalidate it.
         self._gated_soon.result()
+        self._states.wait()
         return not self._decode or isinstance(self._prefill, FlashPrefill | QuantizedPrefill)
 
     @property
@@ -174,6 +170,8 @@ class CudaKernels(Kernels):
 
     def begin_step(self, cache: KvCache, layout: StepLayout) -> None:
         """Prepare prefill attention of the rows with several tokens, and decode attention of the one-token rows."""
+        if self._has_states and not layout.group:  # the rows are those of all groups
+            self._states.begin_step(layout)
         single = self._single_rows(layout)
         self._latent.begin_step(cache, layout, single)
         if self._decode and single < len(layout.context_lens):
@@ -282,13 +280,8 @@ class CudaKernels(Kernels):
         return self._latent.attend(q, chosen, layer, cache, layout)
 
     def mix_states(self, projected: Tensor, layer: RecurrentLayer, cache: StateCache, layout: StepLayout) -> Tensor:
-        """Compute Gated DeltaNet of one-token rows in two launches, and everything else in PyTorch."""
-        if not layout.decode_only or not isinstance(layer.spec, GatedDeltaNet):
-            return mix_states(projected, layer, cache, layout)
-        assert layout.state_pages is not None
-        out = projected.new_empty(len(projected), layer.spec.inner)
-        decode_delta(projected, layer, cache, layout.state_pages, out, pdl=self._pdl)
-        return out
+        """Advance the states of all rows without waiting for the device, in one or two launches for one-token rows."""
+        return self._states.mix(projected, layer, cache, layout)
 
     def norms_apart(self, hidden: Tensor, linear: Linear) -> bool:
         """Return True unless the product's kernel applies the norm: a streaming one, with few tokens or in float32."""
