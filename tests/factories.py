@@ -85,6 +85,17 @@ _DELTA = {
     "linear_value_head_dim": 8,
 }
 """Gated DeltaNet in three of four layers."""
+_MAMBA = {"mamba_expand": 1, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
+_GRANITE_HYBRID = {
+    "model_type": "granitemoehybrid",
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "shared_intermediate_size": 48,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 6.0,
+    "tie_word_embeddings": True,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama2": _BASE | {"num_key_value_heads": 4},
     "llama3": _BASE | {"rope_scaling": _LLAMA3_ROPE, "rope_theta": 500000.0},
@@ -413,6 +424,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_groups": 2,
         "ssm_state_size": 16,
     },
+    "bamba": _BASE
+    | _MAMBA
+    | {
+        "model_type": "bamba",
+        "attn_layer_indices": [1],
+        "mamba_n_groups": 2,
+        "mamba_proj_bias": True,
+        "attention_bias": True,
+        "head_dim": None,
+        "pad_token_id": 0,
+    },
+    "granitemoehybrid": _BASE | _MAMBA | _GRANITE_HYBRID | {"num_local_experts": 0, "position_embedding_type": "rope"},
+    "granitemoehybrid_experts": _BASE
+    | _MAMBA
+    | _GRANITE_HYBRID
+    | {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "mamba_n_groups": 2},
     "olmo_hybrid": _BASE | _DELTA | {"model_type": "olmo_hybrid", "pad_token_id": 0},
     "lfm2": _BASE
     | {
@@ -420,6 +447,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention", "conv"],
         "conv_bias": True,
         "block_multiple_of": 32,
+        "rms_norm_eps": None,
+        "norm_eps": 1e-5,
+    },
+    "lfm2_moe": _BASE
+    | {
+        "model_type": "lfm2_moe",
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.5,
         "rms_norm_eps": None,
         "norm_eps": 1e-5,
     },
@@ -467,7 +506,7 @@ def _random_tensor(rng: np.random.Generator, name: str, shape: tuple[int, ...], 
     values = rng.standard_normal(shape, dtype=np.float32)
     if "norm" in name:
         return centre + values / 10
-    if "correction_bias" in name:
+    if "correction_bias" in name or "expert_bias" in name:
         return values / 10
     scale = 1.0 if len(shape) == 1 or "embed" in name else 1 / math.sqrt(shape[-1])
     return (values * scale).astype(np.float32)

@@ -14,8 +14,14 @@ REFUSED = [
     ("qwen3_5", {"layer_types": ["mamba"] * 4}, "layer type 'mamba' is not supported"),
     ("nemotron_h", {"layers_block_type": ["linear_attention", "moe"]}, "block type 'moe'"),
     ("nemotron_h", {"layers_block_type": ["mlp", "full_attention"]}, "only after a block with attention"),
-    ("nemotron_h", {"n_groups": 3}, "not a multiple of n_groups"),
+    ("nemotron_h", {"n_groups": 3}, "do not divide into 3 groups"),
+    ("bamba", {"mamba_n_groups": 3}, "do not divide into 3 groups"),
+    ("bamba", {"mamba_d_head": 16}, "are not the 64 of mamba_expand"),
+    ("bamba", {"hidden_act": "gelu_new"}, "silu is"),
+    ("bamba", {"time_step_limit": [0.0, 1.0]}, "maximum must be infinite"),
+    ("granitemoehybrid", {"layer_types": ["mamba"]}, "must name 3 layers"),
     ("lfm2", {"layer_types": ["conv", "mamba", "conv"]}, "each full_attention or conv"),
+    ("lfm2_moe", {"num_experts_per_tok": 9}, "cannot be chosen from 8"),
     ("lfm2", {"conv_L_cache": 1}, "must be at least 2"),
 ]
 

@@ -52,31 +52,38 @@ def mamba_slots(prefix: str, spec: Mamba2, weights: StateParameters) -> dict[str
     return {prefix + name: slot for name, slot in slots.items()}
 
 
+def check_mamba(mamba: Mamba2, activation: str) -> None:
+    """Raise ModelError for a Mamba-2 layer whose sizes, or whose activation after the convolution, are unsupported."""
+    check_sizes(
+        mamba_heads=mamba.heads,
+        mamba_head_dim=mamba.head_dim,
+        mamba_groups=mamba.groups,
+        mamba_state_size=mamba.state_dim,
+    )
+    if mamba.heads % mamba.groups:
+        raise ModelError(f"the {mamba.heads} heads of Mamba-2 do not divide into {mamba.groups} groups.")
+    if mamba.width < 2:
+        raise ModelError(f"a convolution of width {mamba.width} is not supported; it must be at least 2.")
+    if activation != "silu":
+        raise ModelError(f"activation {activation!r} is not supported for Mamba-2; silu is.")
+
+
 def _mamba(config: Json, norm_eps: float) -> Mamba2:
+    groups = int(config.get("n_groups") or config.get("mamba_n_groups") or 8)
     mamba = Mamba2(
         heads=int(config.get("mamba_num_heads") or 128),
         head_dim=int(config.get("mamba_head_dim") or 64),
-        groups=int(config.get("n_groups") or config.get("mamba_n_groups") or 8),
+        groups=groups,
         state_dim=int(config.get("ssm_state_size") or 128),
         width=int(config.get("conv_kernel") or config.get("mamba_d_conv") or 4),
         norm_eps=norm_eps,
+        norm_groups=groups,
         convolution_bias=bool(config.get("use_conv_bias", True)),
         bias=bool(config.get("use_bias")),
         least_step=float(config.get("time_step_min", config.get("mamba_dt_min", 0.001))),
     )
-    check_sizes(
-        mamba_num_heads=mamba.heads,
-        mamba_head_dim=mamba.head_dim,
-        n_groups=mamba.groups,
-        ssm_state_size=mamba.state_dim,
-    )
-    if mamba.heads % mamba.groups:
-        raise ModelError(f"mamba_num_heads {mamba.heads} is not a multiple of n_groups {mamba.groups}.")
-    if mamba.width < 2:
-        raise ModelError(f"conv_kernel {mamba.width} is not supported; it must be at least 2.")
-    if config.get("mamba_hidden_act", "silu") != "silu":
-        raise ModelError(f"mamba_hidden_act {config['mamba_hidden_act']!r} is not supported; silu is.")
-    return replace(mamba, norm_groups=mamba.groups)
+    check_mamba(mamba, config.get("mamba_hidden_act", "silu"))
+    return mamba
 
 
 def _blocks(config: Json) -> Sequence[str]:
