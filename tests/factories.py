@@ -85,7 +85,7 @@ _DELTA = {
     "linear_value_head_dim": 8,
 }
 """Gated DeltaNet in three of four layers."""
-_MAMBA = {"mamba_expand": 1, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
+_MAMBA = {"mamba_expand": 1, "mamba_n_heads": 8, "mamba_d_head": "auto", "mamba_d_state": 8}
 _GRANITE_HYBRID = {
     "model_type": "granitemoehybrid",
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],

@@ -53,7 +53,7 @@ def _number(value: Any) -> float:
 
 def mamba_layer_slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
     """Return the slots of all Mamba-2 layers, whose tensors are named `model.layers.N.mamba.`."""
-    slots = {}
+    slots: dict[str, ParameterSlot] = {}
     for number, (layer, weights) in enumerate(zip(spec.layers, parameters.layers, strict=True)):
         if isinstance(layer.attention, Mamba2) and isinstance(weights.attention, StateParameters):
             slots |= mamba_slots(f"model.layers.{number}.mamba.", layer.attention, weights.attention)
@@ -63,9 +63,7 @@ def mamba_layer_slots(spec: ModelSpec, parameters: Parameters) -> dict[str, Para
 def _parse(given: Json) -> ModelSpec:
     config = {"rms_norm_eps": 1e-5} | dict(given) | {"partial_rotary_factor": 0.5}
     biased, dense = bool(config.get("attention_bias")), parse_dense(config, bias=bool(config.get("mlp_bias")))
-    (attention,) = grouped_layers(
-        config, parse_shape(config), (None,), dense, qkv_bias=biased, output_bias=biased
-    )
+    (attention,) = grouped_layers(config, parse_shape(config), (None,), dense, qkv_bias=biased, output_bias=biased)
     mixed = replace(attention, attention=parse_mamba(config))
     numbers = config.get("attn_layer_indices") or ()
     layers = [attention if number in numbers else mixed for number in range(int(config["num_hidden_layers"]))]

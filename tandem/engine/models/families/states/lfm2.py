@@ -76,10 +76,7 @@ def lfm2_model(given: Json, architecture: str, networks: Sequence[FeedForward]) 
     return make_model(
         {"tie_word_embeddings": config.get("tie_embedding", True)} | config,
         architecture,
-        [
-            replace(mixers[kind], feed_forward=network)
-            for kind, network in zip(_kinds(config), networks, strict=True)
-        ],
+        [replace(mixers[kind], feed_forward=network) for kind, network in zip(_kinds(config), networks, strict=True)],
         norm_eps=float(config.get("norm_eps") or 1e-5),
     )
 
