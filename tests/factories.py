@@ -424,6 +424,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_groups": 2,
         "ssm_state_size": 16,
     },
+    "nemotron_h_experts": _BASE
+    | {
+        "model_type": "nemotron_h",
+        "num_hidden_layers": None,
+        "hybrid_override_pattern": "MEM*E",
+        "head_dim": 32,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 96,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+    },
     "bamba": _BASE
     | _MAMBA
     | {

@@ -125,7 +125,9 @@ def layer_weights(layer: LayerSpec, hidden: int) -> int:
 def expert_weights(layer: LayerSpec, hidden: int) -> int:
     """Return the number of elements of a layer's experts, without the shared expert; 0 for a dense layer."""
     moe = layer.feed_forward
-    return 3 * hidden * moe.width * len(moe.local_experts) if isinstance(moe, MixtureOfExperts) else 0
+    if not isinstance(moe, MixtureOfExperts):
+        return 0
+    return (3 if moe.gated else 2) * hidden * moe.width * len(moe.local_experts)
 
 
 def roofline(spec: ModelSpec, cache: PagedCache, item_bytes: int) -> Roofline:
@@ -168,7 +170,7 @@ def _dense_weights(layer: LayerSpec, hidden: int) -> int:
     if feed_forward is None:
         inner = 0
     elif isinstance(feed_forward, MixtureOfExperts):
-        inner = 3 * feed_forward.shared_width + feed_forward.experts
+        inner = (3 if feed_forward.gated else 2) * feed_forward.shared_width + feed_forward.experts
     else:
         inner = (3 if feed_forward.gated else 2) * feed_forward.width
     return _attention_weights(layer.attention, hidden) + hidden * inner

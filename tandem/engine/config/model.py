@@ -230,7 +230,7 @@ class MixtureOfExperts:
     """The number of inner elements of each expert."""
     router: ExpertRouter
     activation: str = "silu"
-    """The activation: `silu`, or gpt-oss's `clamped_swiglu`.
+    """The activation: `silu`, gpt-oss's `clamped_swiglu`, or `relu2`, which is max(0, x)² and has no gate (Nemotron 3).
 
     `clamped_swiglu` is gate · sigmoid(1.702 · gate) · (up + 1), with gate ≤ 7 and |up| ≤ 7.
     """
@@ -242,6 +242,16 @@ class MixtureOfExperts:
     """True if the shared expert's output is multiplied by the sigmoid of a learned projection (Qwen2-MoE)."""
     local: range | None = None
     """The numbers of the experts whose weights this rank has, if experts are divided among ranks as a whole."""
+
+    @property
+    def gated(self) -> bool:
+        """False if the experts, and the shared expert, are down · activation(up)."""
+        return self.activation != "relu2"
+
+    @property
+    def shared_activation(self) -> str:
+        """The activation of the shared expert."""
+        return "silu" if self.gated else self.activation
 
     @property
     def local_experts(self) -> range:

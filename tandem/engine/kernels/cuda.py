@@ -39,6 +39,7 @@ from tandem.engine.kernels.packed import products, scaled_products
 from tandem.engine.kernels.packed.packed_products import dequantized_for
 from tandem.engine.kernels.packed.scaled_weight import ScaledWeight
 from tandem.engine.kernels.packed_weight import PackedWeight
+from tandem.engine.kernels.reference import activate
 from tandem.engine.kernels.rowwise import triton_rope
 from tandem.engine.kernels.rowwise.triton_embed import embed
 from tandem.engine.kernels.rowwise.triton_norm import norm_add, rms_norm
@@ -264,7 +265,10 @@ class CudaKernels(Kernels):
         x, experts = self._experts.add(hidden, layer, slots, out), layer.experts
         if experts.shared_gate_up is None or experts.shared_down is None:
             return
-        inner = self._gate_up(x, None, experts.shared_gate_up)
+        if layer.spec.gated:
+            inner = self._gate_up(x, None, experts.shared_gate_up)
+        else:
+            inner = activate(self.linear(x, experts.shared_gate_up), layer.spec.shared_activation)
         if experts.shared_gate is not None:
             self._experts.gate(inner, x, experts.shared_gate)
         self.linear_add(inner, experts.shared_down, out)

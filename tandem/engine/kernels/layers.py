@@ -60,9 +60,9 @@ class Experts:
     choice_bias: Tensor | None
     """[E] float32, added to the scores for the choice of experts only, see `ExpertRouter.choice_bias`."""
     gate_up: Weight
-    """[E, 2·I, H]: the first product of each expert, gate rows first."""
+    """[E, 2·I, H]: the first product of each expert, gate rows first; [E, I, H] if the experts have no gate."""
     gate_up_bias: Tensor | None
-    """[E, 2·I], the bias of `gate_up`."""
+    """[E, 2·I] or [E, I], the bias of `gate_up`."""
     down: Weight
     """[E, H, I]: the second product of each expert."""
     down_bias: Tensor | None

@@ -363,15 +363,16 @@ def _dense(spec: DenseFeedForward, hidden: int, empty: Empty) -> DenseParameters
 
 def _experts(spec: MixtureOfExperts, hidden: int, empty: Empty) -> Experts:
     experts, width, router = len(spec.local_experts), spec.width, spec.router
+    stacked = 2 if spec.gated else 1
     return Experts(
         router=empty(spec.experts, hidden),
         router_bias=empty(spec.experts) if router.bias else None,
         choice_bias=empty(spec.experts).float() if router.choice_bias else None,
-        gate_up=empty(experts, 2 * width, hidden),
-        gate_up_bias=empty(experts, 2 * width) if spec.bias else None,
+        gate_up=empty(experts, stacked * width, hidden),
+        gate_up_bias=empty(experts, stacked * width) if spec.bias else None,
         down=empty(experts, hidden, width),
         down_bias=empty(experts, hidden) if spec.bias else None,
-        shared_gate_up=Linear(empty(2 * spec.shared_width, hidden)) if spec.shared_width else None,
+        shared_gate_up=Linear(empty(stacked * spec.shared_width, hidden)) if spec.shared_width else None,
         shared_down=Linear(empty(hidden, spec.shared_width)) if spec.shared_width else None,
         shared_gate=empty(1, hidden) if spec.shared_gate else None,
     )

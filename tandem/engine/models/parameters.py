@@ -294,16 +294,14 @@ def expert_slots(spec: MixtureOfExperts, weights: Experts) -> dict[str, Paramete
         "mlp.gate.e_score_correction_bias": weights.choice_bias,
         "mlp.shared_expert_gate.weight": weights.shared_gate,
     }
+    slots = {name: ParameterSlot(tensor) for name, tensor in named.items() if tensor is not None}
     if weights.shared_gate_up is not None and weights.shared_down is not None:
-        gate, up = weights.shared_gate_up.weight.chunk(2)
-        named |= {"mlp.shared_experts.gate_proj.weight": gate, "mlp.shared_experts.up_proj.weight": up}
-        named |= {"mlp.shared_experts.down_proj.weight": weights.shared_down.weight}
+        shared = DenseParameters(weights.shared_gate_up.weight, None, weights.shared_down.weight, None)
+        slots |= dense_slots("mlp.shared_experts.", shared, gated=spec.gated)
     for index, number in enumerate(spec.local_experts):
-        gate, up = weights.gate_up[index].chunk(2)
-        prefix = f"mlp.experts.{number}."
-        named |= {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up}
-        named |= {f"{prefix}down_proj.weight": weights.down[index]}
-    return {name: ParameterSlot(tensor) for name, tensor in named.items() if tensor is not None}
+        expert = DenseParameters(weights.gate_up[index], None, weights.down[index], None)
+        slots |= dense_slots(f"mlp.experts.{number}.", expert, gated=spec.gated)
+    return slots
 
 
 def renamed(slots: dict[str, ParameterSlot], names: Mapping[str, str]) -> dict[str, ParameterSlot]:

@@ -18,7 +18,7 @@ from tandem.engine.kernels.experts.expert_tiles import (
     ExpertTile,
     tile_tokens,
 )
-from tandem.engine.kernels.experts.triton_products import finish_tile, tile_of
+from tandem.engine.kernels.experts.triton_products import RELU2, finish_tile, tile_of
 from tandem.engine.kernels.held_weight import multiplied_on_gpus, step_bytes
 from tandem.engine.kernels.layers import Experts
 from tandem.engine.kernels.packed import packed_products, products
@@ -42,6 +42,7 @@ def packed_tile_kernel(
     The scale and offset of expert e, row r and group g are at e · expert_stride + r · row_stride + g · group_stride.
     The layout of the codes, and the COLUMNS bytes that are read at a time, are as in `packed_kernel`.
     """
+    UP: tl.constexpr = GATED and ACTIVATION != RELU2
     BYTES: tl.constexpr = K * BITS // 8
     EVEN: tl.constexpr = BYTES % COLUMNS == 0
     launch_dependents(PDL)
@@ -53,7 +54,7 @@ def packed_tile_kernel(
         expert, pair, present = tile_of(number, tiles, pairs, places, P, E, TOKENS)
         x_at = x + (pair // TOP_K if GATED else pair)[:, None] * K
         held_rows = tl.minimum(rows, N - 1)
-        rows_at = codes + (expert * (2 * N if GATED else N) + held_rows) * (BYTES // 4)
+        rows_at = codes + (expert * (2 * N if UP else N) + held_rows) * (BYTES // 4)
         place = expert * expert_stride + held_rows * row_stride
         scales_at, up_scales_at = scales + place, scales + place + N * row_stride
         offsets_at, up_offsets_at = offsets + place, offsets + place + N * row_stride
@@ -64,16 +65,16 @@ def packed_tile_kernel(
             words = start // 4 + tl.arange(0, COLUMNS // 4)
             held = words_at(rows_at, words, words < BYTES // 4, EVEN)
             held_up = held
-            if GATED:
+            if UP:
                 held_up = words_at(rows_at + N * (BYTES // 4), words, words < BYTES // 4, EVEN)
             at, inside = columns_of(start, K, BITS, COLUMNS)
             taken = tl.load(x_at + at[None, :], mask=present[:, None] & inside[None, :], other=0.0)
             sums, sums_up, totals = add_step(
                 sums, sums_up, totals, held, held_up, taken, scales_at, up_scales_at, offsets_at, up_offsets_at, start,
-                group_stride, K, GROUP, BITS, FP8, OFFSETS, GATED,
+                group_stride, K, GROUP, BITS, FP8, OFFSETS, UP,
             )  # fmt: skip
         sums = finish_sums(sums, totals, scales_at, offsets_at, K, GROUP, BITS, OFFSETS)
-        if GATED:
+        if UP:
             sums_up = finish_sums(sums_up, totals, up_scales_at, up_offsets_at, K, GROUP, BITS, OFFSETS)
         finish_tile(sums, sums_up, bias, weights, out, expert, pair, present, rows, N, GATED, ACTIVATION, BIAS)
 

@@ -64,7 +64,9 @@ INDIVISIBLE = {
     ("smollm2", 4),
     ("lfm2", 3),
     *product(("lfm2", "lfm2_moe"), (4,)),
-    *product(("bamba", "granitemoehybrid_experts", "nemotron_h", "qwen3_5", "qwen3_next"), (3, 4)),
+    *product(
+        ("bamba", "granitemoehybrid_experts", "nemotron_h", "nemotron_h_experts", "qwen3_5", "qwen3_next"), (3, 4)
+    ),
     *product(("granitemoehybrid", "minimax_m2", "olmo2", "olmo3", "olmo_hybrid", "olmoe"), (2, 3, 4)),
 }
 """Three heads, state layers of one or two groups of heads, and a norm over all heads of a query."""

@@ -1,19 +1,23 @@
-"""Nemotron-H: blocks of one mixer each, which is Mamba-2, attention, or a feed-forward network without a gate.
+"""Nemotron-H and Nemotron 3: blocks of one mixer each: Mamba-2, attention, or a network or experts without a gate.
 
 A mixer of tokens and the feed-forward network after it, if there is one, are one layer of the spec.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
-from tandem.engine.config.model import LayerSpec, Mamba2, ModelSpec
+from tandem.engine.config.model import FeedForward, LayerSpec, Mamba2, MixtureOfExperts, ModelSpec
+from tandem.engine.kernels.layers import Experts
 from tandem.engine.models.families.family import (
     Family,
     Json,
     check_sizes,
     grouped_layers,
     make_model,
+    parse_expert_count,
     parse_shape,
+    parse_sigmoid_router,
     parse_ungated,
     without_rope,
 )
@@ -24,12 +28,15 @@ from tandem.engine.models.parameters import (
     ParameterSlot,
     StateParameters,
     dense_slots,
+    expert_slots,
     layer_slots,
+    renamed,
     state_slots,
 )
 from tandem.protocol.errors import ModelError
 
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+_NETWORKS = {"mlp", "moe"}
 _OLD_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
 _NAMES = {
     "convolution": "conv1d.weight",
@@ -92,15 +99,29 @@ def _blocks(config: Json) -> Sequence[str]:
     kinds = [_OLD_NAMES.get(kind, kind) for kind in named] or [
         _LETTERS.get(letter, letter) for letter in config["hybrid_override_pattern"]
     ]
-    unknown = set(kinds) - {"linear_attention", "full_attention", "mlp"}
+    unknown = set(kinds) - set(_LETTERS.values())
     if unknown:
         raise ModelError(
-            f"block type {min(unknown)!r} of Nemotron-H is not supported; supported are linear_attention,"
-            " full_attention and mlp."
+            f"block type {min(unknown)!r} of Nemotron-H is not supported; supported are {', '.join(_LETTERS.values())}."
         )
-    if any(kind == "mlp" and (number == 0 or kinds[number - 1] == "mlp") for number, kind in enumerate(kinds)):
-        raise ModelError("a block mlp of Nemotron-H is supported only after a block with attention or Mamba-2.")
+    if any(kind in _NETWORKS and before in {"", *_NETWORKS} for before, kind in pairwise(["", *kinds])):
+        raise ModelError("a block mlp or moe of Nemotron-H is supported only after a block with attention or Mamba-2.")
     return kinds
+
+
+def _experts(config: Json) -> MixtureOfExperts:
+    if config.get("moe_latent_size") is not None:
+        raise ModelError("moe_latent_size is not supported: experts compute on the hidden state, not on latents of it.")
+    if config.get("mlp_bias"):
+        raise ModelError("mlp_bias is not supported for experts.")
+    return MixtureOfExperts(
+        experts=parse_expert_count(config),
+        top_k=int(config["num_experts_per_tok"]),
+        width=int(config["moe_intermediate_size"]),
+        router=parse_sigmoid_router(config),
+        activation=parse_ungated(config).activation,
+        shared_width=int(config["moe_shared_expert_intermediate_size"]),
+    )
 
 
 def _parse(given: Json) -> ModelSpec:
@@ -112,11 +133,13 @@ def _parse(given: Json) -> ModelSpec:
         "linear_attention": replace(attention, attention=_mamba(config, norm_eps)),
     }
     kinds = _blocks(config)
-    followers = [*kinds[1:], ""]
+    networks: dict[str, FeedForward | None] = {"mlp": attention.feed_forward}
+    if "moe" in kinds:
+        networks["moe"] = _experts(config)
     layers = [
-        mixers[kind] if follower == "mlp" else replace(mixers[kind], feed_forward=None)
-        for kind, follower in zip(kinds, followers, strict=True)
-        if kind != "mlp"
+        replace(mixers[kind], feed_forward=networks.get(follower))
+        for kind, follower in pairwise([*kinds, ""])
+        if kind in mixers
     ]
     return make_model(config, "NemotronHForCausalLM", layers, norm_eps=norm_eps)
 
@@ -152,6 +175,11 @@ def _block_slots(layer: LayerSpec, weights: LayerParameters) -> Iterator[dict[st
         assert weights.feed_forward_norm is not None
         network = dense_slots("mixer.", weights.feed_forward, gated=False)
         yield {"norm.weight": ParameterSlot(weights.feed_forward_norm)} | network
+    elif isinstance(weights.feed_forward, Experts):
+        assert weights.feed_forward_norm is not None
+        assert isinstance(layer.feed_forward, MixtureOfExperts)
+        experts = renamed(expert_slots(layer.feed_forward, weights.feed_forward), {"mlp.": "mixer."})
+        yield {"norm.weight": ParameterSlot(weights.feed_forward_norm)} | experts
 
 
 FAMILY = Family(("NemotronHForCausalLM",), ("nemotron_h",), _parse, _slots)
