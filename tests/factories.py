@@ -442,6 +442,34 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "routed_scaling_factor": 2.5,
     },
+    "kimi_linear": {
+        name: value for name, value in _BASE.items() if name not in {"max_position_embeddings", "rope_theta"}
+    }
+    | {
+        "model_type": "kimi_linear",
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 24,
+        "linear_attn_config": {
+            "full_attn_layers": [2],
+            "kda_layers": [1, 3],
+            "head_dim": 8,
+            "num_heads": 4,
+            "short_conv_kernel_size": 4,
+        },
+        "num_experts": 8,
+        "num_experts_per_token": 3,
+        "num_shared_experts": 2,
+        "num_expert_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 32,
+        "moe_renormalize": True,
+        "model_max_length": 512,
+        "pad_token_id": 0,
+    },
     "bamba": _BASE
     | _MAMBA
     | {

@@ -14,6 +14,7 @@ from tandem.engine.config.kv import kv_elements, layer_bytes, state_of, window_o
 from tandem.engine.config.model import (
     Attention,
     GroupedQueryAttention,
+    KimiDeltaAttention,
     LayerSpec,
     MixtureOfExperts,
     ModelSpec,
@@ -181,6 +182,8 @@ def _attention_weights(attention: Attention, hidden: int) -> int:
         shape = attention.shape
         outputs = (2 if attention.output_gate else 1) * shape.heads * shape.head_dim
         return hidden * (shape.qkv_size + outputs)
+    if isinstance(attention, KimiDeltaAttention):
+        return hidden * (sum(attention.input_rows) + attention.inner) + 2 * attention.rank * attention.inner
     if isinstance(attention, StateLayer):
         return hidden * (sum(attention.projected) + attention.inner)
     latent, rank = attention.shape, attention.query_rank

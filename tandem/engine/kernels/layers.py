@@ -134,7 +134,7 @@ class RecurrentLayer:
     decay_log: Tensor | None
     """[heads] float32: the logarithm of each head's rate of decay (A_log); None without a recurrent state."""
     step_bias: Tensor | None
-    """[heads] float32: the bias of dt; None without a recurrent state."""
+    """[heads] float32: the bias of dt, or [inner] for Kimi Delta Attention; None without a recurrent state."""
     skip: Tensor | None
     """[heads] float32: the factor with which a head's input is added to its output (D of Mamba-2)."""
     norm: Norm | None

@@ -14,6 +14,7 @@ from tandem.engine.config.model import (
     DenseFeedForward,
     FeedForward,
     GatedDeltaNet,
+    KimiDeltaAttention,
     LatentAttention,
     LayerSpec,
     Mamba2,
@@ -43,7 +44,18 @@ _T = TypeVar("_T")
 _META = torch.device("meta")
 _MATRIX = 2
 """The number of dimensions of a weight matrix; the weights of experts have one more."""
-_PACKED_FIELDS = {"embedding", "lm_head", "qkv", "output", "down", "query_up", "gate_up", "weight", "projections"}
+_PACKED_FIELDS = {
+    "embedding",
+    "lm_head",
+    "qkv",
+    "output",
+    "down",
+    "query_up",
+    "gate_up",
+    "weight",
+    "projections",
+    "decay_up",
+}
 """The fields of `Parameters` whose weights may be packed."""
 _PLAIN_FIELDS = {"router", "shared_gate"}
 """The fields that no tool quantizes, even if its configuration includes all linear layers."""
@@ -315,23 +327,26 @@ def _attention(
 
 
 def _state(spec: StateLayer, hidden: int, empty: Empty) -> StateParameters:
-    channels, rows = spec.state.heads * spec.state.channels, sum(spec.projected)
+    kimi = isinstance(spec, KimiDeltaAttention)
+    channels, rows = spec.state.heads * spec.state.channels, sum(spec.input_rows if kimi else spec.projected)
     plain = isinstance(spec, ShortConvolution)
-    biased = not isinstance(spec, GatedDeltaNet) and spec.bias
-    heads = 0 if isinstance(spec, ShortConvolution) else spec.projected[-1]
+    biased = isinstance(spec, Mamba2 | ShortConvolution) and spec.bias
+    steps = 0 if plain else spec.projected[-1]
     convolution_bias = spec.convolution_bias if isinstance(spec, Mamba2) else biased
-    norm = spec.value_dim if isinstance(spec, GatedDeltaNet) else spec.inner
+    norm = spec.value_dim if isinstance(spec, GatedDeltaNet) else spec.head_dim if kimi else spec.inner
     return StateParameters(
         projections=empty(rows, hidden),
         projections_bias=empty(rows) if biased else None,
         convolution=empty(channels, spec.width),
         convolution_bias=empty(channels) if convolution_bias else None,
-        decay_log=None if plain else empty(heads).float(),
-        step_bias=None if plain else empty(heads).float(),
-        skip=empty(heads).float() if isinstance(spec, Mamba2) else None,
+        decay_log=None if plain else empty(spec.heads if kimi else steps).float(),
+        step_bias=None if plain else empty(steps).float(),
+        skip=empty(steps).float() if isinstance(spec, Mamba2) else None,
         state_norm=None if plain else empty(norm),
         output=empty(hidden, spec.inner),
         output_bias=empty(hidden) if biased else None,
+        decay_up=empty(spec.inner, spec.rank) if kimi else None,
+        gate_up=empty(spec.inner, spec.rank) if kimi else None,
     )
 
 

@@ -80,7 +80,10 @@ class StateParameters:
     """The weights of a state layer."""
 
     projections: Weight
-    """The stacked input projections: [sum(projected), H], in the order of the spec's `projected`."""
+    """The stacked input projections: [sum(projected), H], in the order of the spec's `projected`.
+
+    Those of Kimi Delta Attention are [sum(input_rows), H], in the order of `input_rows`.
+    """
     projections_bias: Tensor | None
     convolution: Tensor
     """The weight of the convolution: [heads·channels, width], in the order of the spec's `convolved`."""
@@ -88,7 +91,7 @@ class StateParameters:
     decay_log: Tensor | None
     """The logarithm of each head's rate of decay: [heads] float32; None without a recurrent state."""
     step_bias: Tensor | None
-    """The bias of dt: [heads] float32; None without a recurrent state."""
+    """The bias of dt: [heads] float32, or [inner] for Kimi Delta Attention; None without a recurrent state."""
     skip: Tensor | None
     """The factor of each head's input in its output: [heads] float32; None except for Mamba-2."""
     state_norm: Tensor | None
@@ -96,6 +99,10 @@ class StateParameters:
     output: Weight
     """The output projection: [H, inner]."""
     output_bias: Tensor | None
+    decay_up: Weight | None = None
+    """The second product of the decays: [inner, rank]; None except for Kimi Delta Attention."""
+    gate_up: Weight | None = None
+    """The second product of the output gate: [inner, rank]; None except for Kimi Delta Attention."""
 
 
 @dataclass(frozen=True, slots=True)

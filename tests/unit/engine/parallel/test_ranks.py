@@ -62,6 +62,7 @@ def logits_of(runner: ModelRunner) -> list[torch.Tensor]:
 INDIVISIBLE = {
     ("smollm2", 2),
     ("smollm2", 4),
+    ("kimi_linear", 3),
     ("lfm2", 3),
     *product(("lfm2", "lfm2_moe"), (4,)),
     *product(
