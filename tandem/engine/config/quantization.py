@@ -139,7 +139,7 @@ class Quantization:
         """Return the scheme of a module, for example `model.layers.0.mlp.down_proj`; None if it is not quantized."""
         parts = module.split(".")
         ends = range(1, len(parts) + 1)
-        if any(".".join(parts[first:end]) in self.plain for end in ends for first in range(end)):
+        if self.plain and any(".".join(parts[first:end]) in self.plain for end in ends for first in range(end)):
             return None
         return next((scheme for pattern, scheme in self.rules if _compiled(pattern).fullmatch(module)), None)
 
@@ -152,7 +152,7 @@ def at_load(name: str) -> Quantization:
     """
     codes = Codes(name)
     scheme = WeightScheme(WeightFormat.ROUND_TO_NEAREST, codes, quantized_inputs=codes is Codes.FLOAT8)
-    return Quantization(name, ((r"model\.layers\..*", scheme),))
+    return Quantization(name, ((r"(model|backbone)\.layers\..*", scheme),))
 
 
 def check_patterns(quantization: Quantization) -> None:
