@@ -44,7 +44,6 @@ def experts(count: int, chosen: int, width: int, **others: Any) -> Json:
 TIED = {"tie_word_embeddings": True}
 _LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 _DELTA = {"linear_num_key_heads": 16}
-_SPARSE = "sparse attention, whose indexer chooses the tokens that each token sees"
 _GRANITE = {
     "layer_types": ["attention" if number % 10 == 5 else "mamba" for number in range(40)],
     "mamba_d_state": 128,
@@ -129,7 +128,12 @@ MODELS: dict[str, Served | Refused] = {
     ),
     "DeepSeek V3, R1, V3.1": Served(671.0, "deepseek-v3"),
     "DeepSeek V2-Lite": Served(15.7, "deepseek-v2-lite"),
-    "DeepSeek V3.2": Refused("DeepseekV32ForCausalLM", _SPARSE),
+    "DeepSeek V3.2": Served(
+        671.9,
+        sizes("deepseek_v32", 7168, 61, 128, 128, 18432, 129280, q_lora_rank=1536, first_k_dense_replace=3, **_LATENT)
+        | {"n_routed_experts": 256, "n_shared_experts": 1, "index_n_heads": 64, "index_head_dim": 128}
+        | {"num_experts_per_tok": 8, "moe_intermediate_size": 2048, "index_topk": 2048},
+    ),
     "Kimi K2": Served(
         1026.0,
         sizes("kimi_k2", 7168, 61, 64, 64, 18432, 163840, q_lora_rank=1536, first_k_dense_replace=1, **_LATENT)
@@ -156,7 +160,13 @@ MODELS: dict[str, Served | Refused] = {
         | (_LATENT | {"qk_nope_head_dim": 192, "v_head_dim": 256})
         | {"n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536},
     ),
-    "GLM-5": Refused("GlmMoeDsaForCausalLM", _SPARSE),
+    "GLM-5": Served(
+        744.0,
+        sizes("glm_moe_dsa", 6144, 78, 64, 64, 12288, 154880, q_lora_rank=2048, first_k_dense_replace=3)
+        | (_LATENT | {"qk_nope_head_dim": 192, "v_head_dim": 256})
+        | {"n_routed_experts": 256, "n_shared_experts": 1, "index_n_heads": 32, "index_head_dim": 128}
+        | {"num_experts_per_tok": 8, "moe_intermediate_size": 2048, "index_topk": 2048},
+    ),
     "MiniMax-M2, M2.1": Served(
         228.7,
         sizes("minimax_m2", 3072, 62, 48, 8, 1536, 200064, head_dim=128, rotary_dim=64)
