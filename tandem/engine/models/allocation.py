@@ -330,26 +330,26 @@ def _attention(
 
 
 def _state(spec: StateLayer, hidden: int, empty: Empty) -> StateParameters:
-    kimi = isinstance(spec, KimiDeltaAttention)
-    channels, rows = spec.state.heads * spec.state.channels, sum(spec.input_rows if kimi else spec.projected)
+    kimi = spec if isinstance(spec, KimiDeltaAttention) else None
+    channels, rows = spec.state.heads * spec.state.channels, sum(kimi.input_rows if kimi else spec.projected)
     plain = isinstance(spec, ShortConvolution)
     biased = isinstance(spec, Mamba2 | ShortConvolution) and spec.bias
     steps = 0 if plain else spec.projected[-1]
     convolution_bias = spec.convolution_bias if isinstance(spec, Mamba2) else biased
-    norm = spec.value_dim if isinstance(spec, GatedDeltaNet) else spec.head_dim if kimi else spec.inner
+    norm = spec.value_dim if isinstance(spec, GatedDeltaNet) else kimi.head_dim if kimi else spec.inner
     return StateParameters(
         projections=empty(rows, hidden),
         projections_bias=empty(rows) if biased else None,
         convolution=empty(channels, spec.width),
         convolution_bias=empty(channels) if convolution_bias else None,
-        decay_log=None if plain else empty(spec.heads if kimi else steps).float(),
+        decay_log=None if plain else empty(kimi.heads if kimi else steps).float(),
         step_bias=None if plain else empty(steps).float(),
         skip=empty(steps).float() if isinstance(spec, Mamba2) else None,
         state_norm=None if plain else empty(norm),
         output=empty(hidden, spec.inner),
         output_bias=empty(hidden) if biased else None,
-        decay_up=empty(spec.inner, spec.rank) if kimi else None,
-        gate_up=empty(spec.inner, spec.rank) if kimi else None,
+        decay_up=empty(kimi.inner, kimi.rank) if kimi else None,
+        gate_up=empty(kimi.inner, kimi.rank) if kimi else None,
     )
 
 

@@ -52,6 +52,6 @@ def test_the_table_names_all_models_in_their_order() -> None:
     assert [row.split(" | ")[0].removeprefix("| ") for row in rows_by_name()] == list(MODELS)
 
 
-@pytest.mark.parametrize(("name", "row"), zip(MODELS, rows_by_name(), strict=False))
+@pytest.mark.parametrize(("name", "row"), list(zip(MODELS, rows_by_name(), strict=False)))
 def test_a_row_of_the_table_has_the_sizes_that_the_code_computes(name: str, row: str) -> None:
     assert row == table_row(name, MODELS[name])
