@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from tandem.engine.config.model import KimiDeltaAttention, LatentAttention, ModelSpec
+from tandem.engine.config.model import Attention, KimiDeltaAttention, LatentAttention, ModelSpec
 from tandem.engine.kernels.packed_weight import Weight
 from tandem.engine.models.families.family import Family, Json, check_sizes, parse_sigmoid_router
 from tandem.engine.models.families.latent.deepseek_v2 import latent_model, latent_slots
@@ -80,7 +80,7 @@ def _parse(given: Json) -> ModelSpec:
     spec = latent_model(config, "KimiLinearForCausalLM", parse_sigmoid_router(config))
     latent, delta = spec.layers[0].attention, _delta(config, linear)
     assert isinstance(latent, LatentAttention)
-    mixers = {"full_attention": replace(latent, rope=None), "linear_attention": delta}
+    mixers: dict[str, Attention] = {"full_attention": replace(latent, rope=None), "linear_attention": delta}
     kinds = _kinds(config, linear)
     layers = [replace(layer, attention=mixers[kind]) for layer, kind in zip(spec.layers, kinds, strict=True)]
     return replace(spec, layers=tuple(layers))
