@@ -254,6 +254,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "logits_scaling": 6.0,
         "tie_word_embeddings": True,
     },
+    "granite_moe_shared": _BASE
+    | {
+        "model_type": "granitemoeshared",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 32,
+        "shared_intermediate_size": 48,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 6.0,
+    },
     "cohere2": _BASE
     | {
         "model_type": "cohere2",
