@@ -63,6 +63,7 @@ class StepLayout:
     draft_groups  the rows that attention computes together, if all rows of the step have one token and some rows verify
                   draft tokens; else None
 
+    host_starts   `row_starts` in host memory, None in the steps that CUDA graphs compute: their rows differ by replay
     state_pages   [R, 2] for a group of state layers, else None: the page from which each row's state is read, -1 if the
                   row has no earlier token (its state is zero), and the page to which the new state is written
 
@@ -82,6 +83,7 @@ class StepLayout:
     group: int = 0
     adapters: Tensor | None = None
     draft_groups: DraftGroups | None = None
+    host_starts: Tensor | None = None
     state_pages: Tensor | None = None
 
     @property
