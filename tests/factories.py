@@ -432,6 +432,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 48,
         "mlp_only_layers": [1],
     },
+    "qwen3_5_moe": _BASE
+    | _DELTA
+    | {
+        "model_type": "qwen3_5_moe_text",
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    },
     "qwen3_5": _BASE | _DELTA | {"model_type": "qwen3_5_text", "head_dim": 32},
     "nemotron_h": _BASE
     | {

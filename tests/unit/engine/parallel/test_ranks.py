@@ -66,7 +66,16 @@ INDIVISIBLE = {
     ("lfm2", 3),
     *product(("lfm2", "lfm2_moe"), (4,)),
     *product(
-        ("bamba", "granitemoehybrid_experts", "nemotron_h", "nemotron_h_experts", "qwen3_5", "qwen3_next"), (3, 4)
+        (
+            "bamba",
+            "granitemoehybrid_experts",
+            "nemotron_h",
+            "nemotron_h_experts",
+            "qwen3_5",
+            "qwen3_5_moe",
+            "qwen3_next",
+        ),
+        (3, 4),
     ),
     *product(("granitemoehybrid", "minimax_m2", "olmo2", "olmo3", "olmo_hybrid", "olmoe"), (2, 3, 4)),
 }
