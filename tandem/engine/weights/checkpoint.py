@@ -116,6 +116,8 @@ def check_model(folder: Path) -> ModelSpec:
     entries = names.text_model(read_entries(folder))
     if spec.quantization is not None:
         spec = replace(spec, quantization=_as_stored(spec.quantization, slots, quantized_weights(spec), entries))
+        # A family may store a weight in another layout if it is not quantized.
+        slots = slots_of(spec, allocate_parameters(spec, torch.float32, torch.device("meta")))
     _match(folder, slots, spec, names, entries)
     return spec
 

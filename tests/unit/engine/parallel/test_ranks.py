@@ -13,9 +13,9 @@ import torch
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.model import MixtureOfExperts
 from tandem.engine.config.sharding import Rank, rank_spec
-from tandem.engine.kernels.layers import Experts
+from tandem.engine.kernels.layers import Experts, Linear, Norm
 from tandem.engine.kernels.packed_weight import PackedWeight
-from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.kernels.reference import ReferenceKernels, rms_norm
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.models.load_spec import load_spec
 from tandem.engine.models.parameters import tensors_of
@@ -27,7 +27,7 @@ from tandem.protocol.errors import InvalidArgument
 from tests.factories import FAMILIES, row, tiny_engine_config, write_tiny_model
 from tests.ranks import ThreadCollectives, group_runner
 from tests.soak import soak
-from tests.unit.engine.weights.quantized_folders import write_quantized
+from tests.unit.engine.weights.quantized_folders import write_mxfp4, write_quantized
 
 TOLERANCE = 2e-5
 IDS = [(7 * position + 3) % 157 for position in range(60)]
@@ -126,6 +126,7 @@ def test_a_model_that_cannot_be_divided_is_refused(family: str, ranks: int, tmp_
         ("W4A16 channel", "llama3"),
         ("W8A16", "phi3"),
         ("deepseek fp8", "llama3"),
+        ("modelopt nvfp4", "phi3"),
         pytest.param("awq", "phi3", marks=soak),
         pytest.param("gptq desc_act", "llama3", marks=soak),
         pytest.param("W4A16 channel", "phi3", marks=soak),
@@ -174,6 +175,16 @@ def test_experts_whose_parts_would_be_dequantized_are_whole_on_a_rank(tmp_path: 
         parts = rank_spec(divisible, ranks).layers[0].feed_forward
         assert isinstance(parts, MixtureOfExperts)
         assert (parts.local, parts.width) == (None, 96 // ranks)
+
+
+@pytest.mark.parametrize(("ranks", "width"), [(2, 32), (4, 64)])
+def test_mxfp4_experts_are_divided_by_groups_or_are_whole_on_a_rank(ranks: int, width: int, tmp_path: Path) -> None:
+    """Gate and up rows alternate in the checkpoint; a quarter of 64 columns is no group."""
+    folder, _ = write_mxfp4(tmp_path)
+    experts = rank_spec(check_model(folder), ranks).layers[0].feed_forward
+    assert isinstance(experts, MixtureOfExperts)
+    assert experts.width == width
+    assert_same_logits(tiny_engine_config(folder, kv_cache_bytes=8 << 20), ranks)
 
 
 def test_ranks_with_an_eight_bit_cache_give_the_tokens_of_one_rank(tmp_path: Path) -> None:
@@ -236,6 +247,45 @@ def test_a_term_that_is_added_before_the_sum_counts_once(
     """As on GPUs with long prompts."""
     monkeypatch.setattr(ThreadCollectives, "sums_in_place", lambda _, total: len(total) > 4)
     assert_same_logits(tiny_engine_config(write_tiny_model(tmp_path, "llama3")), 2, stages=stages)
+
+
+@pytest.mark.parametrize(
+    ("family", "fuses"),
+    [
+        *((family, True) for family in ("llama3", "qwen3_moe", "deepseek_v3", "nemotron_h")),
+        *((family, False) for family in ("gemma2", "cohere2", "exaone4")),
+    ],
+)
+def test_a_norm_after_a_sum_is_computed_with_it(
+    family: str, fuses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs with some dozens of tokens. Norms of other kinds, or of the output, do not follow a sum."""
+    with_sum: set[int] = set()
+    with_product: set[int] = set()
+    norm_linear = ReferenceKernels.norm_linear
+
+    def add_sum(self: ThreadCollectives, part: torch.Tensor, total: torch.Tensor, norm: Norm | None) -> Any:
+        self.all_reduce(part)
+        total += part
+        if norm is None:
+            return None
+        with_sum.add(id(norm))
+        return rms_norm(total, norm.weight, norm.eps)
+
+    def apply(self: ReferenceKernels, hidden: torch.Tensor, norm: Norm | None, linear: Linear) -> torch.Tensor:
+        with_product.add(id(norm))
+        return norm_linear(self, hidden, norm, linear)
+
+    config = tiny_engine_config(write_tiny_model(tmp_path, family), kv_cache_bytes=8 << 20)
+    wanted = logits_of(ModelRunner.load(config, kernels=ReferenceKernels()))
+    monkeypatch.setattr(ThreadCollectives, "all_reduce_add", add_sum)
+    monkeypatch.setattr(ReferenceKernels, "norms_apart", lambda *_: True)
+    monkeypatch.setattr(ReferenceKernels, "norm_linear", apply)
+    with group_runner(config, 2) as (runner, _):
+        actual = logits_of(runner)
+    torch.testing.assert_close(actual, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+    assert bool(with_sum) is fuses
+    assert not with_sum & with_product
 
 
 @pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (1, 2)])
