@@ -90,6 +90,17 @@ _DELTA = {
     "linear_value_head_dim": 8,
 }
 """Gated DeltaNet in three of four layers."""
+_MAMBA = {"mamba_expand": 1, "mamba_n_heads": 8, "mamba_d_head": "auto", "mamba_d_state": 8}
+_GRANITE_HYBRID = {
+    "model_type": "granitemoehybrid",
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "shared_intermediate_size": 48,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 6.0,
+    "tie_word_embeddings": True,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama2": _BASE | {"num_key_value_heads": 4},
     "llama3": _BASE | {"rope_scaling": _LLAMA3_ROPE, "rope_theta": 500000.0},
@@ -242,6 +253,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.1,
         "logits_scaling": 6.0,
         "tie_word_embeddings": True,
+    },
+    "granite_moe_shared": _BASE
+    | {
+        "model_type": "granitemoeshared",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 32,
+        "shared_intermediate_size": 48,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 6.0,
     },
     "cohere2": _BASE
     | {
@@ -411,6 +432,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 48,
         "mlp_only_layers": [1],
     },
+    "qwen3_5_moe": _BASE
+    | _DELTA
+    | {
+        "model_type": "qwen3_5_moe_text",
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    },
     "qwen3_5": _BASE | _DELTA | {"model_type": "qwen3_5_text", "head_dim": 32},
     "nemotron_h": _BASE
     | {
@@ -424,6 +455,68 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_groups": 2,
         "ssm_state_size": 16,
     },
+    "nemotron_h_experts": _BASE
+    | {
+        "model_type": "nemotron_h",
+        "num_hidden_layers": None,
+        "hybrid_override_pattern": "MEM*E",
+        "head_dim": 32,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 96,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+    },
+    "kimi_linear": {
+        name: value for name, value in _BASE.items() if name not in {"max_position_embeddings", "rope_theta"}
+    }
+    | {
+        "model_type": "kimi_linear",
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 24,
+        "linear_attn_config": {
+            "full_attn_layers": [2],
+            "kda_layers": [1, 3],
+            "head_dim": 8,
+            "num_heads": 4,
+            "short_conv_kernel_size": 4,
+        },
+        "num_experts": 8,
+        "num_experts_per_token": 3,
+        "num_shared_experts": 2,
+        "num_expert_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 32,
+        "moe_renormalize": True,
+        "model_max_length": 512,
+        "pad_token_id": 0,
+    },
+    "bamba": _BASE
+    | _MAMBA
+    | {
+        "model_type": "bamba",
+        "attn_layer_indices": [1],
+        "mamba_n_groups": 2,
+        "mamba_proj_bias": True,
+        "attention_bias": True,
+        "head_dim": None,
+        "pad_token_id": 0,
+    },
+    "granitemoehybrid": _BASE | _MAMBA | _GRANITE_HYBRID | {"num_local_experts": 0, "position_embedding_type": "rope"},
+    "granitemoehybrid_experts": _BASE
+    | _MAMBA
+    | _GRANITE_HYBRID
+    | {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "mamba_n_groups": 2},
     "olmo_hybrid": _BASE | _DELTA | {"model_type": "olmo_hybrid", "pad_token_id": 0},
     "lfm2": _BASE
     | {
@@ -431,6 +524,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention", "conv"],
         "conv_bias": True,
         "block_multiple_of": 32,
+        "rms_norm_eps": None,
+        "norm_eps": 1e-5,
+    },
+    "lfm2_moe": _BASE
+    | {
+        "model_type": "lfm2_moe",
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.5,
         "rms_norm_eps": None,
         "norm_eps": 1e-5,
     },
@@ -478,7 +583,7 @@ def _random_tensor(rng: np.random.Generator, name: str, shape: tuple[int, ...], 
     values = rng.standard_normal(shape, dtype=np.float32)
     if "norm" in name:
         return centre + values / 10
-    if "correction_bias" in name:
+    if "correction_bias" in name or "expert_bias" in name:
         return values / 10
     scale = 1.0 if len(shape) == 1 or "embed" in name else 1 / math.sqrt(shape[-1])
     return (values * scale).astype(np.float32)

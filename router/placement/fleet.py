@@ -120,7 +120,8 @@ class Fleet:
         """Add `worker` and give it the lowest free slot; it takes no work before `set_live`."""
         worker.slot = heapq.heappop(self._free_slots) if self._free_slots else len(self._by_slot)
         self._by_slot[worker.slot], worker.on_change = worker, self.rank
-        self.prefixes.open(worker.slot, worker.info.pages_total)
+        states = worker.info.kv_pages.state_groups > 0
+        self.prefixes.open(worker.slot, worker.info.pages_total, states=states)
 
     def leave(self, worker: WorkerState) -> None:
         """Remove `worker` and its pages in the prefix index; its slot becomes free."""

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 class PrefixMatch:
     """The number of leading pages of a prompt that each worker has cached. An immutable result of `PrefixIndex.match`.
 
-    `levels` has pairs (number of pages, bit set of the workers that hold at least this number), ascending in pages.
+    `levels` has pairs (number of pages, bit set of workers that hold at least this number), ascending in pages. Each
+    worker is in the pair of its number.
     """
 
     levels: tuple[tuple[int, int], ...] = ()
@@ -49,22 +50,29 @@ class PrefixIndex:
 
     The fleet owns it; all calls come on the event loop. A worker that holds a page also holds the pages before it,
     because caches evict from the leaves. So the set of holders only shrinks along a prompt, and a look-up needs one
-    bisection per change of the set. Memory: about 200 bytes per page; a worker's pages are limited to the size of its
-    pool.
+    bisection per change of the set. A worker whose model has state layers reports only the pages at whose ends it has a
+    state, and can reuse the prefix up to the last of them: its look-up tries one page after the other. Memory: about
+    200 bytes per page; a worker's pages are limited to the size of its pool.
     """
 
     def __init__(self) -> None:
         self._holders: dict[bytes, int] = {}
         self._pages: dict[int, set[bytes]] = {}
         self._limits: dict[int, int] = {}
+        self._with_states = 0
+        """The workers whose models have state layers, as a bit set."""
 
     def __len__(self) -> int:
         """Return the number of distinct pages that any worker holds."""
         return len(self._holders)
 
-    def open(self, slot: int, pages_max: int) -> None:
-        """Add worker `slot`, which holds no pages yet; `pages_max` is the maximum number of pages that it can hold."""
+    def open(self, slot: int, pages_max: int, *, states: bool = False) -> None:
+        """Add worker `slot`, which holds no pages yet; `pages_max` is the maximum number of pages that it can hold.
+
+        `states` is True if its model has state layers.
+        """
         self._pages[slot] = set()
+        self._with_states |= states << slot
         self._limits[slot] = pages_max
 
     def store(self, slot: int, digests: Iterable[bytes]) -> None:
@@ -93,11 +101,13 @@ class PrefixIndex:
         """Remove worker `slot` and all its pages; the slot may be used again."""
         self.clear(slot)
         del self._pages[slot], self._limits[slot]
+        self._with_states &= ~(1 << slot)
 
     def match(self, digests: Sequence[bytes]) -> PrefixMatch:
         """Return how many leading pages of a prompt each worker holds; `digests` names its full pages in order."""
-        find, levels, pages = self._holders.get, [], 0
-        holders = find(digests[0], 0) if digests else 0
+        find, pages = self._holders.get, 0
+        levels = self._last_states(digests)
+        holders = find(digests[0], 0) & ~self._with_states if digests else 0
 
         def held_by_fewer(digest: bytes) -> bool:
             return find(digest, 0) & holders != holders
@@ -107,4 +117,15 @@ class PrefixIndex:
             pages = bisect_left(digests, True, pages, key=held_by_fewer)
             levels.append((pages, holders))
             holders = find(digests[pages], 0) & holders if pages < len(digests) else 0
-        return PrefixMatch(tuple(levels))
+        return PrefixMatch(tuple(sorted(levels)))
+
+    def _last_states(self, digests: Sequence[bytes]) -> list[tuple[int, int]]:
+        """Return pairs (number of pages, workers) of the workers with state layers that have their last state there."""
+        levels, missing = [], self._with_states
+        for pages in range(len(digests), 0, -1):
+            if not missing:
+                break
+            if holders := self._holders.get(digests[pages - 1], 0) & missing:
+                levels.append((pages, holders))
+                missing &= ~holders
+        return levels

@@ -15,6 +15,7 @@ from tandem.engine.config.kv import kv_elements, layer_bytes, state_of, window_o
 from tandem.engine.config.model import (
     Attention,
     GroupedQueryAttention,
+    KimiDeltaAttention,
     LatentAttention,
     LayerSpec,
     MixtureOfExperts,
@@ -145,7 +146,9 @@ def layer_weights(layer: LayerSpec, hidden: int) -> int:
 def expert_weights(layer: LayerSpec, hidden: int) -> int:
     """Return the number of elements of a layer's experts, without the shared expert; 0 for a dense layer."""
     moe = layer.feed_forward
-    return 3 * hidden * moe.width * len(moe.local_experts) if isinstance(moe, MixtureOfExperts) else 0
+    if not isinstance(moe, MixtureOfExperts):
+        return 0
+    return (3 if moe.gated else 2) * hidden * moe.width * len(moe.local_experts)
 
 
 def roofline(spec: ModelSpec, cache: PagedCache, item_bytes: int) -> Roofline:
@@ -199,7 +202,7 @@ def _dense_weights(layer: LayerSpec, hidden: int) -> int:
     if feed_forward is None:
         inner = 0
     elif isinstance(feed_forward, MixtureOfExperts):
-        inner = 3 * feed_forward.shared_width + feed_forward.experts
+        inner = (3 if feed_forward.gated else 2) * feed_forward.shared_width + feed_forward.experts
     else:
         inner = (3 if feed_forward.gated else 2) * feed_forward.width
     return _attention_weights(layer.attention, hidden) + hidden * inner
@@ -210,6 +213,8 @@ def _attention_weights(attention: Attention, hidden: int) -> int:
         shape = attention.shape
         outputs = (2 if attention.output_gate else 1) * shape.heads * shape.head_dim
         return hidden * (shape.qkv_size + outputs)
+    if isinstance(attention, KimiDeltaAttention):
+        return hidden * (sum(attention.input_rows) + attention.inner) + 2 * attention.rank * attention.inner
     if isinstance(attention, StateLayer):
         return hidden * (sum(attention.projected) + attention.inner)
     latent, rank = attention.shape, attention.query_rank

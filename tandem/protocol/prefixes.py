@@ -1,4 +1,7 @@
-"""Messages in which a worker reports its cached pages to routers, by digest (`tandem/protocol/page_digests.py`)."""
+"""Messages in which a worker reports its cached pages to routers, by digest (`tandem/protocol/page_digests.py`).
+
+If the model has state layers, only the pages at whose ends the worker has a state are reported.
+"""
 
 from dataclasses import dataclass
 
@@ -28,7 +31,7 @@ class PrefixChanges:
 
 @dataclass(frozen=True, slots=True)
 class PrefixList:
-    """All cached pages of a worker; each page comes after its parent.
+    """All cached pages of a worker; each page comes after its parent, if that is in the list.
 
     `sequence` is the number of the last batch that the list includes; later batches may repeat pages of the list.
     """

@@ -15,7 +15,8 @@ can be reused, whatever follows it in other prompts. Such a page may be evicted 
 missing; the next request that computes it adds it to the index again.
 
 In groups of state layers, a reader of n pages needs only page n - 1, which has the state after these pages. A page is
-indexed only if its state is that after its last position: `Prefix.states` has the numbers of these pages.
+indexed only if its state is that after its last position: `Prefix.states` has the numbers of these pages. Routers are
+told only the digests that have their state pages, because a request can reuse no prefix that ends at another digest.
 
 The life of a request's `Prefix`:
 
@@ -99,6 +100,7 @@ class PrefixCache:
         windows = enumerate(kv.windows)
         self._windowed = [(group, kv.preceding(group)) for group, window in windows if window is not None]
         """The groups with a window, each with the number of earlier pages in the window of a page's first token."""
+        self._state_groups = [group for group, window in enumerate(kv.windows) if window == STATE]
         self._enabled = enabled
         self._names = names
         self._nodes: dict[bytes, _Node] = {}
@@ -258,7 +260,8 @@ class PrefixCache:
                         shared += new
                         self._nodes[digest] = _Node(own, number, parent)
                         self._digests.update(dict.fromkeys(new, digest))
-                        self._log.stored(digest, parent)
+                        if self._has_states(self._nodes[digest]):
+                            self._log.stored(digest, parent)
                 else:
                     # Another request indexed this digest first: `_retain_path` has retained the indexed pages, and
                     # this request keeps its own.
@@ -289,17 +292,20 @@ class PrefixCache:
     # ---- for the router's copy of the index ----
 
     def changes(self) -> PrefixChanges | None:
-        """Return the digests indexed and evicted since the last call; None if there are none."""
+        """Return the digests indexed and evicted since the last call; None if there are none.
+
+        In a model with state layers, these are the digests that got and lost their states.
+        """
         with self.pool.lock:
             return self._log.take()
 
     def known(self) -> PrefixList:
-        """Return the whole index.
+        """Return the whole index; in a model with state layers, the digests that have their states.
 
         The call holds the pool's lock for about a microsecond per page.
         """
         with self.pool.lock:
-            pages = [(digest, node.parent) for digest, node in self._nodes.items()]
+            pages = [(digest, node.parent) for digest, node in self._nodes.items() if self._has_states(node)]
             sequence = self._log.sequence
         return PrefixList(sequence, runs_of(pages))
 
@@ -307,7 +313,7 @@ class PrefixCache:
 
     @property
     def events(self) -> tuple[int, int]:
-        """The numbers of digests indexed and evicted since the start."""
+        """The numbers of digests that `changes` has reported as indexed and as evicted since the start."""
         return self._log.stored_pages, self._log.removed_pages
 
     def __len__(self) -> int:
@@ -428,13 +434,20 @@ class PrefixCache:
         if node is None and not self._full and self._enabled:
             parent = prefix.digests[number - 1] if number else prefix.root
             node = self._nodes[digest] = _Node([FREED] * self.kv.groups, number, parent)
-            self._log.stored(digest, parent)
+            if not self._state_groups:
+                self._log.stored(digest, parent)
         if node is None or node.pages[group] != FREED:
             return False
         self.pool.share(owner, [page])
         node.pages[group] = page
         self._digests[page] = digest
+        if group in self._state_groups and self._has_states(node):
+            self._log.stored(digest, node.parent)
         return True
+
+    def _has_states(self, node: _Node) -> bool:
+        """Return True if the digest has a page in each group of state layers, if there are any."""
+        return all(node.pages[group] != FREED for group in self._state_groups)
 
     def _complete(self, prefix: Prefix, number: int, group: int) -> bool:
         """Return True if others may reuse the request's page of this number, once it is computed."""
@@ -458,17 +471,18 @@ class PrefixCache:
         """Remove a page that the pool has evicted, and its digest too if no lookup can find the digest any longer."""
         digest = self._digests.pop(page)
         node = self._nodes[digest]
-        group = node.pages.index(page)
+        group, reported = node.pages.index(page), self._has_states(node)
         node.pages[group] = FREED
         others = held_pages(node.pages)
         # No lookup can use a digest that lost its page in a group without a window, so its other pages are evicted with
         # it.
         if group in self._full or not others:
             del self._nodes[digest]
-            self._log.removed(digest)
             for other_page in others:
                 del self._digests[other_page]
             self.pool.drop_cached(others)
+        if reported and not (digest in self._nodes and self._has_states(node)):
+            self._log.removed(digest)
 
     def _faults(self) -> Iterator[str]:
         readers = self.pool.readers()

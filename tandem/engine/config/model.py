@@ -53,7 +53,8 @@ class LatentAttention:
     """
 
     shape: LatentShape
-    rope: RopeConfig
+    rope: RopeConfig | None
+    """The rotary embedding of this layer; None = the layer has no position embedding (Kimi-Linear)."""
     query_rank: int | None
     norm_eps: float
     """The epsilon of the norms of the latents, which differs from that of the model's other norms."""
@@ -109,6 +110,50 @@ class GatedDeltaNet:
         """The numbers of rows of the input projections: q, k, v, output gate, step size and decay."""
         keys = self.key_heads * self.key_dim
         return keys, keys, self.inner, self.inner, self.value_heads, self.value_heads
+
+
+@dataclass(frozen=True, slots=True)
+class KimiDeltaAttention:
+    """Kimi Delta Attention (arXiv:2510.26692): the delta rule with one decay per key channel and token.
+
+    With the key k, the value v, the decays a and the step size b of a token, a head's state S [head_dim, head_dim]
+    becomes S' + k (b·(v - S'ᵀk))ᵀ with S' = diag(a)·S. Decays and output gate are products of two matrices of `rank`.
+    """
+
+    heads: int
+    head_dim: int
+    rank: int
+    width: int
+    """The width of the short causal convolution of queries, keys and values, in tokens."""
+    norm_eps: float
+
+    @property
+    def state(self) -> StateShape:
+        """The shape of a request's state."""
+        return StateShape(self.heads, (1, self.head_dim, self.head_dim), sum(self.convolved), self.width - 1)
+
+    @property
+    def convolved(self) -> tuple[int, ...]:
+        """The numbers of channels of query, key and value of one head."""
+        return self.head_dim, self.head_dim, self.head_dim
+
+    @property
+    def inner(self) -> int:
+        """The number of elements of the layer's output before the output projection."""
+        return self.heads * self.head_dim
+
+    @property
+    def projected(self) -> tuple[int, ...]:
+        """The numbers of elements that the state layer takes: q, k, v, output gate, step size and decays."""
+        return self.inner, self.inner, self.inner, self.inner, self.heads, self.inner
+
+    @property
+    def input_rows(self) -> tuple[int, ...]:
+        """The numbers of rows of the input projections: q, k, v, step size, and the first products of decay and gate.
+
+        Ranks divide those of heads; each has the first products as a whole.
+        """
+        return self.inner, self.inner, self.inner, self.heads, self.rank, self.rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +282,7 @@ class MixtureOfExperts:
     """The number of inner elements of each expert."""
     router: ExpertRouter
     activation: str = "silu"
-    """The activation: `silu`, or gpt-oss's `clamped_swiglu`.
+    """The activation: `silu`, gpt-oss's `clamped_swiglu`, or `relu2`, which is max(0, x)² and has no gate (Nemotron 3).
 
     `clamped_swiglu` is gate · sigmoid(1.702 · gate) · (up + 1), with gate ≤ 7 and |up| ≤ 7.
     """
@@ -251,12 +296,22 @@ class MixtureOfExperts:
     """The numbers of the experts whose weights this rank has, if experts are divided among ranks as a whole."""
 
     @property
+    def gated(self) -> bool:
+        """False if the experts, and the shared expert, are down · activation(up)."""
+        return self.activation != "relu2"
+
+    @property
+    def shared_activation(self) -> str:
+        """The activation of the shared expert."""
+        return "silu" if self.gated else self.activation
+
+    @property
     def local_experts(self) -> range:
         """The numbers of the experts whose weights this process has."""
         return range(self.experts) if self.local is None else self.local
 
 
-StateLayer = GatedDeltaNet | Mamba2 | ShortConvolution
+StateLayer = GatedDeltaNet | KimiDeltaAttention | Mamba2 | ShortConvolution
 """The kinds of layers that keep a state instead of keys and values, in place of attention."""
 Attention = GroupedQueryAttention | LatentAttention | StateLayer
 FeedForward = DenseFeedForward | MixtureOfExperts

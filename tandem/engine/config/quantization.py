@@ -159,7 +159,7 @@ class Quantization:
         """Return the scheme of a module, for example `model.layers.0.mlp.down_proj`; None if it is not quantized."""
         parts = module.split(".")
         ends = range(1, len(parts) + 1)
-        if any(".".join(parts[first:end]) in self.plain for end in ends for first in range(end)):
+        if self.plain and any(".".join(parts[first:end]) in self.plain for end in ends for first in range(end)):
             return None
         return next((scheme for pattern, scheme in self.rules if _compiled(pattern).fullmatch(module)), None)
 

@@ -21,6 +21,7 @@ from tandem.engine.config.model import (
     FeedForward,
     GatedDeltaNet,
     GroupedQueryAttention,
+    KimiDeltaAttention,
     Mamba2,
     MixtureOfExperts,
     ModelSpec,
@@ -240,6 +241,8 @@ def _state_layer(layer: StateLayer, ranks: int) -> StateLayer:
     heads = _divided("heads of a state layer", layer.state.heads, ranks)
     if isinstance(layer, GatedDeltaNet):
         return replace(layer, key_heads=heads, value_heads=layer.value_heads // ranks)
+    if isinstance(layer, KimiDeltaAttention):
+        return replace(layer, heads=heads)
     if isinstance(layer, Mamba2):
         norms = _divided("parts of the norm of a state layer", layer.norm_groups, ranks)
         return replace(layer, heads=layer.heads // ranks, groups=heads, norm_groups=norms)

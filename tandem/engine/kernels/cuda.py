@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.config.attention import AttentionShape
-from tandem.engine.config.model import ModelSpec
+from tandem.engine.config.model import KimiDeltaAttention, ModelSpec
 from tandem.engine.kernels.attention.prefill_attention import FlashPrefill, PrefillAttention, leaves_idle
 from tandem.engine.kernels.attention.quantized_prefill import QuantizedPrefill, make_copies
 from tandem.engine.kernels.attention.triton_attention import DecodeAttention
@@ -40,6 +40,7 @@ from tandem.engine.kernels.packed import products, scaled_products
 from tandem.engine.kernels.packed.packed_products import dequantized_for
 from tandem.engine.kernels.packed.scaled_weight import ScaledWeight
 from tandem.engine.kernels.packed_weight import PackedWeight
+from tandem.engine.kernels.reference import activate
 from tandem.engine.kernels.rowwise import triton_rope
 from tandem.engine.kernels.rowwise.triton_embed import embed
 from tandem.engine.kernels.rowwise.triton_norm import norm_add, rms_norm
@@ -85,6 +86,7 @@ class CudaKernels(Kernels):
         self._device, self._kv_dtype = device, kv_dtype
         self._pdl = overlaps_launches()
         self._has_states = model.has_states
+        self._waits_in_prompts = any(isinstance(layer.attention, KimiDeltaAttention) for layer in model.layers)
         self._experts = ExpertKernels(self._pdl)
         gpu = device.type == "cuda"
         self._second = SecondStream(device) if gpu else _ONE_STREAM
@@ -120,10 +122,15 @@ class CudaKernels(Kernels):
 
     @property
     def prompts_capturable(self) -> bool:
-        """True if prefill uses flash-attn-4 or latent attention, whose launches do not depend on row lengths."""
+        """True if prefill uses flash-attn-4 or latent attention, whose launches do not depend on row lengths.
+
+        The prefill of Kimi Delta Attention does depend on them.
+        """
         # Wait before anything is captured: a thread that uses the device during the capture would invalidate it.
         self._gated_soon.result()
         self._states.wait()
+        if self._waits_in_prompts:
+            return False
         return not self._decode or isinstance(self._prefill, FlashPrefill | QuantizedPrefill)
 
     @property
@@ -250,7 +257,10 @@ class CudaKernels(Kernels):
         x, experts = self._experts.add(hidden, layer, slots, out), layer.experts
         if experts.shared_gate_up is None or experts.shared_down is None:
             return
-        inner = self.norm_gate_up(x, None, experts.shared_gate_up)
+        if layer.spec.gated:
+            inner = self.norm_gate_up(x, None, experts.shared_gate_up)
+        else:
+            inner = activate(self.linear(x, experts.shared_gate_up), layer.spec.shared_activation)
         if experts.shared_gate is not None:
             self._experts.gate(inner, x, experts.shared_gate)
         self.linear_add(inner, experts.shared_down, out)

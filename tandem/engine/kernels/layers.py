@@ -61,9 +61,9 @@ class Experts:
     choice_bias: Tensor | None
     """[E] float32, added to the scores for the choice of experts only, see `ExpertRouter.choice_bias`."""
     gate_up: Weight
-    """[E, 2·I, H]: the first product of each expert, gate rows first."""
+    """[E, 2·I, H]: the first product of each expert, gate rows first; [E, I, H] if the experts have no gate."""
     gate_up_bias: Tensor | None
-    """[E, 2·I], the bias of `gate_up`."""
+    """[E, 2·I] or [E, I], the bias of `gate_up`."""
     down: Weight
     """[E, H, I]: the second product of each expert."""
     down_bias: Tensor | None
@@ -146,7 +146,7 @@ class RecurrentLayer:
     decay_log: Tensor | None
     """[heads] float32: the logarithm of each head's rate of decay (A_log); None without a recurrent state."""
     step_bias: Tensor | None
-    """[heads] float32: the bias of dt; None without a recurrent state."""
+    """[heads] float32: the bias of dt, or [inner] for Kimi Delta Attention; None without a recurrent state."""
     skip: Tensor | None
     """[heads] float32: the factor with which a head's input is added to its output (D of Mamba-2)."""
     norm: Norm | None

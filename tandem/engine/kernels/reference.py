@@ -78,7 +78,9 @@ class ReferenceKernels(PlainStates):
             output = self.linear(activate(inner, spec.activation), down)
             mixed.index_add_(0, tokens, output * weights[tokens, ranks, None].to(output.dtype))
         if experts.shared_gate_up is not None and experts.shared_down is not None:
-            shared = self.linear(activate(self.linear(x, experts.shared_gate_up), "silu"), experts.shared_down)
+            shared = self.linear(
+                activate(self.linear(x, experts.shared_gate_up), spec.shared_activation), experts.shared_down
+            )
             if experts.shared_gate is not None:
                 shared = torch.sigmoid(F.linear(x, experts.shared_gate)) * shared
             mixed += shared

@@ -15,6 +15,7 @@ from tandem.engine.config.model import (
     DenseFeedForward,
     FeedForward,
     GatedDeltaNet,
+    KimiDeltaAttention,
     LatentAttention,
     LayerSpec,
     Mamba2,
@@ -55,6 +56,7 @@ _PACKED_FIELDS = {
     "gate_up",
     "weight",
     "projections",
+    "decay_up",
     "index_key",
 }
 """The fields of `Parameters` whose weights may be packed."""
@@ -338,23 +340,26 @@ def _attention(
 
 
 def _state(spec: StateLayer, hidden: int, empty: Empty) -> StateParameters:
-    channels, rows = spec.state.heads * spec.state.channels, sum(spec.projected)
+    kimi = spec if isinstance(spec, KimiDeltaAttention) else None
+    channels, rows = spec.state.heads * spec.state.channels, sum(kimi.input_rows if kimi else spec.projected)
     plain = isinstance(spec, ShortConvolution)
-    biased = not isinstance(spec, GatedDeltaNet) and spec.bias
-    heads = 0 if isinstance(spec, ShortConvolution) else spec.projected[-1]
+    biased = isinstance(spec, Mamba2 | ShortConvolution) and spec.bias
+    steps = 0 if plain else spec.projected[-1]
     convolution_bias = spec.convolution_bias if isinstance(spec, Mamba2) else biased
-    norm = spec.value_dim if isinstance(spec, GatedDeltaNet) else spec.inner
+    norm = spec.value_dim if isinstance(spec, GatedDeltaNet) else kimi.head_dim if kimi else spec.inner
     return StateParameters(
         projections=empty(rows, hidden),
         projections_bias=empty(rows) if biased else None,
         convolution=empty(channels, spec.width),
         convolution_bias=empty(channels) if convolution_bias else None,
-        decay_log=None if plain else empty(heads).float(),
-        step_bias=None if plain else empty(heads).float(),
-        skip=empty(heads).float() if isinstance(spec, Mamba2) else None,
+        decay_log=None if plain else empty(kimi.heads if kimi else steps).float(),
+        step_bias=None if plain else empty(steps).float(),
+        skip=empty(steps).float() if isinstance(spec, Mamba2) else None,
         state_norm=None if plain else empty(norm),
         output=empty(hidden, spec.inner),
         output_bias=empty(hidden) if biased else None,
+        decay_up=empty(kimi.inner, kimi.rank) if kimi else None,
+        gate_up=empty(kimi.inner, kimi.rank) if kimi else None,
     )
 
 
@@ -397,15 +402,16 @@ def _dense(spec: DenseFeedForward, hidden: int, empty: Empty) -> DenseParameters
 
 def _experts(spec: MixtureOfExperts, hidden: int, empty: Empty) -> Experts:
     experts, width, router = len(spec.local_experts), spec.width, spec.router
+    stacked = 2 if spec.gated else 1
     return Experts(
         router=empty(spec.experts, hidden),
         router_bias=empty(spec.experts) if router.bias else None,
         choice_bias=empty(spec.experts).float() if router.choice_bias else None,
-        gate_up=empty(experts, 2 * width, hidden),
-        gate_up_bias=empty(experts, 2 * width) if spec.bias else None,
+        gate_up=empty(experts, stacked * width, hidden),
+        gate_up_bias=empty(experts, stacked * width) if spec.bias else None,
         down=empty(experts, hidden, width),
         down_bias=empty(experts, hidden) if spec.bias else None,
-        shared_gate_up=Linear(empty(2 * spec.shared_width, hidden)) if spec.shared_width else None,
+        shared_gate_up=Linear(empty(stacked * spec.shared_width, hidden)) if spec.shared_width else None,
         shared_down=Linear(empty(hidden, spec.shared_width)) if spec.shared_width else None,
         shared_gate=empty(1, hidden) if spec.shared_gate else None,
     )

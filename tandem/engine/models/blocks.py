@@ -9,6 +9,7 @@ from torch import Tensor
 from tandem.engine.config.model import (
     DenseFeedForward,
     GroupedQueryAttention,
+    KimiDeltaAttention,
     LatentAttention,
     MixtureOfExperts,
     StateLayer,
@@ -197,6 +198,10 @@ class StateBlock:
         self.norm, self.output = norm, products.prepare(Linear(weights.output, weights.output_bias))
         self._kernels, self._products = kernels, products
         self.input = products.prepare(Linear(weights.projections, weights.projections_bias))
+        self._decay_up, self._gate_up = (
+            None if weight is None else products.prepare(Linear(weight))
+            for weight in (weights.decay_up, weights.gate_up)
+        )
         self._layer = RecurrentLayer(
             index,
             spec,
@@ -211,7 +216,18 @@ class StateBlock:
     def store(self, hidden: Tensor, layout: StepLayout, cache: GroupCache) -> Queries:
         """Advance the states of the step's rows, and return the output [T, inner] before the output projection."""
         projected = normed_linear(self._products, hidden, self.norm, self.input)
+        if isinstance(self._layer.spec, KimiDeltaAttention):
+            projected = self._second_products(projected, self._layer.spec)
         return Queries(self._kernels.mix_states(projected, self._layer, states_of(cache), layout))
+
+    def _second_products(self, projected: Tensor, spec: KimiDeltaAttention) -> Tensor:
+        """Return [T, sum(projected)] from [T, sum(input_rows)], with the second products of decays and output gate."""
+        *qkv, step, decay, gate = projected.split_with_sizes(spec.input_rows, -1)
+        assert self._decay_up is not None
+        assert self._gate_up is not None
+        gates = normed_linear(self._products, gate.contiguous(), None, self._gate_up)
+        decays = normed_linear(self._products, decay.contiguous(), None, self._decay_up)
+        return torch.cat([*qkv, gates, step, decays], -1)
 
     def attend(self, queries: Queries, layout: StepLayout, cache: GroupCache) -> Tensor:
         """Return the output that `store` computed."""

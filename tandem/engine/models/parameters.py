@@ -97,7 +97,10 @@ class StateParameters:
     """The weights of a state layer."""
 
     projections: Weight
-    """The stacked input projections: [sum(projected), H], in the order of the spec's `projected`."""
+    """The stacked input projections: [sum(projected), H], in the order of the spec's `projected`.
+
+    Those of Kimi Delta Attention are [sum(input_rows), H], in the order of `input_rows`.
+    """
     projections_bias: Tensor | None
     convolution: Tensor
     """The weight of the convolution: [heads·channels, width], in the order of the spec's `convolved`."""
@@ -105,7 +108,7 @@ class StateParameters:
     decay_log: Tensor | None
     """The logarithm of each head's rate of decay: [heads] float32; None without a recurrent state."""
     step_bias: Tensor | None
-    """The bias of dt: [heads] float32; None without a recurrent state."""
+    """The bias of dt: [heads] float32, or [inner] for Kimi Delta Attention; None without a recurrent state."""
     skip: Tensor | None
     """The factor of each head's input in its output: [heads] float32; None except for Mamba-2."""
     state_norm: Tensor | None
@@ -113,6 +116,10 @@ class StateParameters:
     output: Weight
     """The output projection: [H, inner]."""
     output_bias: Tensor | None
+    decay_up: Weight | None = None
+    """The second product of the decays: [inner, rank]; None except for Kimi Delta Attention."""
+    gate_up: Weight | None = None
+    """The second product of the output gate: [inner, rank]; None except for Kimi Delta Attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,16 +318,14 @@ def expert_slots(spec: MixtureOfExperts, weights: Experts) -> dict[str, Paramete
         "mlp.gate.e_score_correction_bias": weights.choice_bias,
         "mlp.shared_expert_gate.weight": weights.shared_gate,
     }
+    slots = {name: ParameterSlot(tensor) for name, tensor in named.items() if tensor is not None}
     if weights.shared_gate_up is not None and weights.shared_down is not None:
-        gate, up = weights.shared_gate_up.weight.chunk(2)
-        named |= {"mlp.shared_experts.gate_proj.weight": gate, "mlp.shared_experts.up_proj.weight": up}
-        named |= {"mlp.shared_experts.down_proj.weight": weights.shared_down.weight}
+        shared = DenseParameters(weights.shared_gate_up.weight, None, weights.shared_down.weight, None)
+        slots |= dense_slots("mlp.shared_experts.", shared, gated=spec.gated)
     for index, number in enumerate(spec.local_experts):
-        gate, up = weights.gate_up[index].chunk(2)
-        prefix = f"mlp.experts.{number}."
-        named |= {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up}
-        named |= {f"{prefix}down_proj.weight": weights.down[index]}
-    return {name: ParameterSlot(tensor) for name, tensor in named.items() if tensor is not None}
+        expert = DenseParameters(weights.gate_up[index], None, weights.down[index], None)
+        slots |= dense_slots(f"mlp.experts.{number}.", expert, gated=spec.gated)
+    return slots
 
 
 def renamed(slots: dict[str, ParameterSlot], names: Mapping[str, str]) -> dict[str, ParameterSlot]:

@@ -58,16 +58,16 @@ def make_case(spec: MixtureOfExperts, tokens: int, hidden: int = 40, *, padding:
         return numbers.round().clamp(-1020, 1020).bfloat16().double() / 256
 
     experts, width, shared = spec.experts, spec.width, spec.shared_width
-    inner, outer = hidden**-0.5, width**-0.5
+    inner, outer, stacked = hidden**-0.5, width**-0.5, 2 if spec.gated else 1
     made = Experts(
         router=random(experts, hidden, scale=3 * inner),
         router_bias=random(experts) if spec.router.bias else None,
         choice_bias=random(experts, scale=0.2) if spec.router.choice_bias else None,
-        gate_up=random(experts, 2 * width, hidden, scale=2 * inner),
-        gate_up_bias=random(experts, 2 * width) if spec.bias else None,
+        gate_up=random(experts, stacked * width, hidden, scale=2 * inner),
+        gate_up_bias=random(experts, stacked * width) if spec.bias else None,
         down=random(experts, hidden, width, scale=outer),
         down_bias=random(experts, hidden) if spec.bias else None,
-        shared_gate_up=Linear(random(2 * shared, hidden, scale=inner)) if shared else None,
+        shared_gate_up=Linear(random(stacked * shared, hidden, scale=inner)) if shared else None,
         shared_down=Linear(random(hidden, shared, scale=shared**-0.5)) if shared else None,
         shared_gate=random(1, hidden, scale=inner) if spec.shared_gate else None,
     )

@@ -30,6 +30,7 @@ SPECS = {
     "softmax with a choice bias": moe(
         ExpertRouter(groups=3, top_groups=2, group_score="top_2_sum", choice_bias=True), experts=9, top_k=2
     ),
+    "without a gate": moe(ExpertRouter("sigmoid", choice_bias=True), experts=6, activation="relu2", bias=True),
     "all chosen": moe(ExpertRouter(), experts=3, top_k=3),
 }
 

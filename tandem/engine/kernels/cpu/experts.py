@@ -26,7 +26,7 @@ class Products(Protocol):
         """Return x · weightᵀ + bias → [T, N]."""
 
     def gate_up(self, x: Tensor, gate_up: Linear, activation: str) -> Tensor:
-        """Return activation(g) · u with [g | u] = x · gate_upᵀ + bias → [T, N / 2]."""
+        """Return activation(g) · u with [g | u] = x · gate_upᵀ + bias → [T, N / 2]; for `relu2` see `activate`."""
 
 
 def with_wide_router(experts: Experts) -> Experts:
@@ -56,7 +56,8 @@ def add_experts(products: Products, x: Tensor, out: Tensor, layer: ExpertsLayer,
         # An expert has a token at most once, so no element is added twice.
         mixed[tokens] += output.float() * weights[tokens, ranks, None]
     if experts.shared_gate_up is not None and experts.shared_down is not None:
-        shared = products.linear(products.gate_up(x, experts.shared_gate_up, "silu"), experts.shared_down).float()
+        inner = products.gate_up(x, experts.shared_gate_up, spec.shared_activation)
+        shared = products.linear(inner, experts.shared_down).float()
         if experts.shared_gate is not None:
             gates = products.linear(x, Linear(experts.shared_gate)).float()
             shared *= torch.stack([torch.sigmoid(gate) for gate in gates])

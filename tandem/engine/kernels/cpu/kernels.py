@@ -147,7 +147,9 @@ class CpuKernels(PlainStates):
         return out
 
     def gate_up(self, x: Tensor, gate_up: Linear, activation: str) -> Tensor:
-        """Return activation(g) · u with [g | u] = x · gate_upᵀ + bias → [T, intermediate]."""
+        """Return activation(g) · u with [g | u] = x · gate_upᵀ + bias → [T, intermediate]; see `activate`."""
+        if activation == "relu2":
+            return activate(self.linear(x, gate_up), activation)
         if _is_long(x, gate_up):
             return self._long.gate_up(x, gate_up, activation)
         if activation != "silu" or not _halves_are_apart(gate_up.weight):

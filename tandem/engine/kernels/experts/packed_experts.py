@@ -18,7 +18,7 @@ from tandem.engine.kernels.experts.expert_tiles import (
     ExpertTile,
     tile_tokens,
 )
-from tandem.engine.kernels.experts.triton_products import finish_tile, tile_of
+from tandem.engine.kernels.experts.triton_products import RELU2, finish_tile, tile_of
 from tandem.engine.kernels.held_weight import multiplied_on_gpus, step_bytes
 from tandem.engine.kernels.layers import Experts
 from tandem.engine.kernels.packed import packed_products, products
@@ -44,9 +44,10 @@ def packed_tile_kernel(
     The layout of the codes, the COLUMNS bytes that are read at a time, and `words_of_scales` are as in `packed_kernel`;
     the words of different experts follow one another.
     """
+    UP: tl.constexpr = GATED and ACTIVATION != RELU2
     BYTES: tl.constexpr = K * BITS // 8
     EVEN: tl.constexpr = BYTES % COLUMNS == 0
-    EXPERT_ROWS: tl.constexpr = 2 * N if GATED else N
+    EXPERT_ROWS: tl.constexpr = 2 * N if UP else N
     launch_dependents(PDL)
     number = tl.program_id(0)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -68,17 +69,17 @@ def packed_tile_kernel(
             words = start // 4 + tl.arange(0, COLUMNS // 4)
             held = words_at(rows_at, words, words < BYTES // 4, EVEN)
             held_up = held
-            if GATED:
+            if UP:
                 held_up = words_at(rows_at + N * (BYTES // 4), words, words < BYTES // 4, EVEN)
             at, inside = columns_of(start, K, BITS, FP4, COLUMNS)
             taken = tl.load(x_at + at[None, :], mask=present[:, None] & inside[None, :], other=0.0)
             sums, sums_up, totals = add_step(
                 sums, sums_up, totals, held, held_up, taken, scales_at, up_scales_at, offsets_at, up_offsets_at,
                 scale_words_at, scale_words_at + N, start, group_stride, word_stride,
-                K, GROUP, BITS, FP8, FP4, OFFSETS, GATED,
+                K, GROUP, BITS, FP8, FP4, OFFSETS, UP,
             )  # fmt: skip
         sums = finish_sums(sums, totals, scales_at, offsets_at, K, GROUP, BITS, OFFSETS)
-        if GATED:
+        if UP:
             sums_up = finish_sums(sums_up, totals, up_scales_at, up_offsets_at, K, GROUP, BITS, OFFSETS)
         finish_tile(sums, sums_up, bias, weights, out, expert, pair, present, rows, N, GATED, ACTIVATION, BIAS)
 

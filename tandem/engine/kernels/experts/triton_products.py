@@ -21,7 +21,8 @@ from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inpu
 
 SILU = tl.constexpr(0)
 CLAMPED_SWIGLU = tl.constexpr(1)
-ACTIVATIONS = {"silu": SILU.value, "clamped_swiglu": CLAMPED_SWIGLU.value}
+RELU2 = tl.constexpr(2)
+ACTIVATIONS = {"silu": SILU.value, "clamped_swiglu": CLAMPED_SWIGLU.value, "relu2": RELU2.value}
 """The values of `MixtureOfExperts.activation`."""
 
 _ALPHA = tl.constexpr(SWIGLU_ALPHA)
@@ -30,7 +31,10 @@ _LIMIT = tl.constexpr(SWIGLU_LIMIT)
 
 @triton.jit
 def _activate(gate, up, ACTIVATION: tl.constexpr):
-    """Return activation(gate) · up in float32, for one of `ACTIVATIONS`."""
+    """Return activation(gate) · up in float32, for one of `ACTIVATIONS`; with RELU2 max(0, gate)²."""
+    if ACTIVATION == RELU2:
+        positive = tl.maximum(gate, 0.0)
+        return positive * positive
     factor = gate
     if ACTIVATION == CLAMPED_SWIGLU:
         gate = tl.minimum(gate, _LIMIT)
@@ -65,10 +69,11 @@ def finish_tile(
     N: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Store a tile's outputs from its sums [ROWS, TOKENS], see `tile_kernel`."""
+    UP: tl.constexpr = GATED and ACTIVATION != RELU2
     if BIAS:
-        bias_at = bias + expert * (2 * N if GATED else N) + rows
+        bias_at = bias + expert * (2 * N if UP else N) + rows
         sums += tl.load(bias_at, mask=rows < N, other=0.0).to(tl.float32)[:, None]
-        if GATED:
+        if UP:
             sums_up += tl.load(bias_at + N, mask=rows < N, other=0.0).to(tl.float32)[:, None]
     if GATED:
         sums = _activate(sums, sums_up, ACTIVATION)
@@ -88,13 +93,15 @@ def tile_kernel(
     """Multiply a tile of tokens by one expert's weight; grid (max_tiles, ceil(N / ROWS)).
 
     GATED: out [P, N] = activation(g) · u of x [P / TOP_K, K] and weight [E, 2·N, K], bias [E, 2·N];
+           with RELU2, which has no gate: max(0, x · weightᵀ + bias)² of weight [E, N, K], bias [E, N];
     else:  out [P, N] = weights [P] · (x · weightᵀ + bias) of x [P, K] and weight [E, N, K], bias [E, N].
 
     tiles and pairs are as in `triton_router`; tiles of one expert are adjacent, and out is written for the pairs in
     `pairs`.
     """
     EVEN: tl.constexpr = K % COLUMNS == 0
-    WEIGHT_ROWS: tl.constexpr = 2 * N if GATED else N
+    UP: tl.constexpr = GATED and ACTIVATION != RELU2
+    WEIGHT_ROWS: tl.constexpr = 2 * N if UP else N
     launch_dependents(PDL)
     number = tl.program_id(0)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -113,7 +120,7 @@ def tile_kernel(
             held = _load_weight(weight_at + at[None, :], inside, EVEN)
             taken = tl.trans(tl.load(x_at + at[None, :], mask=present[:, None] & inside[None, :], other=0.0))
             sums = tl.dot(held, taken, sums, input_precision="ieee")
-            if GATED:
+            if UP:
                 held_up = _load_weight(weight_at + N * K + at[None, :], inside, EVEN)
                 sums_up = tl.dot(held_up, taken, sums_up, input_precision="ieee")
         finish_tile(sums, sums_up, bias, weights, out, expert, pair, present, rows, N, GATED, ACTIVATION, BIAS)
@@ -157,6 +164,8 @@ def single_gate_up_kernel(
 ):  # fmt: skip
     """Compute out [TOP_K, N] = activation(g) · u of one token x [K]; grid (ceil(N / ROWS), TOP_K)."""
     EVEN: tl.constexpr = K % COLUMNS == 0
+    UP: tl.constexpr = ACTIVATION != RELU2
+    WEIGHT_ROWS: tl.constexpr = 2 * N if UP else N
     launch_dependents(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     rank = tl.program_id(1)
@@ -164,23 +173,25 @@ def single_gate_up_kernel(
     wait_for_inputs(PDL)
     expert = tl.load(chosen + rank).to(tl.int64)
     if (expert >= 0) & (expert < E):
-        weight_at = weight + (expert * 2 * N + tl.minimum(rows, N - 1))[:, None] * K
+        weight_at = weight + (expert * WEIGHT_ROWS + tl.minimum(rows, N - 1))[:, None] * K
         gates = tl.zeros((ROWS, COLUMNS), tl.float32)
         ups = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in tl.static_range(0, K, COLUMNS):
             at = start + columns
             inside = at < K
             held = _load_weight(weight_at + at[None, :], inside, EVEN).to(tl.float32)
-            held_up = _load_weight(weight_at + N * K + at[None, :], inside, EVEN).to(tl.float32)
             taken = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)[None, :]
             gates += held * taken
-            ups += held_up * taken
+            if UP:
+                held_up = _load_weight(weight_at + N * K + at[None, :], inside, EVEN).to(tl.float32)
+                ups += held_up * taken
         gate = tl.sum(gates, axis=1)
         up = tl.sum(ups, axis=1)
         if BIAS:
-            bias_at = bias + expert * 2 * N + rows
+            bias_at = bias + expert * WEIGHT_ROWS + rows
             gate += tl.load(bias_at, mask=rows < N, other=0.0).to(tl.float32)
-            up += tl.load(bias_at + N, mask=rows < N, other=0.0).to(tl.float32)
+            if UP:
+                up += tl.load(bias_at + N, mask=rows < N, other=0.0).to(tl.float32)
         active = _activate(gate, up, ACTIVATION)
         tl.store(out + rank * N + rows, active.to(out.dtype.element_ty), mask=rows < N)
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.engine.config.model import GatedDeltaNet, Mamba2, ShortConvolution
+from tandem.engine.config.model import GatedDeltaNet, KimiDeltaAttention, Mamba2, ShortConvolution
 from tandem.engine.kernels.base import Kernels, StepLayout
 from tandem.engine.kernels.kv_cache import StateCache
 from tandem.engine.kernels.layers import RecurrentLayer
@@ -61,10 +61,14 @@ def _rows(projected: Tensor, layer: RecurrentLayer, cache: StateCache, pages: Te
         return (after.to(wide) * mixed[0].flatten(2)).to(dtype)
     assert cache.states is not None
     state = cache.states[read.clamp(min=0), layer.index].masked_fill(fresh[:, None, None, None, None], 0)
-    if isinstance(spec, GatedDeltaNet):
+    if isinstance(spec, GatedDeltaNet | KimiDeltaAttention):
         q, k, v, gate, step, decay = parts
         mixed, inputs = _convolve(layer, inputs, [q, k, v])
-        out, state = _delta_rule(layer, spec, [F.silu(part) for part in mixed], step.to(wide), decay.to(wide), state)
+        active = [F.silu(part) for part in mixed]
+        if isinstance(spec, GatedDeltaNet):
+            out, state = _delta_rule(layer, spec, active, step.to(wide), decay.to(wide), state)
+        else:
+            out, state = _channel_delta_rule(layer, active, step.to(wide), decay.to(wide), state)
     else:
         assert isinstance(spec, Mamba2)
         gate, x, b, c, dt = parts
@@ -115,8 +119,24 @@ def _delta_rule(
     log_decay = -layer.decay_log.to(decay.dtype).exp() * F.softplus(decay + layer.step_bias)
     steps = spec.step_scale * step.sigmoid()
     initial = state.flatten(1, 2).to(v.dtype)
-    out, last = recurrence(q * spec.key_dim**-0.5, k, v, log_decay.transpose(1, 2), steps.transpose(1, 2), initial)
+    decays = log_decay.transpose(1, 2).unsqueeze(-1)
+    out, last = recurrence(q * spec.key_dim**-0.5, k, v, decays, steps.transpose(1, 2), initial)
     return out.transpose(1, 2), torch.unflatten(last, 1, (spec.key_heads, shared))
+
+
+def _channel_delta_rule(
+    layer: RecurrentLayer, mixed: list[Tensor], step: Tensor, decay: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the delta rule of Kimi Delta Attention; decay is [B, L, heads · head_dim]."""
+    q, k, v = (part.transpose(1, 2) for part in mixed)
+    assert layer.decay_log is not None
+    assert layer.step_bias is not None
+    rates = -layer.decay_log.to(decay.dtype).exp()[:, None]
+    log_decay = rates * torch.unflatten(F.softplus(decay + layer.step_bias), -1, (len(rates), -1))
+    initial, scale = state.flatten(1, 2).to(v.dtype), q.shape[-1] ** -0.5
+    steps = step.sigmoid().transpose(1, 2)
+    out, last = recurrence(_unit(q) * scale, _unit(k), v, log_decay.transpose(1, 2), steps, initial)
+    return out.transpose(1, 2), last.unsqueeze(2)
 
 
 def _selective(
@@ -133,7 +153,7 @@ def _selective(
     b, c = (part.repeat_interleave(shared, 2).transpose(1, 2) for part in (b, c))
     values = (heads * steps.unsqueeze(-1)).transpose(1, 2)
     initial = state.flatten(1, 2).to(x.dtype)
-    out, last = recurrence(c, b, values, log_decay.transpose(1, 2), None, initial)
+    out, last = recurrence(c, b, values, log_decay.transpose(1, 2).unsqueeze(-1), None, initial)
     return out.transpose(1, 2) + layer.skip[:, None] * heads, torch.unflatten(last, 1, (spec.groups, shared))
 
 
@@ -144,11 +164,12 @@ def _unit(x: Tensor) -> Tensor:
 def _gated_norm(out: Tensor, gate: Tensor, layer: RecurrentLayer, dtype: torch.dtype) -> Tensor:
     """Return the gated and normalized output [B, L, inner] of the heads [B, L, heads, dim].
 
-    Mamba-2 applies the gate before the norm, Gated DeltaNet after it.
+    Mamba-2 applies the gate before the norm, the others after it. The gate of Kimi Delta Attention is a sigmoid.
     """
     spec, wide = layer.spec, out.dtype
     assert layer.norm is not None
-    gates = F.silu(gate.to(wide))
+    kimi = isinstance(spec, KimiDeltaAttention)
+    gates = gate.to(wide).sigmoid() if kimi else F.silu(gate.to(wide))
     gate_first = isinstance(spec, Mamba2)
     parts = spec.norm_groups if isinstance(spec, Mamba2) else out.shape[2]
     x = out.flatten(2)
@@ -158,6 +179,8 @@ def _gated_norm(out: Tensor, gate: Tensor, layer: RecurrentLayer, dtype: torch.d
         x = x * gates
     x = torch.unflatten(x, -1, (parts, -1))
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + layer.norm.eps)
+    if kimi:
+        return ((layer.norm.weight.to(wide) * x).flatten(2) * gates).to(dtype)
     weight = torch.unflatten(layer.norm.weight, 0, (parts, -1)) if gate_first else layer.norm.weight
     x = (weight * x.to(dtype)).flatten(2)
     return x if gate_first else (x.to(wide) * gates).to(dtype)

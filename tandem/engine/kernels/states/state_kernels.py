@@ -6,12 +6,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tandem.engine.config.model import Mamba2, ShortConvolution, StateLayer
+from tandem.engine.config.model import KimiDeltaAttention, Mamba2, ShortConvolution, StateLayer
 from tandem.engine.kernels.base import StepLayout
 from tandem.engine.kernels.kv_cache import StateCache
 from tandem.engine.kernels.layers import RecurrentLayer
 from tandem.engine.kernels.states.chunked_delta import ChunkedDelta
 from tandem.engine.kernels.states.projections import RowSpan
+from tandem.engine.kernels.states.reference import mix_states
 from tandem.engine.kernels.states.triton_convolution import convolve
 from tandem.engine.kernels.states.triton_output import finish
 from tandem.engine.kernels.states.triton_recurrence import recur
@@ -44,7 +45,13 @@ class StateKernels:
                 self._chunked.begin_step(layout, span)
 
     def mix(self, projected: Tensor, layer: RecurrentLayer, cache: StateCache, layout: StepLayout) -> Tensor:
-        """Compute `Kernels.mix_states` without waiting for the device. Padding rows of one token become 0."""
+        """Compute `Kernels.mix_states` without waiting for the device. Padding rows of one token become 0.
+
+        Kimi Delta Attention has no kernels yet: it is computed in plain PyTorch, which waits unless all rows have one
+        token.
+        """
+        if isinstance(layer.spec, KimiDeltaAttention):
+            return mix_states(projected, layer, cache, layout)
         out = projected.new_empty(len(projected), layer.spec.inner)
         for span in _spans(layout):
             if isinstance(layer.spec, ShortConvolution):

@@ -7,7 +7,7 @@ import pytest
 from tandem.engine.cache.page_pool import PagePool
 from tandem.engine.cache.prefix_cache import Prefix, PrefixCache
 from tandem.protocol.errors import ResourceExhausted
-from tandem.protocol.kv_pages import FREED, KvPages, held_pages
+from tandem.protocol.kv_pages import FREED, STATE, KvPages, held_pages
 from tandem.protocol.messages import RequestRef
 
 PAGE = 2
@@ -144,3 +144,31 @@ def test_many_readers_release_at_their_own_pace() -> None:
         desk.end(f"q{number}")
     counts = desk.pool.counts()
     assert counts.free + counts.cached == counts.total
+
+
+def test_routers_are_told_only_where_a_state_is() -> None:
+    """A request can continue the states after pages 3 and 6 of a prompt of eight pages, and after no other."""
+    pool, kv = PagePool(40), KvPages(PAGE, (None, STATE, STATE), step_tokens=3 * PAGE)
+    cache, owner = PrefixCache(pool, kv), ref("a")
+    prefix = cache.prefix(PROMPT, "")
+    pages = pool.allocate(owner, 9 * kv.groups)
+    prefix.states = {2, 5}
+    cache.publish(owner, prefix, pages)
+    reported = {prefix.digests[2], prefix.digests[5]}
+    for report in (cache.changes(), cache.known()):
+        assert report is not None
+        assert {digest for run in report.stored for digest in run.digests} == reported
+    assert cache.events == (2, 0)
+    for length, known in ((6, 6), (5, 3), (2, 0)):
+        request = cache.prefix([*PROMPT[: PAGE * length], 99], "")
+        cache.reserve(request, kv.held(PAGE * length + 1), PAGE * length + 1)
+        assert request.known == known
+        pool.unreserve(kv.held(PAGE * length + 1) - request.held)
+        cache.release(request)
+    cache.leave(owner, prefix, pages)
+    pool.allocate(ref("evictor"), 40)
+    changes = cache.changes()
+    assert changes is not None
+    assert (set(changes.removed), changes.stored) == (reported, ())
+    assert cache.events == (2, 2)
+    assert cache.known().stored == ()

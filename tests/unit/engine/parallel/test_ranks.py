@@ -62,11 +62,24 @@ def logits_of(runner: ModelRunner) -> list[torch.Tensor]:
 INDIVISIBLE = {
     ("smollm2", 2),
     ("smollm2", 4),
-    ("lfm2", 4),
-    *product(("nemotron_h", "qwen3_5", "qwen3_next"), (3, 4)),
-    *product(("minimax_m2", "olmo2", "olmo3", "olmo_hybrid", "olmoe"), (2, 3, 4)),
+    ("kimi_linear", 3),
+    ("lfm2", 3),
+    *product(("lfm2", "lfm2_moe"), (4,)),
+    *product(
+        (
+            "bamba",
+            "granitemoehybrid_experts",
+            "nemotron_h",
+            "nemotron_h_experts",
+            "qwen3_5",
+            "qwen3_5_moe",
+            "qwen3_next",
+        ),
+        (3, 4),
+    ),
+    *product(("granitemoehybrid", "minimax_m2", "olmo2", "olmo3", "olmo_hybrid", "olmoe"), (2, 3, 4)),
 }
-"""Three heads, state layers of two heads, and a norm over all heads of a query."""
+"""Three heads, state layers of one or two groups of heads, and a norm over all heads of a query."""
 NUMBERS = {family: number for number, family in enumerate(sorted(FAMILIES))}
 """Each family is tested with one number of ranks in `make test`."""
 DIVISIBLE = [case for case in product(sorted(FAMILIES), (2, 3, 4)) if case not in INDIVISIBLE]

@@ -44,6 +44,24 @@ def test_each_worker_counts_as_far_as_it_holds() -> None:
     assert match.longest(9, beyond=2) == [(64, 9), (3, 7), (5, 7)]
 
 
+def test_a_worker_with_state_layers_counts_up_to_its_last_state() -> None:
+    prompt = chain(9)
+    index = index_of(w0=prompt[:4])
+    index.open(1, 1000, states=True)
+    index.store(1, [prompt[1], prompt[6], *chain(3, branch=1)])
+    index.open(2, 1000, states=True)
+    assert [index.match(prompt).pages(slot) for slot in range(3)] == [4, 7, 0]
+    assert [index.match(prompt[:6]).pages(slot) for slot in range(3)] == [4, 2, 0]
+    assert index.match(prompt[:1]).levels == ((1, 1),)
+    assert index.match(prompt).longest(3) == [(1, 7), (0, 4)]
+    index.remove(1, [prompt[6]])
+    assert index.match(prompt).pages(1) == 2
+    index.drop(1)
+    index.open(1, 1000)
+    index.store(1, prompt[1:3])
+    assert index.match(prompt).pages(1) == 0, "another worker in this slot, without state layers"
+
+
 def test_a_shared_beginning_counts_up_to_where_prompts_part() -> None:
     index = index_of(w1=pages(*range(8), 90, 91, 92, 93))
     assert index.match(pages(*range(8), 80, 81, 82, 83)).pages(1) == 2

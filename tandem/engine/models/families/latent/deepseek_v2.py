@@ -110,14 +110,14 @@ def _temperature(config: Json, rope: RopeConfig) -> float:
 
 
 def latent_slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
-    """Return the slots of a model with latent attention.
+    """Return the slots of a model with latent attention, but those of layers with another kind of attention.
 
     Its checkpoints store the two rows of each rotated pair next to each other, so they are reordered.
     """
     all_slots = standard_slots(spec, parameters)
     for number, (layer, weights) in enumerate(zip(spec.layers, parameters.layers, strict=True)):
-        assert isinstance(layer.attention, LatentAttention)
-        assert isinstance(weights.attention, LatentParameters)
+        if not (isinstance(layer.attention, LatentAttention) and isinstance(weights.attention, LatentParameters)):
+            continue
         prefix = f"model.layers.{number}.self_attn."
         slots = _layer_slots(layer.attention, weights.attention)
         all_slots |= {prefix + name: slot for name, slot in slots.items()}

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tandem.engine.config.model import DenseFeedForward, ModelSpec, ShortConvolution
+from tandem.engine.config.model import DenseFeedForward, FeedForward, ModelSpec, ShortConvolution
 from tandem.engine.models.families.family import Family, Json, check_sizes, grouped_layers, make_model, parse_shape
 from tandem.engine.models.parameters import (
     Parameters,
@@ -60,29 +60,35 @@ def _kinds(config: Json) -> Sequence[str]:
     return kinds
 
 
-def _parse(given: Json) -> ModelSpec:
+def lfm2_model(given: Json, architecture: str, networks: Sequence[FeedForward]) -> ModelSpec:
+    """Return the spec of a model with these feed-forward networks, one for each layer."""
     config = {"rope_theta": _THETA} | dict(given)
     shape, width = parse_shape(config), int(config.get("conv_L_cache") or 3)
     if width < 2:
         raise ModelError(f"conv_L_cache {width} is not supported; it must be at least 2.")
-    inner = _width(config)
-    check_sizes(intermediate_size=inner)
-    (attention,) = grouped_layers(config, shape, (None,), DenseFeedForward(inner), qk_norm=shape.head_dim)
+    (attention,) = grouped_layers(config, shape, (None,), networks[0], qk_norm=shape.head_dim)
     convolution = ShortConvolution(
         int(config["hidden_size"]), width, shape.kv_heads, bias=bool(config.get("conv_bias"))
     )
     if convolution.channels % convolution.blocks:
         raise ModelError(f"{convolution.channels} channels do not divide into {convolution.blocks} blocks.")
-    mixed = replace(attention, attention=convolution)
+    mixers = {"full_attention": attention, "conv": replace(attention, attention=convolution)}
     return make_model(
         {"tie_word_embeddings": config.get("tie_embedding", True)} | config,
-        "Lfm2ForCausalLM",
-        [attention if kind == "full_attention" else mixed for kind in _kinds(config)],
+        architecture,
+        [replace(mixers[kind], feed_forward=network) for kind, network in zip(_kinds(config), networks, strict=True)],
         norm_eps=float(config.get("norm_eps") or 1e-5),
     )
 
 
-def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
+def _parse(config: Json) -> ModelSpec:
+    inner = _width(config)
+    check_sizes(intermediate_size=inner)
+    return lfm2_model(config, "Lfm2ForCausalLM", [DenseFeedForward(inner)] * int(config["num_hidden_layers"]))
+
+
+def lfm2_slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
+    """Return the slots of all tensors; those of experts have the names of Llama's checkpoints."""
     slots = renamed(standard_slots(spec, parameters), _RENAMED)
     for number, (layer, weights) in enumerate(zip(spec.layers, parameters.layers, strict=True)):
         convolution, mixed = layer.attention, weights.attention
@@ -96,4 +102,4 @@ def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
     return slots
 
 
-FAMILY = Family(("Lfm2ForCausalLM",), ("lfm2",), _parse, _slots)
+FAMILY = Family(("Lfm2ForCausalLM",), ("lfm2",), _parse, lfm2_slots)

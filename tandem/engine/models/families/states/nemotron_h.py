@@ -1,19 +1,23 @@
-"""Nemotron-H: blocks of one mixer each, which is Mamba-2, attention, or a feed-forward network without a gate.
+"""Nemotron-H and Nemotron 3: blocks of one mixer each: Mamba-2, attention, or a network or experts without a gate.
 
 A mixer of tokens and the feed-forward network after it, if there is one, are one layer of the spec.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
-from tandem.engine.config.model import LayerSpec, Mamba2, ModelSpec
+from tandem.engine.config.model import FeedForward, LayerSpec, Mamba2, MixtureOfExperts, ModelSpec
+from tandem.engine.kernels.layers import Experts
 from tandem.engine.models.families.family import (
     Family,
     Json,
     check_sizes,
     grouped_layers,
     make_model,
+    parse_expert_count,
     parse_shape,
+    parse_sigmoid_router,
     parse_ungated,
     without_rope,
 )
@@ -24,12 +28,15 @@ from tandem.engine.models.parameters import (
     ParameterSlot,
     StateParameters,
     dense_slots,
+    expert_slots,
     layer_slots,
+    renamed,
     state_slots,
 )
 from tandem.protocol.errors import ModelError
 
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+_NETWORKS = {"mlp", "moe"}
 _OLD_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
 _NAMES = {
     "convolution": "conv1d.weight",
@@ -52,31 +59,38 @@ def mamba_slots(prefix: str, spec: Mamba2, weights: StateParameters) -> dict[str
     return {prefix + name: slot for name, slot in slots.items()}
 
 
+def check_mamba(mamba: Mamba2, activation: str) -> None:
+    """Raise ModelError for a Mamba-2 layer whose sizes, or whose activation after the convolution, are unsupported."""
+    check_sizes(
+        mamba_heads=mamba.heads,
+        mamba_head_dim=mamba.head_dim,
+        mamba_groups=mamba.groups,
+        mamba_state_size=mamba.state_dim,
+    )
+    if mamba.heads % mamba.groups:
+        raise ModelError(f"the {mamba.heads} heads of Mamba-2 do not divide into {mamba.groups} groups.")
+    if mamba.width < 2:
+        raise ModelError(f"a convolution of width {mamba.width} is not supported; it must be at least 2.")
+    if activation != "silu":
+        raise ModelError(f"activation {activation!r} is not supported for Mamba-2; silu is.")
+
+
 def _mamba(config: Json, norm_eps: float) -> Mamba2:
+    groups = int(config.get("n_groups") or config.get("mamba_n_groups") or 8)
     mamba = Mamba2(
         heads=int(config.get("mamba_num_heads") or 128),
         head_dim=int(config.get("mamba_head_dim") or 64),
-        groups=int(config.get("n_groups") or config.get("mamba_n_groups") or 8),
+        groups=groups,
         state_dim=int(config.get("ssm_state_size") or 128),
         width=int(config.get("conv_kernel") or config.get("mamba_d_conv") or 4),
         norm_eps=norm_eps,
+        norm_groups=groups,
         convolution_bias=bool(config.get("use_conv_bias", True)),
         bias=bool(config.get("use_bias")),
         least_step=float(config.get("time_step_min", config.get("mamba_dt_min", 0.001))),
     )
-    check_sizes(
-        mamba_num_heads=mamba.heads,
-        mamba_head_dim=mamba.head_dim,
-        n_groups=mamba.groups,
-        ssm_state_size=mamba.state_dim,
-    )
-    if mamba.heads % mamba.groups:
-        raise ModelError(f"mamba_num_heads {mamba.heads} is not a multiple of n_groups {mamba.groups}.")
-    if mamba.width < 2:
-        raise ModelError(f"conv_kernel {mamba.width} is not supported; it must be at least 2.")
-    if config.get("mamba_hidden_act", "silu") != "silu":
-        raise ModelError(f"mamba_hidden_act {config['mamba_hidden_act']!r} is not supported; silu is.")
-    return replace(mamba, norm_groups=mamba.groups)
+    check_mamba(mamba, config.get("mamba_hidden_act", "silu"))
+    return mamba
 
 
 def _blocks(config: Json) -> Sequence[str]:
@@ -85,15 +99,29 @@ def _blocks(config: Json) -> Sequence[str]:
     kinds = [_OLD_NAMES.get(kind, kind) for kind in named] or [
         _LETTERS.get(letter, letter) for letter in config["hybrid_override_pattern"]
     ]
-    unknown = set(kinds) - {"linear_attention", "full_attention", "mlp"}
+    unknown = set(kinds) - set(_LETTERS.values())
     if unknown:
         raise ModelError(
-            f"block type {min(unknown)!r} of Nemotron-H is not supported; supported are linear_attention,"
-            " full_attention and mlp."
+            f"block type {min(unknown)!r} of Nemotron-H is not supported; supported are {', '.join(_LETTERS.values())}."
         )
-    if any(kind == "mlp" and (number == 0 or kinds[number - 1] == "mlp") for number, kind in enumerate(kinds)):
-        raise ModelError("a block mlp of Nemotron-H is supported only after a block with attention or Mamba-2.")
+    if any(kind in _NETWORKS and before in {"", *_NETWORKS} for before, kind in pairwise(["", *kinds])):
+        raise ModelError("a block mlp or moe of Nemotron-H is supported only after a block with attention or Mamba-2.")
     return kinds
+
+
+def _experts(config: Json) -> MixtureOfExperts:
+    if config.get("moe_latent_size") is not None:
+        raise ModelError("moe_latent_size is not supported: experts compute on the hidden state, not on latents of it.")
+    if config.get("mlp_bias"):
+        raise ModelError("mlp_bias is not supported for experts.")
+    return MixtureOfExperts(
+        experts=parse_expert_count(config),
+        top_k=int(config["num_experts_per_tok"]),
+        width=int(config["moe_intermediate_size"]),
+        router=parse_sigmoid_router(config),
+        activation=parse_ungated(config).activation,
+        shared_width=int(config["moe_shared_expert_intermediate_size"]),
+    )
 
 
 def _parse(given: Json) -> ModelSpec:
@@ -105,11 +133,13 @@ def _parse(given: Json) -> ModelSpec:
         "linear_attention": replace(attention, attention=_mamba(config, norm_eps)),
     }
     kinds = _blocks(config)
-    followers = [*kinds[1:], ""]
+    networks: dict[str, FeedForward | None] = {"mlp": attention.feed_forward}
+    if "moe" in kinds:
+        networks["moe"] = _experts(config)
     layers = [
-        mixers[kind] if follower == "mlp" else replace(mixers[kind], feed_forward=None)
-        for kind, follower in zip(kinds, followers, strict=True)
-        if kind != "mlp"
+        replace(mixers[kind], feed_forward=networks.get(follower))
+        for kind, follower in pairwise([*kinds, ""])
+        if kind in mixers
     ]
     return make_model(config, "NemotronHForCausalLM", layers, norm_eps=norm_eps)
 
@@ -145,6 +175,11 @@ def _block_slots(layer: LayerSpec, weights: LayerParameters) -> Iterator[dict[st
         assert weights.feed_forward_norm is not None
         network = dense_slots("mixer.", weights.feed_forward, gated=False)
         yield {"norm.weight": ParameterSlot(weights.feed_forward_norm)} | network
+    elif isinstance(weights.feed_forward, Experts):
+        assert weights.feed_forward_norm is not None
+        assert isinstance(layer.feed_forward, MixtureOfExperts)
+        experts = renamed(expert_slots(layer.feed_forward, weights.feed_forward), {"mlp.": "mixer."})
+        yield {"norm.weight": ParameterSlot(weights.feed_forward_norm)} | experts
 
 
 FAMILY = Family(("NemotronHForCausalLM",), ("nemotron_h",), _parse, _slots)

@@ -8,7 +8,7 @@ from tandem.engine.kernels.packed_weight import Weight
 from tandem.engine.models.families.dense.olmo2 import olmo_layers
 from tandem.engine.models.families.family import Family, Json, make_model, without_rope
 from tandem.engine.models.families.states.qwen3_next import delta_layers, delta_weights, parse_delta_net
-from tandem.engine.models.parameters import Parameters, ParameterSlot, standard_slots, state_slots
+from tandem.engine.models.parameters import Parameters, ParameterSlot, StateParameters, standard_slots, state_slots
 
 _NORM_EPS = 1e-5
 """The epsilon of the output norm of Gated DeltaNet, which config.json does not have."""
@@ -50,6 +50,14 @@ def _parse(given: Json) -> ModelSpec:
     return make_model(config, "OlmoHybridForCausalLM", layers)
 
 
+def separate_convolutions(whole: ParameterSlot, weights: StateParameters) -> dict[str, ParameterSlot]:
+    """Return the slots of the convolutions of q, k and v, which are stored separately; `whole` is that of all."""
+    return {
+        f"{name}_conv1d.weight": replace(whole, tensor=part, shape=(part.shape[0], 1, part.shape[1]), stacked=())
+        for name, part in zip("qkv", weights.convolution.split_with_sizes(whole.stacked), strict=True)
+    }
+
+
 def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
     slots = standard_slots(spec, parameters)
     for number, weights in enumerate(parameters.layers):
@@ -62,10 +70,7 @@ def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
     for number, layer, delta in delta_weights(spec, parameters):
         prefix = f"model.layers.{number}.linear_attn."
         own = state_slots(layer, delta, _NAMES)
-        whole = own.pop("conv1d.weight")
-        for name, part in zip("qkv", delta.convolution.split_with_sizes(whole.stacked), strict=True):
-            shape = (part.shape[0], 1, part.shape[1])
-            own[f"{name}_conv1d.weight"] = replace(whole, tensor=part, shape=shape, stacked=())
+        own |= separate_convolutions(own.pop("conv1d.weight"), delta)
         rows: Sequence[Weight] = delta.projections.split_with_sizes(layer.projected)
         own |= {f"{name}.weight": ParameterSlot(part) for name, part in zip(_PROJECTIONS, rows, strict=True)}
         slots |= {prefix + name: slot for name, slot in own.items()}
