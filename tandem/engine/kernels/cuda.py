@@ -43,7 +43,7 @@ from tandem.engine.kernels.rowwise import triton_rope
 from tandem.engine.kernels.rowwise.triton_embed import embed
 from tandem.engine.kernels.rowwise.triton_norm import norm_add, rms_norm
 from tandem.engine.kernels.second_stream import SecondStream
-from tandem.engine.kernels.states.reference import mix_states
+from tandem.engine.kernels.states.reference import accept_drafts, mix_states
 from tandem.engine.kernels.states.triton_decode import decode_delta
 from tandem.engine.kernels.triton_launch import overlaps_launches
 from tandem.protocol.errors import InvalidArgument
@@ -279,12 +279,19 @@ class CudaKernels(Kernels):
 
     def mix_states(self, projected: Tensor, layer: RecurrentLayer, cache: StateCache, layout: StepLayout) -> Tensor:
         """Compute Gated DeltaNet of one-token rows in two launches, and everything else in PyTorch."""
-        if not layout.decode_only or not isinstance(layer.spec, GatedDeltaNet):
+        plain = layout.decode_only and layout.draft_groups is None
+        if not plain or not isinstance(layer.spec, GatedDeltaNet):
             return mix_states(projected, layer, cache, layout)
         assert layout.state_pages is not None
         out = projected.new_empty(len(projected), layer.spec.inner)
         decode_delta(projected, layer, cache, layout.state_pages, out, pdl=self._pdl)
         return out
+
+    def accept_drafts(
+        self, projected: Tensor, layer: RecurrentLayer, cache: StateCache, layout: StepLayout, accepted: Tensor
+    ) -> None:
+        """Compute the rows of a request one after the other, in PyTorch."""
+        accept_drafts(projected, layer, cache, layout, accepted)
 
     def _normed(self, hidden: Tensor, norm: Norm, *, streamed: bool = True) -> tuple[Tensor, Norm | None]:
         """Return the input of a product, and the norm that a streaming kernel still has to apply, or None.

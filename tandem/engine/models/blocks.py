@@ -179,11 +179,23 @@ class StateBlock:
             weights.skip,
             None if weights.state_norm is None else Norm(weights.state_norm, norm_eps),
         )
+        self._projected: Tensor | None = None
+        """The projections [T, sum(projected)] of the newest step if it verifies draft tokens, until they are accepted.
+
+        While the graph of such a step is captured, they keep their memory for the graph that accepts its draft tokens.
+        """
 
     def store(self, hidden: Tensor, layout: StepLayout, cache: GroupCache) -> Queries:
         """Advance the states of the step's rows, and return the output [T, inner] before the output projection."""
         projected = normed_linear(self._products, hidden, self._norm, self._projections)
+        self._projected = projected if layout.draft_groups else None
         return Queries(self._kernels.mix_states(projected, self._layer, states_of(cache), layout))
+
+    def accept_drafts(self, layout: StepLayout, cache: GroupCache, accepted: Tensor) -> None:
+        """Write the states of the newest step's requests with draft tokens, as `Kernels.accept_drafts` does."""
+        projected, self._projected = self._projected, None
+        assert projected is not None
+        self._kernels.accept_drafts(projected, self._layer, states_of(cache), layout, accepted)
 
     def attend(self, queries: Queries, layout: StepLayout, cache: GroupCache) -> Tensor:
         """Return the output that `store` computed."""

@@ -1,19 +1,18 @@
-"""Draft groups: the rows of one request in a verification step, for which attention reads the request's KV only once.
+"""Draft groups: the rows of one request in a verification step.
 
-A compiled loop fills the table of groups, as it does the other sections of a step
+Attention reads the KV of a group only once, and state layers compute the rows of a request one after the other. A
+compiled loop fills the table of groups, as it does the other sections of a step
 (`tandem/engine/steps/step_buffer.py`).
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tandem.engine.kernels.cpu.compiled_cache import cached_entry
 from tandem.engine.steps.batch import TokenRows
-from tandem.engine.steps.step_buffer import Words
-
-FIELDS = 3
-"""The number of integers in an entry of the table; see `tandem.engine.kernels.base.DraftGroups.table`."""
+from tandem.engine.steps.step_buffer import DRAFT_GROUP_FIELDS, Words
 
 
 class DraftGroupSizes(NamedTuple):
@@ -26,7 +25,7 @@ class DraftGroupSizes(NamedTuple):
     @property
     def words(self) -> int:
         """The size of the table in 8-byte words."""
-        return (FIELDS * (self.groups + 1) + 1) // 2
+        return (DRAFT_GROUP_FIELDS * (self.groups + 1) + 1) // 2
 
 
 def groups_needed(requests: int, tokens: int, rows: int) -> int:
@@ -38,17 +37,42 @@ def groups_needed(requests: int, tokens: int, rows: int) -> int:
 
 
 def fill_draft_groups(batch: TokenRows, sizes: DraftGroupSizes, words: Words) -> None:
-    """Write the table of a batch's draft groups into `words` [sizes.words].
+    """Write the table of a batch's draft groups into `words` [at least sizes.words].
 
     The batch has the rows of all requests' newest tokens first, then the rows of draft tokens, ordered by request and
     by position. The row of a draft token has the slot of its request.
     """
-    table = words.view(np.int32)[: FIELDS * (sizes.groups + 1)].reshape(-1, FIELDS)
+    table = words.view(np.int32)[: DRAFT_GROUP_FIELDS * (sizes.groups + 1)].reshape(-1, DRAFT_GROUP_FIELDS)
     _fill(batch.columns.slot_indices, len(batch.newest), sizes.rows, table)
 
 
+def accepted_drafts(drafts: Sequence[int], drawn: Sequence[int]) -> int:
+    """Return the number of accepted draft tokens of a request.
+
+    A draft token is accepted if all draft tokens before it are, and if it equals the token that the row before its own
+    row sampled. `drawn` has the tokens that the request's rows sampled, the row of its newest token first.
+    """
+    return next((count for count, draft in enumerate(drafts) if draft != drawn[count]), len(drafts))
+
+
+def accepted_in(batch: TokenRows, drawn: Sequence[int]) -> list[int]:
+    """Return the number of accepted draft tokens of each request, whose rows sampled the tokens `drawn`.
+
+    The batch is that of `fill_draft_groups`.
+    """
+    columns, requests = batch.columns, len(batch.newest)
+    slots, token_ids = columns.slot_indices.tolist(), columns.token_ids.tolist()
+    accepted, end = [], requests
+    for request in range(requests):
+        first = end
+        while end < len(slots) and slots[end] == slots[request]:
+            end += 1
+        accepted.append(accepted_drafts(token_ids[first:end], [drawn[request], *drawn[first:end]]))
+    return accepted
+
+
 def _fill_groups(slots, requests, rows, table):  # type: ignore[no-untyped-def]
-    """Write groups of up to `rows` rows into table [groups + 1, FIELDS] int32.
+    """Write groups of up to `rows` rows into table [groups + 1, DRAFT_GROUP_FIELDS] int32.
 
     `slots` [n] int64 are the slots of all rows. The first `requests` rows have the requests' newest tokens, the others
     have draft tokens.

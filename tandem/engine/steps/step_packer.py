@@ -10,17 +10,21 @@ from torch import Tensor
 
 from tandem.engine.cache.paged_cache import PagedCache
 from tandem.engine.config.model import ModelSpec
-from tandem.engine.kernels.base import StepLayout
+from tandem.engine.kernels.base import DraftGroups, StepLayout
+from tandem.engine.speculation.proposer import DRAFTS_MAX
 from tandem.engine.steps.batch import RowColumns, StepBatch
 from tandem.engine.steps.chunk_packer import Sections, check_chunks, fill_chunks
+from tandem.engine.steps.draft_groups import DraftGroupSizes, fill_draft_groups
 from tandem.engine.steps.prompt_scoring import StepPieces
 from tandem.engine.steps.step_buffer import (
+    DRAFT_GROUP_FIELDS,
     OK,
     WRONG_PAGE,
     WRONG_TOKEN,
     StepLimits,
     StepSizes,
     Words,
+    bounds_of,
     decode_error,
     fill_rows,
 )
@@ -80,6 +84,7 @@ class StepPacker:
         have rejected the request.
         """
         singles, chunks = len(batch.tokens), batch.chunks
+        verifying = len(batch.tokens.newest) if batch.verifies else 0
         if not singles and not chunks:
             raise Internal("A step needs at least one row.")
         longest = batch.tokens.columns.longest
@@ -89,10 +94,10 @@ class StepPacker:
             raise Internal(f"A row ends at position {longest}; the context is {self.limits.max_context} tokens.")
         width = self.limits.pages_of(longest)
         if not chunks:
-            return self.limits.sizes(singles, singles, width, singles)
+            return self.limits.sizes(singles, singles, width, singles, verifying)
         tokens = singles + sum(len(row.token_ids) for row in chunks)
         drawn = singles + sum(row.draw is not None for row in chunks)
-        return self.limits.sizes(tokens, singles + len(chunks), width, drawn)
+        return self.limits.sizes(tokens, singles + len(chunks), width, drawn, verifying)
 
     def pack(
         self,
@@ -114,6 +119,10 @@ class StepPacker:
         self._fill_tokens(words, sizes, batch.tokens.columns, drawn_before, chunks_at)
         if batch.chunks or chunks_at < max(sizes.tokens, sizes.rows):
             fill_chunks(Sections.of(words, sizes), batch, chunks_at, drawn_before, self.limits)
+        if sizes.chains:
+            at = bounds_of(sizes)
+            table = words[at.int32_start + at.chains.start // 2 :]
+            fill_draft_groups(batch.tokens, DraftGroupSizes(sizes.chains, DRAFTS_MAX + 1), table)
 
     def _fill_tokens(
         self, words: Words, sizes: StepSizes, rows: RowColumns, drawn_before: Sequence[int], end: int
@@ -157,6 +166,9 @@ def unpack(words: Tensor, sizes: StepSizes, batch: StepBatch, device: torch.devi
     context = tokens.columns.longest
     context = max(context, *(row.start + len(row.token_ids) for row in chunks)) if chunks else context
     single = next((i for i, row in enumerate(chunks, len(tokens)) if len(row.token_ids) > 1), sizes.rows)
+    if sizes.chains:
+        # State layers compute these rows by the requests of the table, which has no chunks.
+        single = len(tokens)
     cached = max((row.start for row in chunks), default=0)
     copy = words.to(device, non_blocking=True)
     step = view_step(copy, sizes, max_row_tokens=longest, max_context=context, single_rows=single, max_cached=cached)
@@ -176,9 +188,10 @@ def view_step(
     int32_start = sum(sizes.int64_capacity)
     token_ids, slots, drawn = _cut(words[:int32_start], sizes.int64_capacity, sizes.int64_sections)
     int32_words = words[int32_start:].view(torch.int32)
-    positions, sources, row_starts, contexts, table, adapters, states = _cut(
+    positions, sources, row_starts, contexts, table, adapters, states, chains = _cut(
         int32_words, sizes.int32_capacity, sizes.int32_sections
     )
+    requests = DraftGroups(chains.view(-1, DRAFT_GROUP_FIELDS), DRAFTS_MAX + 1) if sizes.chains else None
     slots, table = slots.view(sizes.groups, -1), table.view(sizes.groups, -1)
     with_kv = [
         StepLayout(
@@ -201,6 +214,7 @@ def view_step(
         replace(
             with_kv[0],
             group=sizes.groups + number,
+            draft_groups=requests,
             state_pages=pages[: 2 * sizes.rows].view(sizes.rows, 2),
         )
         for number, pages in enumerate(states.view(sizes.states, sizes.group_states))
