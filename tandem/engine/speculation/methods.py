@@ -9,21 +9,14 @@ from tandem.protocol.speculation_method import SpeculationMethod
 
 
 def make_proposer(
-    method: SpeculationMethod, *, asynchronous: bool, states: bool = False, trained: MakeProposer | None = None
+    method: SpeculationMethod, *, asynchronous: bool, trained: MakeProposer | None = None
 ) -> Proposer | None:
     """Return the proposer of this method; None if the engine does not speculate.
-
-    A step that verifies draft tokens would also change the states of state layers by tokens that it then rejects, so
-    models with `states` do not speculate: AUTO then means OFF, and other methods are refused with InvalidArgument.
 
     An `asynchronous` engine launches a step before it knows the tokens of the previous one, but draft tokens depend on
     them, so AUTO then means OFF. `trained` creates the proposer of DRAFT. Raises InvalidArgument if DRAFT is set
     without `trained`.
     """
-    if states:
-        if method not in {SpeculationMethod.AUTO, SpeculationMethod.OFF}:
-            raise InvalidArgument("speculate", f"{method} is not supported for models with state layers; use off.")
-        return None
     if method is SpeculationMethod.DRAFT:
         if trained is None:
             raise InvalidArgument("draft", "is missing: it is the folder of the weights that propose drafts")

@@ -4,10 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.kv_pages import STATE, KvPages
 from tandem.protocol.messages import SamplingParams
-from tandem.protocol.speculation_method import SpeculationMethod
 from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to
 from tests.worker_pair import RequestOutput, WorkerPair, until
 
@@ -79,12 +77,6 @@ async def test_a_damaged_or_missing_state_is_never_decoded(group: int, lost: boo
         await until(lambda: again.finish)
         assert again.tokens == answer_to(prompt, TWO)
         assert pair.decode.worker.report.inspect().checksum_failures == 1
-
-
-async def test_speculation_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="state layers; use off") as caught:
-        WorkerPair(pages=200, speculate=SpeculationMethod.NGRAM)
-    assert caught.value.field == "speculate"
 
 
 @pytest.mark.parametrize("both", [False, True])
