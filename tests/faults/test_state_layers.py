@@ -1,7 +1,7 @@
 """Models with state layers under load: workers are killed and clients leave at random, and every answer is right.
 
 The pools are small, so that the pages of states are used again and again, and requests are preempted. The prompts have
-prefixes in common, so that prefills begin with kept states. TANDEM_STATE_EVENTS is the number of random kills and
+prefixes in common, so that prefills begin with kept states, and steps verify n-gram draft tokens. TANDEM_STATE_EVENTS is the number of random kills and
 aborts in `make soak`.
 """
 
@@ -21,7 +21,7 @@ from tests.soak import soak
 from .conftest import VOCAB
 from .moments import kill, restarted
 from .streams import Client, Load, Question, undisturbed
-from .test_families import copy_of_tiny_model
+from .test_families import accepted_drafts, copy_of_tiny_model
 
 EVENTS = int(os.environ.get("TANDEM_STATE_EVENTS", "300"))
 KILL_EVERY = 4
@@ -29,8 +29,9 @@ KILL_EVERY = 4
 AT_ONCE = 16
 STEM = 72
 TAILS = (3, 9, 24, 41, 77)
-ANSWERS = (140, 132, 148, 136, 250)
-"""The numbers of tokens of the answers: most are predicted from the others, and one is longer than the prediction."""
+MAX_TOKENS = 330
+ENDS = range(3, VOCAB, 150)
+"""The tokens that end an answer: many, so that the lengths of answers differ and some exceed their prediction."""
 
 
 def questions() -> list[Question]:
@@ -38,8 +39,8 @@ def questions() -> list[Question]:
     rng = random.Random(5)
     stems = [[rng.randrange(3, VOCAB) for _ in range(STEM)] for _ in range(2)]
     return [
-        Question((*stem, *(rng.randrange(3, VOCAB) for _ in range(tail))), tokens, shares_pages=True)
-        for tail, tokens in zip(TAILS, ANSWERS, strict=True)
+        Question((*stem, *(rng.randrange(3, VOCAB) for _ in range(tail))), MAX_TOKENS, shares_pages=True)
+        for tail in TAILS
         for stem in stems
     ]
 
@@ -72,7 +73,7 @@ def right_answers_amid(events: int, cluster: Any) -> Load:
     load = asyncio.run(run())
     print(
         f"{events} events: {load.right} answers right, {load.with_cached_prefix} of them with a cached prefix and"
-        f" {load.preempted} preempted; {load.aborted} aborted, {len(load.refused)} refused"
+        f" {load.preempted} preempted; {load.aborted} aborted, {len(load.refused)} refused; the workers that are alive accepted {accepted_drafts(cluster):.0f} draft tokens"
     )
     cluster.assert_idle_and_sound()
     return load
@@ -84,7 +85,7 @@ def hybrid(running_cluster: Callable[..., Any], model_folder: Path, tmp_path: Pa
 
     def start(family: str) -> Any:
         return running_cluster(
-            model=copy_of_tiny_model(family, model_folder, tmp_path),
+            model=copy_of_tiny_model(family, model_folder, tmp_path, eos_token_id=list(ENDS)),
             prefill=2,
             decode=2,
             dtype="float32",
@@ -94,13 +95,6 @@ def hybrid(running_cluster: Callable[..., Any], model_folder: Path, tmp_path: Pa
         )
 
     return start
-
-
-@pytest.mark.timeout(300)
-def test_answers_are_right_though_workers_die_and_clients_leave(hybrid: Callable[[str], Any]) -> None:
-    load = right_answers_amid(2 * KILL_EVERY, hybrid("qwen3_next"))
-    assert load.right >= AT_ONCE
-    assert load.aborted
 
 
 @soak

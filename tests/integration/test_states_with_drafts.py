@@ -1,6 +1,7 @@
 """Speculation on every family with state layers: rejected draft tokens leave no trace in the states.
 
-The proposer knows the answers and is right at six of ten positions, so that steps accept every number of draft tokens.
+The proposer knows the answers and is right at a share of the positions, so that steps accept every number of draft
+tokens.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tandem.engine.models.load_spec import parse_spec
 from tandem.protocol.messages import SamplingParams
 from tandem.protocol.speculation_method import SpeculationMethod
 from tests.factories import FAMILIES
+from tests.unit.engine.test_models import TOLERANCE
 from tests.worker_pair import End, RequestOutput, Sender, until
 
 from .test_families import PAGE, Served, ask, prompts
@@ -55,10 +57,11 @@ def known(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], Sequence[int
     return answers
 
 
-def speculation_of(end: End) -> Speculation:
+def speculation_of(end: End, accuracy: float = ACCURACY) -> Speculation:
     speculation = end.worker._schedulers.decode.speculation
     assert speculation is not None
-    speculation.fixed_drafts = DRAFTS
+    assert isinstance(speculation._proposer, OracleProposer)
+    speculation.fixed_drafts, speculation._proposer.alpha = DRAFTS, accuracy
     return speculation
 
 
@@ -90,23 +93,25 @@ async def test_answers_after_hand_overs_and_preemptions_are_those_without_drafts
         await pair.empty()
 
 
-@pytest.mark.parametrize("tokens", [PAGE - 1, 2 * PAGE, 3 * PAGE + 5])
+@pytest.mark.parametrize(("tokens", "accuracy"), [(PAGE - 1, 0.6), (2 * PAGE, 1.0), (3 * PAGE + 5, 0.9)])
 async def test_the_next_turn_begins_with_the_state_that_accepted_drafts_left(
-    tokens: int, served: Served, known: dict[tuple[int, ...], Sequence[int]]
+    tokens: int, accuracy: float, served: Served, known: dict[tuple[int, ...], Sequence[int]]
 ) -> None:
     """States at the ends of pages are kept though the step that reached them went on, or drafted too far."""
     (prompt,), (tail,) = prompts(2 * PAGE + 3), prompts(9)
-    sampling = replace(GREEDY, max_tokens=tokens)
+    sampling, scored = replace(GREEDY, max_tokens=tokens), replace(GREEDY, logprobs=2)
     async with served.pair(both=True, speculate=SpeculationMethod.OFF) as pair:
         first = await ask(pair, "first", prompt, sampling)
         turn = [*prompt, *first.tokens, *tail]
-        second = await ask(pair, "second", turn, GREEDY)
+        second = await ask(pair, "second", turn, scored)
     known |= {tuple(prompt): first.tokens, tuple(turn): second.tokens}
     async with served.pair(both=True) as pair:
-        speculation = speculation_of(pair.decode)
+        speculation = speculation_of(pair.decode, accuracy)
         assert (await ask(pair, "first", prompt, sampling)).tokens == first.tokens
-        output = await ask(pair, "second", turn, GREEDY)
+        output = await ask(pair, "second", turn, scored)
         stored, page = len(prompt) + tokens - 1, pair.decode.engine.kv_pages.page_tokens
         assert output.cached_tokens == stored // page * page
         assert output.tokens == second.tokens
+        for now, then in zip(output.logprobs, second.logprobs, strict=True):
+            assert now.top == pytest.approx(then.top, abs=TOLERANCE, rel=TOLERANCE)
         assert sum(speculation.counts.accepted.values()) > tokens // 2
