@@ -1,8 +1,9 @@
 """Models with state layers under load: workers are killed and clients leave at random, and every answer is right.
 
 The pools are small, so that the pages of states are used again and again, and requests are preempted. The prompts have
-prefixes in common, so that prefills begin with kept states, and steps verify n-gram draft tokens. TANDEM_STATE_EVENTS is the number of random kills and
-aborts in `make soak`.
+prefixes in common, so that prefills begin with kept states, and steps verify n-gram draft tokens. TANDEM_STATE_EVENTS
+is the number of random kills and aborts in `make soak`. `tests/integration/test_state_faults.py` has ten, in one
+process.
 """
 
 from __future__ import annotations
@@ -71,9 +72,11 @@ def right_answers_amid(events: int, cluster: Any) -> Load:
             return load
 
     load = asyncio.run(run())
+    drafted = accepted_drafts(cluster)
     print(
         f"{events} events: {load.right} answers right, {load.with_cached_prefix} of them with a cached prefix and"
-        f" {load.preempted} preempted; {load.aborted} aborted, {len(load.refused)} refused; the workers that are alive accepted {accepted_drafts(cluster):.0f} draft tokens"
+        f" {load.preempted} preempted; {load.aborted} aborted, {len(load.refused)} refused; {drafted:.0f} draft tokens"
+        " accepted since the last restarts"
     )
     cluster.assert_idle_and_sound()
     return load
