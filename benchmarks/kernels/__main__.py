@@ -1,15 +1,15 @@
 """Measures and tunes single kernels on a GPU: `python -m benchmarks.kernels CASE`.
 
-`fused` compares fused operations with their parts. `attention`, `latent`, `experts`, `products` and `gated` measure one
-kind of kernel with the engine's tiles and with candidates, and print lines for the engine's tables. The last line is
-one JSON object.
+`fused` compares fused operations with their parts. `attention`, `latent`, `experts`, `products`, `gated` and `state`
+measure one kind of kernel with the engine's tiles and with candidates, and print lines for the engine's tables. The
+last line is one JSON object.
 """
 
 import sys
 
 from benchmarks.command_line import need_gpu, run_case
 
-NAMES = ("fused", "attention", "latent", "experts", "products", "gated")
+NAMES = ("fused", "attention", "latent", "experts", "products", "gated", "state")
 
 if __name__ == "__main__":
     if not {"-h", "--help"} & {*sys.argv[1:2]}:

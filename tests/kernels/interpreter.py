@@ -19,6 +19,11 @@ _init_block, _broadcast = tl.core.block_type.__init__, TritonSemantic.broadcast_
 is_builtin, constexpr = tl.core.is_builtin, tl.core.constexpr
 SCALAR = tl.core.tuple([]), constexpr(1)
 """The shape and the number of elements of a scalar."""
+ROUNDED = {
+    (tl.float32, tl.float8e4nv): (torch.float8_e4m3fn, torch.uint8),
+    (tl.float32, tl.bfloat16): (torch.bfloat16, torch.uint16),
+}
+"""The conversions that are rounded, with the dtype of the result and that of its codes."""
 
 
 def mend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,10 +112,11 @@ def splat(semantic: Any, scalar: Any, like: Any) -> Any:
 
 
 def convert_float(numbers: Any, given: Any, wanted: Any, rounding: Any) -> Any:
-    """Rounds to float8 as a GPU does: the interpreter truncates, and small numbers become large ones."""
-    if (given, wanted) == (tl.float32, tl.float8e4nv):
+    """Rounds to float8 and bfloat16 as a GPU does: the interpreter truncates, and small numbers become large ones."""
+    if (given, wanted) in ROUNDED:
+        rounded, codes = ROUNDED[given, wanted]
         floats = torch.from_numpy(np.ascontiguousarray(numbers).view(np.float32))
-        return floats.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        return floats.to(rounded).view(codes).numpy()
     return _convert_float(numbers, given, wanted, rounding)
 
 

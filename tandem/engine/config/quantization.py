@@ -152,7 +152,7 @@ def at_load(name: str) -> Quantization:
     """
     codes = Codes(name)
     scheme = WeightScheme(WeightFormat.ROUND_TO_NEAREST, codes, quantized_inputs=codes is Codes.FLOAT8)
-    return Quantization(name, ((r"model\.layers\..*", scheme),))
+    return Quantization(name, ((r"(model|backbone)\.layers\..*", scheme),))
 
 
 def check_patterns(quantization: Quantization) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.config.attention import AttentionShape
-from tandem.engine.config.model import GatedDeltaNet, ModelSpec
+from tandem.engine.config.model import ModelSpec
 from tandem.engine.kernels.attention.prefill_attention import FlashPrefill, PrefillAttention, leaves_idle
 from tandem.engine.kernels.attention.quantized_prefill import QuantizedPrefill, make_copies
 from tandem.engine.kernels.attention.triton_attention import DecodeAttention
@@ -43,8 +43,7 @@ from tandem.engine.kernels.rowwise import triton_rope
 from tandem.engine.kernels.rowwise.triton_embed import embed
 from tandem.engine.kernels.rowwise.triton_norm import norm_add, rms_norm
 from tandem.engine.kernels.second_stream import SecondStream
-from tandem.engine.kernels.states.reference import accept_drafts, mix_states
-from tandem.engine.kernels.states.triton_decode import decode_delta
+from tandem.engine.kernels.states.state_kernels import StateKernels
 from tandem.engine.kernels.triton_launch import overlaps_launches
 from tandem.protocol.errors import InvalidArgument
 
@@ -102,6 +101,7 @@ class CudaKernels(Kernels):
         # Libraries take seconds to import and to compile, while weights are loaded and other kernels compiled.
         libraries = Libraries(wanted)
         self._prefill_soon, self._gated_soon = libraries.attention, libraries.gated_product
+        self._states = StateKernels(self._pdl, libraries.chunked_delta)
         self._latent = LatentKernels(model.latent_shapes, device, dtype, self._pdl, libraries.latent_blocks)
 
     @cached_property
@@ -171,6 +171,8 @@ class CudaKernels(Kernels):
 
     def begin_step(self, cache: KvCache, layout: StepLayout) -> None:
         """Prepare prefill attention of the rows with several tokens, and decode attention of the one-token rows."""
+        if self._has_states and not layout.group:  # the rows are those of all groups
+            self._states.begin_step(layout)
         single = self._single_rows(layout)
         self._latent.begin_step(cache, layout, single)
         if self._decode and single < len(layout.context_lens):
@@ -278,20 +280,8 @@ class CudaKernels(Kernels):
         return self._latent.attention(q, layer, cache, layout, self._single_rows(layout))
 
     def mix_states(self, projected: Tensor, layer: RecurrentLayer, cache: StateCache, layout: StepLayout) -> Tensor:
-        """Compute Gated DeltaNet of one-token rows in two launches, and everything else in PyTorch."""
-        plain = layout.decode_only and layout.draft_groups is None
-        if not plain or not isinstance(layer.spec, GatedDeltaNet):
-            return mix_states(projected, layer, cache, layout)
-        assert layout.state_pages is not None
-        out = projected.new_empty(len(projected), layer.spec.inner)
-        decode_delta(projected, layer, cache, layout.state_pages, out, pdl=self._pdl)
-        return out
-
-    def accept_drafts(
-        self, projected: Tensor, layer: RecurrentLayer, cache: StateCache, layout: StepLayout, accepted: Tensor
-    ) -> None:
-        """Compute the rows of a request one after the other, in PyTorch."""
-        accept_drafts(projected, layer, cache, layout, accepted)
+        """Advance the states of all rows without waiting for the device, in one or two launches for one-token rows."""
+        return self._states.mix(projected, layer, cache, layout)
 
     def _normed(self, hidden: Tensor, norm: Norm, *, streamed: bool = True) -> tuple[Tensor, Norm | None]:
         """Return the input of a product, and the norm that a streaming kernel still has to apply, or None.

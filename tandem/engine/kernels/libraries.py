@@ -9,7 +9,7 @@ import torch
 
 from tandem.engine.compiled_folder import compiled_folder
 from tandem.engine.config.attention import LatentShape
-from tandem.engine.config.model import GroupedQueryAttention, ModelSpec
+from tandem.engine.config.model import GatedDeltaNet, GroupedQueryAttention, ModelSpec
 from tandem.engine.kernels.attention.prefill_attention import (
     COMPILED_LENGTHS,
     AttentionKind,
@@ -28,6 +28,8 @@ from tandem.engine.kernels.latent.block_attention import (
 )
 from tandem.engine.kernels.latent.block_attention import compiled as compiled_blocks
 from tandem.engine.kernels.linear.gated_product import GatedProduct, PlainGated, choose_gated_product, why_no_library
+from tandem.engine.kernels.states.chunked_delta import ChunkedDelta, choose_chunked_delta
+from tandem.engine.kernels.states.chunked_delta import compiled as compiled_delta
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,15 @@ class Wanted:
             return PlainBlocks()  # no layer uses it
         return choose_block_attention(self.device, self.dtype, self.latent_shapes)
 
+    def chunked_delta(self) -> ChunkedDelta | None:
+        """Choose, compile and return the kernels of long rows of Gated DeltaNet; None without such layers."""
+        attentions = dict.fromkeys(layer.attention for layer in self.model.layers)
+        specs = [attention for attention in attentions if isinstance(attention, GatedDeltaNet)]
+        if not specs:
+            return None
+        chosen = choose_chunked_delta(self.device, self.dtype, specs, pdl=self.pdl)
+        return compiled_delta(chosen, specs, self.device, self.dtype)
+
     def gated_product(self) -> GatedProduct:
         """Choose, compile and return the gated product."""
         widths = self.model.dense_widths | self.model.shared_widths
@@ -79,7 +90,7 @@ class Wanted:
 
 
 class Libraries:
-    """Futures of the library kernels: prefill attention, attention of expanded latents, and the gated product."""
+    """Futures of the library kernels: attention of prompts and of expanded latents, gated product, Gated DeltaNet."""
 
     def __init__(self, wanted: Wanted) -> None:
         """Start choosing and compiling at once, in a thread, and on a GPU also in separate processes.
@@ -91,6 +102,7 @@ class Libraries:
         self.attention: Future[PrefillAttention] = thread.submit(_attention, wanted, wait)
         self.latent_blocks: Future[BlockAttention] = thread.submit(_latent_blocks, wanted, wait)
         self.gated_product: Future[GatedProduct] = thread.submit(wanted.gated_product)
+        self.chunked_delta: Future[ChunkedDelta | None] = thread.submit(wanted.chunked_delta)
         thread.shutdown(wait=False)
 
 

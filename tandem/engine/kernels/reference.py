@@ -22,7 +22,7 @@ from tandem.engine.kernels.layers import (
     RecurrentLayer,
 )
 from tandem.engine.kernels.packed_weight import PackedWeight
-from tandem.engine.kernels.states.reference import accept_drafts, mix_states
+from tandem.engine.kernels.states.reference import mix_states
 from tandem.engine.kernels.unpacked import as_matrix
 
 
@@ -141,12 +141,6 @@ class ReferenceKernels(Kernels):
     def mix_states(self, projected: Tensor, layer: RecurrentLayer, cache: StateCache, layout: StepLayout) -> Tensor:
         """Compute one-token rows together and longer rows one after the other, in PyTorch."""
         return mix_states(projected, layer, cache, layout)
-
-    def accept_drafts(
-        self, projected: Tensor, layer: RecurrentLayer, cache: StateCache, layout: StepLayout, accepted: Tensor
-    ) -> None:
-        """Compute the rows of a request one after the other, in PyTorch."""
-        accept_drafts(projected, layer, cache, layout, accepted)
 
 
 def rounded_input(x: Tensor, weight: PackedWeight) -> Tensor:

@@ -19,15 +19,20 @@ BILLIONS = {
     "deepseek-v3-4-layers": 15.1,
     "gemma-3-12b": 11.8,
     "gemma-3-27b": 27.0,
+    "gpt-oss-120b": 116.8,
     "gpt-oss-20b": 20.9,
+    "lfm2-1.2b": 1.17,
     "llama-3-70b": 70.6,
     "llama-3-8b": 8.03,
     "llama-3.1-8b": 8.03,
     "llama-3.2-1b": 1.24,
+    "nemotron-h-8b": 8.1,
     "qwen3-0.6b": 0.6,
     "qwen3-30b-a3b": 30.5,
     "qwen3-32b": 32.8,
     "qwen3-8b": 8.19,
+    "qwen3-next-80b-a3b": 79.7,
+    "qwen3.5-35b-a3b": 34.7,
 }
 
 

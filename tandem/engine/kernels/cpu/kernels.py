@@ -48,7 +48,7 @@ from tandem.engine.kernels.layers import (
 )
 from tandem.engine.kernels.packed_weight import PackedWeight, Weight
 from tandem.engine.kernels.reference import ReferenceKernels, activate, rms_norm
-from tandem.engine.kernels.states.reference import accept_drafts, mix_states
+from tandem.engine.kernels.states.reference import mix_states
 from tandem.protocol.errors import Internal
 
 _ALL_POSITIONS = 1 << 30
@@ -217,12 +217,6 @@ class CpuKernels(Kernels):
     def mix_states(self, projected: Tensor, layer: RecurrentLayer, cache: StateCache, layout: StepLayout) -> Tensor:
         """Compute one-token rows together and longer rows one after the other, in PyTorch."""
         return mix_states(projected, layer, cache, layout)
-
-    def accept_drafts(
-        self, projected: Tensor, layer: RecurrentLayer, cache: StateCache, layout: StepLayout, accepted: Tensor
-    ) -> None:
-        """Compute the rows of a request one after the other, in PyTorch."""
-        accept_drafts(projected, layer, cache, layout, accepted)
 
     def _norm(self, hidden: Tensor, norm: Norm) -> Tensor:
         """Return RMSNorm(hidden); a token's result does not depend on the other tokens."""

@@ -1,21 +1,17 @@
 """State layers in plain PyTorch, the reference of all other implementations. The arithmetic is in float32 or wider."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.engine.config.model import GatedDeltaNet, Mamba2, ShortConvolution
-from tandem.engine.kernels.base import DraftGroups, StepLayout, is_cpu
+from tandem.engine.kernels.base import StepLayout
 from tandem.engine.kernels.kv_cache import StateCache
 from tandem.engine.kernels.layers import RecurrentLayer
 from tandem.engine.kernels.states.recurrence import recurrence
 
-_State = tuple[Tensor | None, Tensor]
-"""Recurrent states [B, heads, *state], None if the layer has none, and inputs [B, heads, channels, inputs] of rows."""
-_SCRATCH = -1
-"""The last page, which no request has: states that are not kept are written to it, and those of padding rows."""
 _UNIT_EPS = 1e-6
 """The epsilon with which Gated DeltaNet normalizes queries and keys to unit length."""
 
@@ -23,102 +19,40 @@ _UNIT_EPS = 1e-6
 def mix_states(projected: Tensor, layer: RecurrentLayer, cache: StateCache, layout: StepLayout) -> Tensor:
     """Advance the states of the step's rows; see `Kernels.mix_states`."""
     assert layout.state_pages is not None
-    pages, groups = layout.state_pages.long(), layout.draft_groups
-    # Padding tokens, which are in no row, write to the last row.
-    out = projected.new_zeros(len(projected) + 1, layer.spec.inner)
-    rows = len(pages)
+    out = projected.new_zeros(len(projected), layer.spec.inner)
+    rows = len(layout.state_pages)
     # Steps of one-token rows do not wait for the device, so that CUDA graphs can contain them.
     bounds: Sequence[int] = range(rows + 1) if layout.decode_only else layout.row_starts.tolist()
     single = rows if layout.decode_only else layout.single_rows
     # The rows of one token are computed together, the others one after the other.
-    spans = [(0, single)] if single and groups is None else []
-    for first, last in (*spans, *((row, row + 1) for row in range(single, rows))):
+    spans = ([(0, single)] if single else []) + [(row, row + 1) for row in range(single, rows)]
+    for first, last in spans:
         tokens = slice(bounds[first], bounds[last])
         if tokens.start == tokens.stop:
             continue
         part = torch.unflatten(projected[tokens], 0, (last - first, -1))
-        read, write = pages[first:last].unbind(1)
-        mixed, state = _rows(part, layer, _read(cache, layer, read))
-        out[tokens] = mixed.flatten(0, 1)
-        _write(cache, layer, write, state)
-    if groups is not None:
-        alone = groups.table[:-1, 2] == 1
-        for distance, (row, active, mixed, state) in enumerate(_chains(projected, layer, cache, pages, groups)):
-            out[torch.where(active, row, len(projected))] = mixed
-            if distance == 0:
-                _write(cache, layer, torch.where(alone, pages[row, 1], _SCRATCH), state)
-    return out[:-1]
+        out[tokens] = _rows(part, layer, cache, layout.state_pages[first:last].long()).flatten(0, 1)
+    return out
 
 
-def accept_drafts(
-    projected: Tensor, layer: RecurrentLayer, cache: StateCache, layout: StepLayout, accepted: Tensor
-) -> None:
-    """Write the states after accepted draft tokens; see `Kernels.accept_drafts`."""
-    assert layout.state_pages is not None
-    assert layout.draft_groups is not None
-    pages, groups = layout.state_pages.long(), layout.draft_groups
-    several = groups.table[:-1, 2] > 1
-    chains = _chains(projected, layer, cache, pages, groups, 1 + _largest(accepted, groups.rows - 1))
-    for distance, (row, _, _, state) in enumerate(chains):
-        _write(cache, layer, torch.where(several & (distance <= accepted), pages[row, 1], _SCRATCH), state)
+def _rows(projected: Tensor, layer: RecurrentLayer, cache: StateCache, pages: Tensor) -> Tensor:
+    """Return the output [B, L, inner] of B rows of L tokens, and write their states.
 
-
-def _chains(
-    projected: Tensor,
-    layer: RecurrentLayer,
-    cache: StateCache,
-    pages: Tensor,
-    groups: DraftGroups,
-    rows: int | None = None,
-) -> Iterator[tuple[Tensor, Tensor, Tensor, _State]]:
-    """Yield the results of the groups' first rows, then those of their second rows, and so on up to row `rows` - 1.
-
-    Each is the number of the row in the step [groups], whether the group has that row [groups], the row's output
-    [groups, inner], and the states after it. Groups without that row have the results of a row of others.
+    The states of padding rows are written to page -1, the last one, which no request has.
     """
-    first, following, count = groups.table[:-1].long().unbind(1)
-    state = _read(cache, layer, pages[first, 0])
-    for distance in range(_largest(count, groups.rows) if rows is None else rows):
-        active = distance < count
-        row = torch.where(active, first if distance == 0 else following + (distance - 1), 0)
-        mixed, state = _rows(projected[row].unsqueeze(1), layer, state)
-        yield row, active, mixed[:, 0], state
-
-
-def _largest(counts: Tensor, bound: int) -> int:
-    """Return an upper bound of the counts: the largest, or `bound` on a device for which this would have to wait."""
-    return int(counts.max()) if is_cpu(counts.device) else bound
-
-
-def _read(cache: StateCache, layer: RecurrentLayer, pages: Tensor) -> _State:
-    """Return the states and inputs in these pages, one for each row; those of page -1 are zeros."""
-    fresh, pages = pages < 0, pages.clamp(min=0)
-    inputs = cache.inputs[pages, layer.index].masked_fill(fresh[:, None, None, None], 0)
-    if cache.states is None:
-        return None, inputs
-    return cache.states[pages, layer.index].masked_fill(fresh[:, None, None, None, None], 0), inputs
-
-
-def _write(cache: StateCache, layer: RecurrentLayer, pages: Tensor, state: _State) -> None:
-    """Write the states and inputs of rows to these pages."""
-    recurrent, inputs = state
-    cache.inputs[pages, layer.index] = inputs
-    if cache.states is not None and recurrent is not None:
-        cache.states[pages, layer.index] = recurrent.to(cache.states.dtype)
-
-
-def _rows(projected: Tensor, layer: RecurrentLayer, before: _State) -> tuple[Tensor, _State]:
-    """Return the output [B, L, inner] of B rows of L tokens, and the states after them, from the states before them."""
     spec, dtype = layer.spec, projected.dtype
     wide = torch.promote_types(dtype, torch.float32)
-    state, inputs = before
+    read, write = pages.unbind(1)
+    fresh = read < 0
+    inputs = cache.inputs[read.clamp(min=0), layer.index].masked_fill(fresh[:, None, None, None], 0)
     parts = projected.split_with_sizes(spec.projected, -1)
     if isinstance(spec, ShortConvolution):
-        gate_in, gate_out, x = parts
-        mixed, inputs = _convolve(layer, inputs, [gate_in * x])
-        return (gate_out.to(wide) * mixed[0].flatten(2)).to(dtype), (None, inputs)
-    assert state is not None
-    kept = state.dtype
+        before, after, x = parts
+        mixed, inputs = _convolve(layer, inputs, [before * x])
+        cache.inputs[write, layer.index] = inputs
+        return (after.to(wide) * mixed[0].flatten(2)).to(dtype)
+    assert cache.states is not None
+    state = cache.states[read.clamp(min=0), layer.index].masked_fill(fresh[:, None, None, None, None], 0)
     if isinstance(spec, GatedDeltaNet):
         q, k, v, gate, step, decay = parts
         mixed, inputs = _convolve(layer, inputs, [q, k, v])
@@ -128,7 +62,9 @@ def _rows(projected: Tensor, layer: RecurrentLayer, before: _State) -> tuple[Ten
         gate, x, b, c, dt = parts
         mixed, inputs = _convolve(layer, inputs, [x, b, c])
         out, state = _selective(layer, spec, [F.silu(part) for part in mixed], dt.to(wide), state)
-    return _gated_norm(out, gate, layer, dtype), (state.to(kept), inputs)
+    cache.inputs[write, layer.index] = inputs
+    cache.states[write, layer.index] = state.to(cache.states.dtype)
+    return _gated_norm(out, gate, layer, dtype)
 
 
 def _convolve(layer: RecurrentLayer, inputs: Tensor, parts: list[Tensor]) -> tuple[list[Tensor], Tensor]:
