@@ -290,9 +290,11 @@ class Speculation:
     def _positions(self, request: DecodeRequest, wanted: int) -> int:
         """Return the number of draft tokens for which the request has pages.
 
-        If that is less than `wanted`, the request first gets one more page, unless another request needs the page.
+        It is at most the number that a step can verify. If it is less than `wanted`, the request first gets one more
+        page, unless another request needs the page.
         """
-        left = self._batch.positions_left(request)
+        wanted = self._batch.verifiable(request, wanted)
+        left = min(wanted, self._batch.positions_left(request))
         if left < wanted and self._batch.grow_ahead(request, self._grow):
-            left = self._batch.positions_left(request)
+            left = min(wanted, self._batch.positions_left(request))
         return left

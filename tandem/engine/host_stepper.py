@@ -9,6 +9,8 @@ from torch import Tensor
 from tandem.engine.cache.paged_cache import PagedCache
 from tandem.engine.graph_use import GraphUse
 from tandem.engine.kernels.base import DeferredTokens
+from tandem.engine.kernels.kv_cache import states_of
+from tandem.engine.kernels.states.row_chains import accepting, verifying
 from tandem.engine.logprobs import logprobs, score
 from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.parallel.step_stream import AcceptedDrafts, RankStep
@@ -34,9 +36,11 @@ class Forward:
         """Store a step's KV and return the logits [sampled rows, vocab]; None if no row samples a token."""
         if self._on_step is not None:
             self._on_step(step)
-        return self._model.forward(
-            step.token_ids, step.layouts, self._cache.views, step.drawn, feed, scoring=step.scoring
-        )
+        layouts = [
+            layout if layout.chains is None else verifying(layout, states_of(cache))
+            for layout, cache in zip(step.layouts, self._cache.views, strict=True)
+        ]
+        return self._model.forward(step.token_ids, layouts, self._cache.views, step.drawn, feed, scoring=step.scoring)
 
     def accept_drafts(self, step: PackedStep, accepted: Tensor) -> None:
         """Write the states after the accepted draft tokens of `step`, the newest one, which has chains.
@@ -45,7 +49,8 @@ class Forward:
         """
         if self._on_step is not None:
             self._on_step(AcceptedDrafts(accepted.cpu().long()))
-        self._model.accept_drafts(step.layouts, self._cache.views, accepted)
+        layouts = [layout if layout.chains is None else accepting(layout, accepted) for layout in step.layouts]
+        self._model.accept_drafts(layouts, self._cache.views)
 
 
 class HostStepper:

@@ -1,10 +1,10 @@
 """CUDA graphs of steps that verify draft tokens, by the number of rows and of requests.
 
 Attention computes the rows of a request together, as a group (`tandem.engine.kernels.base.DraftGroups`); the table of
-groups follows the step's words. State layers have groups of their own (`StepSizes.chains`), and another graph writes
-their states once the accepted draft tokens are known. A step uses the graph with the fewest rows that has space for its
-requests and rows, no matter how the draft tokens are distributed over the requests. Where attention does not support
-groups and there are no state layers, decode graphs compute these steps.
+groups follows the step's words. State layers compute the rows of a request one after the other, and a second graph
+writes their states once the accepted draft tokens are known. A step uses the graph with the fewest rows that has space
+for its requests and rows, no matter how the draft tokens are distributed over the requests. Where attention does not
+support groups and there are no state layers, decode graphs compute these steps.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,8 +22,8 @@ from tandem.engine.cuda.step_graph import Pool, StepGraph, capture_step, empty_s
 from tandem.engine.host_stepper import Forward
 from tandem.engine.kernels.base import DeferredTokens, DraftGroups, Kernels
 from tandem.engine.steps.batch import StepBatch, TokenRows
-from tandem.engine.steps.draft_groups import DraftGroupSizes, fill_draft_groups, groups_needed
-from tandem.engine.steps.step_buffer import DRAFT_GROUP_FIELDS, StepSizes
+from tandem.engine.steps.draft_groups import FIELDS, DraftGroupSizes, fill_draft_groups, groups_needed
+from tandem.engine.steps.step_buffer import StepSizes
 from tandem.engine.steps.step_packer import PackedStep, StepPacker
 from tandem.engine.weights.checkpoint import Progress
 
@@ -147,19 +147,16 @@ def _grouped(step: PackedStep, groups: DraftGroupSizes, words: Tensor) -> Packed
     # Called once here, so that the loop is compiled before the first step.
     fill_draft_groups(TokenRows.of(()), groups, np.zeros(groups.words, dtype=np.int64))
     entries = groups.groups + 1
-    table = words.view(torch.int32)[: DRAFT_GROUP_FIELDS * entries].view(entries, DRAFT_GROUP_FIELDS)
+    table = words.view(torch.int32)[: FIELDS * entries].view(entries, FIELDS)
     grouped = DraftGroups(table, groups.rows)
-    layouts = (
-        replace(layout, draft_groups=grouped) if layout.state_pages is None else layout for layout in step.layouts
-    )
-    return replace(step, layouts=tuple(layouts))
+    return replace(step, layouts=tuple(replace(layout, draft_groups=grouped) for layout in step.layouts))
 
 
 def verify_sizes(kernels: Kernels, max_requests: int, max_rows: int, *, states: bool = False) -> list[VerifySize]:
     """Return the sizes that get a graph, in ascending order, for at most `max_requests` requests and `max_rows` rows.
 
-    The list is empty if attention computes each row separately, unless the model has `states`: decode graphs cannot
-    verify its draft tokens.
+    If attention computes each row separately, decode graphs compute these steps, and the list is empty. In a model with
+    `states` they cannot do so; the list then has the sizes for which attention has scratch memory.
     """
     groups = {drafts: kernels.draft_group_rows(drafts) for drafts in DRAFTS}
     sizes = [
@@ -167,7 +164,10 @@ def verify_sizes(kernels: Kernels, max_requests: int, max_rows: int, *, states: 
         for requests in graph_sizes(max_requests)
         for drafts, group in groups.items()
     ]
-    return sorted(size for size in sizes if (size.group_rows > 1 or states) and size.rows <= min(MOST_ROWS, max_rows))
+    separate = max_requests if states else 0
+    return sorted(
+        size for size in sizes if size.rows <= min(MOST_ROWS, max_rows, MOST_ROWS if size.group_rows > 1 else separate)
+    )
 
 
 def most_groups(sizes: Iterable[VerifySize]) -> dict[int, int]:

@@ -42,6 +42,24 @@ class DraftGroups:
 
 
 @dataclass(frozen=True, slots=True)
+class RowChains:
+    """The order in which state layers compute the one-token rows of a step that verifies draft tokens.
+
+    The rows of a request follow one another. All tensors are int32 on the device.
+
+    starts [n + 1]  request c has the tokens order[starts[c]], …, order[starts[c + 1] - 1], in the order of positions
+    order  [T]      the step's tokens; those of padding rows come last
+    places [T]      the place of each token in `order`
+    rows            host int, the largest number of rows of a request
+    """
+
+    starts: Tensor
+    order: Tensor
+    places: Tensor
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepLayout:
     """Positions and cache slots of a step's tokens, shared by the layers of a KV group (`tandem/engine/config/kv.py`).
 
@@ -60,11 +78,11 @@ class StepLayout:
     group         host int, the number of the KV group: only `slots` and `page_table` differ between groups
     adapters      [T] each token's adapter, counted from 1; 0 = no adapter; None = the model has no adapters
     draft_groups  the rows that attention computes together, if all rows of the step have one token and some rows verify
-                  draft tokens; else None. For a group of state layers: one group for each request of a step in which
-                  some rows verify draft tokens, with all rows of the request; the rows of chunks are in no group
+                  draft tokens; else None
 
     state_pages   [R, 2] for a group of state layers, else None: the page from which each row's state is read, -1 if the
                   row has no earlier token (its state is zero), and the page to which the new state is written
+    chains        for a group of state layers of a step that verifies draft tokens, else None: the rows of each request
 
     In steps of fixed size (CUDA graphs) a row may be padding: its slot is -1, so that nothing is stored, and its
     context is 0; its state pages are -1.
@@ -83,6 +101,7 @@ class StepLayout:
     adapters: Tensor | None = None
     draft_groups: DraftGroups | None = None
     state_pages: Tensor | None = None
+    chains: RowChains | None = None
 
     @property
     def decode_only(self) -> bool:
@@ -275,22 +294,7 @@ class Kernels(Products):
         → [T, layer.spec.inner]: the output, gated and normalized
 
         Each row begins with the state in its first page of `layout.state_pages`, and the new state is written to the
-        second. With `layout.draft_groups`, each row of a group but the first begins with the state after the row before
-        it instead, and the states of groups with several rows are not written: `accept_drafts` writes them.
-        """
-
-    @abstractmethod
-    def accept_drafts(
-        self, projected: Tensor, layer: RecurrentLayer, cache: StateCache, layout: StepLayout, accepted: Tensor
-    ) -> None:
-        """Write the states of the groups with several rows of a step that `mix_states` has computed.
-
-        projected, layer, cache, layout: the arguments of `mix_states`
-        accepted [groups] int32: the number of accepted draft tokens of each group of `layout.draft_groups`
-
-        The states are those after the first row of the group and the rows of the accepted draft tokens. They are
-        written to the second page of each of these rows, so that a page whose last position is among them has the state
-        after that position.
+        second.
         """
 
 

@@ -113,11 +113,11 @@ class DecoderModel:
         self._finish(last, mixed, hidden, slots)
         return self._logits(hidden) if scoring is None else scoring.logits(hidden, self._logits)
 
-    def accept_drafts(self, layouts: Sequence[StepLayout], caches: Sequence[GroupCache], accepted: Tensor) -> None:
-        """Write the states after the accepted draft tokens of the newest step; see `Kernels.accept_drafts`."""
+    def accept_drafts(self, layouts: Sequence[StepLayout], caches: Sequence[GroupCache]) -> None:
+        """Write the states after the accepted draft tokens of the newest step; see `StateBlock.accept_drafts`."""
         for layer in self._layers:
             if isinstance(layer.attention, StateBlock):
-                layer.attention.accept_drafts(layouts[layer.group], caches[layer.group], accepted)
+                layer.attention.accept_drafts(layouts[layer.group], caches[layer.group])
 
     def _begin_step(
         self,

@@ -1,8 +1,7 @@
-"""Draft groups: the rows of one request in a verification step.
+"""Draft groups: the rows of one request in a verification step, and which of its draft tokens are accepted.
 
-Attention reads the KV of a group only once, and state layers compute the rows of a request one after the other. A
-compiled loop fills the table of groups, as it does the other sections of a step
-(`tandem/engine/steps/step_buffer.py`).
+Attention reads the KV of a group only once. A compiled loop fills the table of groups, as it does the other sections of
+a step (`tandem/engine/steps/step_buffer.py`).
 """
 
 from collections.abc import Sequence
@@ -12,7 +11,10 @@ import numpy as np
 
 from tandem.engine.kernels.cpu.compiled_cache import cached_entry
 from tandem.engine.steps.batch import TokenRows
-from tandem.engine.steps.step_buffer import DRAFT_GROUP_FIELDS, Words
+from tandem.engine.steps.step_buffer import Narrow, Words
+
+FIELDS = 3
+"""The number of integers in an entry of the table; see `tandem.engine.kernels.base.DraftGroups.table`."""
 
 
 class DraftGroupSizes(NamedTuple):
@@ -25,7 +27,7 @@ class DraftGroupSizes(NamedTuple):
     @property
     def words(self) -> int:
         """The size of the table in 8-byte words."""
-        return (DRAFT_GROUP_FIELDS * (self.groups + 1) + 1) // 2
+        return (FIELDS * (self.groups + 1) + 1) // 2
 
 
 def groups_needed(requests: int, tokens: int, rows: int) -> int:
@@ -37,13 +39,30 @@ def groups_needed(requests: int, tokens: int, rows: int) -> int:
 
 
 def fill_draft_groups(batch: TokenRows, sizes: DraftGroupSizes, words: Words) -> None:
-    """Write the table of a batch's draft groups into `words` [at least sizes.words].
+    """Write the table of a batch's draft groups into `words` [sizes.words].
 
     The batch has the rows of all requests' newest tokens first, then the rows of draft tokens, ordered by request and
     by position. The row of a draft token has the slot of its request.
     """
-    table = words.view(np.int32)[: DRAFT_GROUP_FIELDS * (sizes.groups + 1)].reshape(-1, DRAFT_GROUP_FIELDS)
+    table = words.view(np.int32)[: FIELDS * (sizes.groups + 1)].reshape(-1, FIELDS)
     _fill(batch.columns.slot_indices, len(batch.newest), sizes.rows, table)
+
+
+def fill_chains(batch: TokenRows, chains: int, into: Narrow) -> None:
+    """Write starts, order and places of `RowChains` into `into` [chains + 1 + 2 · tokens].
+
+    The batch is that of `fill_draft_groups`. Requests after those of the batch have no rows.
+    """
+    slots, requests, tokens = batch.columns.slot_indices, len(batch.newest), (len(into) - chains - 1) // 2
+    starts, order, places = np.split(into, [chains + 1, chains + 1 + tokens])
+    request_of_slot = np.zeros(int(slots.max(initial=0)) + 1, dtype=np.intp)
+    request_of_slot[slots[:requests]] = np.arange(requests)
+    request = request_of_slot[slots]
+    starts[0], starts[1:] = 0, len(slots)
+    starts[1 : requests + 1] = np.bincount(request, minlength=requests).cumsum()
+    order[: len(slots)] = np.argsort(request, kind="stable")
+    order[len(slots) :] = np.arange(len(slots), tokens)
+    places[order] = np.arange(tokens)
 
 
 def accepted_drafts(drafts: Sequence[int], drawn: Sequence[int]) -> int:
@@ -72,7 +91,7 @@ def accepted_in(batch: TokenRows, drawn: Sequence[int]) -> list[int]:
 
 
 def _fill_groups(slots, requests, rows, table):  # type: ignore[no-untyped-def]
-    """Write groups of up to `rows` rows into table [groups + 1, DRAFT_GROUP_FIELDS] int32.
+    """Write groups of up to `rows` rows into table [groups + 1, FIELDS] int32.
 
     `slots` [n] int64 are the slots of all rows. The first `requests` rows have the requests' newest tokens, the others
     have draft tokens.

@@ -17,9 +17,6 @@ from tandem.engine.kernels.cpu.compiled_cache import cached_entry
 from tandem.protocol.errors import Internal
 from tandem.protocol.kv_pages import STATE, first_page
 
-DRAFT_GROUP_FIELDS = 3
-"""The number of integers in an entry of a table of draft groups (`tandem.engine.kernels.base.DraftGroups.table`)."""
-
 Words = npt.NDArray[np.int64]
 Narrow = npt.NDArray[np.int32]
 
@@ -83,8 +80,7 @@ class StepSizes:
     The sections in order: int64 token_ids, slots, drawn; int32 positions, sources, row starts, contexts, page table,
     adapters, state pages, chains. Each section begins at a multiple of 16 bytes, because Triton would compile kernels
     again for other alignments. Slots and page table have one part for each group with KV, and the state pages one for
-    each group of state layers, padded to a multiple of 16 bytes as well. The chains are the table of draft groups of
-    state layers, with one group for each request (`StepLayout.draft_groups`).
+    each group of state layers, padded to a multiple of 16 bytes as well. The chains are the tensors of `RowChains`.
     """
 
     tokens: int
@@ -123,7 +119,7 @@ class StepSizes:
     def int32_sections(self) -> list[int]:
         """The lengths of the int32 sections without padding, in elements."""
         table, states = self.groups * self.group_table, self.states * self.group_states
-        chains = DRAFT_GROUP_FIELDS * (self.chains + 1) if self.chains else 0
+        chains = self.chains + 1 + 2 * self.tokens if self.chains else 0
         return [self.tokens, self.tokens, self.rows + 1, self.rows, table, self.tokens, states, chains]
 
     @property
@@ -162,7 +158,7 @@ class _Bounds:
     adapters: slice
     states: slice
     chains: slice
-    """The table of draft groups of state layers."""
+    """The starts, order and places of `RowChains`."""
     int32_start: int
     """The start of the int32 sections, which follow the int64 sections, in int64 elements."""
     words: int

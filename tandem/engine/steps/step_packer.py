@@ -10,14 +10,13 @@ from torch import Tensor
 
 from tandem.engine.cache.paged_cache import PagedCache
 from tandem.engine.config.model import ModelSpec
-from tandem.engine.kernels.base import DraftGroups, StepLayout
+from tandem.engine.kernels.base import RowChains, StepLayout
 from tandem.engine.speculation.proposer import DRAFTS_MAX
 from tandem.engine.steps.batch import RowColumns, StepBatch
 from tandem.engine.steps.chunk_packer import Sections, check_chunks, fill_chunks
-from tandem.engine.steps.draft_groups import DraftGroupSizes, fill_draft_groups
+from tandem.engine.steps.draft_groups import fill_chains
 from tandem.engine.steps.prompt_scoring import StepPieces
 from tandem.engine.steps.step_buffer import (
-    DRAFT_GROUP_FIELDS,
     OK,
     WRONG_PAGE,
     WRONG_TOKEN,
@@ -93,11 +92,13 @@ class StepPacker:
         if longest > self.limits.max_context:
             raise Internal(f"A row ends at position {longest}; the context is {self.limits.max_context} tokens.")
         width = self.limits.pages_of(longest)
+        if verifying and chunks and self.limits.state_groups:
+            raise Internal("A step of a model with state layers that verifies draft tokens has no chunks.")
         if not chunks:
             return self.limits.sizes(singles, singles, width, singles, verifying)
         tokens = singles + sum(len(row.token_ids) for row in chunks)
         drawn = singles + sum(row.draw is not None for row in chunks)
-        return self.limits.sizes(tokens, singles + len(chunks), width, drawn, verifying)
+        return self.limits.sizes(tokens, singles + len(chunks), width, drawn)
 
     def pack(
         self,
@@ -121,8 +122,7 @@ class StepPacker:
             fill_chunks(Sections.of(words, sizes), batch, chunks_at, drawn_before, self.limits)
         if sizes.chains:
             at = bounds_of(sizes)
-            table = words[at.int32_start + at.chains.start // 2 :]
-            fill_draft_groups(batch.tokens, DraftGroupSizes(sizes.chains, DRAFTS_MAX + 1), table)
+            fill_chains(batch.tokens, sizes.chains, words[at.int32_start :].view(np.int32)[at.chains])
 
     def _fill_tokens(
         self, words: Words, sizes: StepSizes, rows: RowColumns, drawn_before: Sequence[int], end: int
@@ -166,9 +166,6 @@ def unpack(words: Tensor, sizes: StepSizes, batch: StepBatch, device: torch.devi
     context = tokens.columns.longest
     context = max(context, *(row.start + len(row.token_ids) for row in chunks)) if chunks else context
     single = next((i for i, row in enumerate(chunks, len(tokens)) if len(row.token_ids) > 1), sizes.rows)
-    if sizes.chains:
-        # State layers compute these rows by the requests of the table, which has no chunks.
-        single = len(tokens)
     cached = max((row.start for row in chunks), default=0)
     copy = words.to(device, non_blocking=True)
     step = view_step(copy, sizes, max_row_tokens=longest, max_context=context, single_rows=single, max_cached=cached)
@@ -191,7 +188,10 @@ def view_step(
     positions, sources, row_starts, contexts, table, adapters, states, chains = _cut(
         int32_words, sizes.int32_capacity, sizes.int32_sections
     )
-    requests = DraftGroups(chains.view(-1, DRAFT_GROUP_FIELDS), DRAFTS_MAX + 1) if sizes.chains else None
+    row_chains = None
+    if sizes.chains:
+        starts, order, places = chains.split_with_sizes([sizes.chains + 1, sizes.tokens, sizes.tokens])
+        row_chains = RowChains(starts, order, places, DRAFTS_MAX + 1)
     slots, table = slots.view(sizes.groups, -1), table.view(sizes.groups, -1)
     with_kv = [
         StepLayout(
@@ -214,8 +214,8 @@ def view_step(
         replace(
             with_kv[0],
             group=sizes.groups + number,
-            draft_groups=requests,
             state_pages=pages[: 2 * sizes.rows].view(sizes.rows, 2),
+            chains=row_chains,
         )
         for number, pages in enumerate(states.view(sizes.states, sizes.group_states))
     ]

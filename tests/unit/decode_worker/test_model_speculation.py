@@ -71,6 +71,9 @@ class FakeBatch:
     def rows_left(self, _: FakeRequest) -> int:
         return 1000
 
+    def verifiable(self, _: FakeRequest, drafts: int) -> int:
+        return drafts
+
     def positions_left(self, _: FakeRequest) -> int:
         return 100
 

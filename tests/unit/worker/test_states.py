@@ -1,5 +1,6 @@
 """Models with state layers, through both workers: what is held, sent, cached and freed."""
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from tandem.protocol.kv_pages import STATE, KvPages
 from tandem.protocol.messages import SamplingParams
 from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to
-from tests.worker_pair import RequestOutput, WorkerPair, until
+from tests.worker_pair import RequestOutput, Sender, WorkerPair, until
 
 WINDOWS = (None, 3 * PAGE_TOKENS, STATE, STATE)
 PROMPT = [3 + number % 50 for number in range(20 * PAGE_TOKENS + 2)]
@@ -146,3 +147,20 @@ async def test_an_abort_at_any_moment_frees_everything(both: bool) -> None:
             )
             pair.abort(f"q{number}")
             await pair.empty()
+
+
+async def test_a_preempted_request_continues_from_a_kept_state() -> None:
+    """What is computed again are the tokens after the last full page, unless its pages were needed meanwhile."""
+    kv, sampling = KvPages(PAGE_TOKENS, WINDOWS), SamplingParams(max_tokens=12 * PAGE_TOKENS)
+    prompts = [[number + 3, *PROMPT[: 2 * PAGE_TOKENS]] for number in range(2)]
+    held = kv.held(len(prompts[0]) + sampling.max_tokens)
+    async with WorkerPair(pages=held + held // 2, max_step_tokens=one_step(1), both=True) as pair:
+        sender = Sender(pair, sampling.max_tokens)
+        outputs = await asyncio.gather(*(sender.run(f"q{n}", prompt, sampling) for n, prompt in enumerate(prompts)))
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert output.tokens == answer_to(prompt, sampling)
+        assert max(sender.attempts.values()) > 1
+        again = next(output for n, output in enumerate(outputs) if sender.attempts[f"q{n}"] > 1)
+        print(sender.attempts, again.cached_tokens, held)
+        assert again.cached_tokens >= 2 * PAGE_TOKENS
+        await pair.empty()

@@ -49,7 +49,9 @@ def test_no_weight_is_further_from_its_code_than_another_code(name: str, group: 
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("family", ["llama3", "biased", "gpt_oss", "deepseek_v3", "qwen2_moe", "glm4", "nemotron_h", "qwen3_next"])
+@pytest.mark.parametrize(
+    "family", ["llama3", "biased", "gpt_oss", "deepseek_v3", "qwen2_moe", "glm4", "nemotron_h", "qwen3_next"]
+)
 def test_the_products_of_the_layers_are_quantized(name: str, family: str, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, family)
     plain, quantized = (dict(named_weights(load(folder, quantization))) for quantization in (None, name))
