@@ -20,8 +20,9 @@ from tandem.cost_model.acceptance import Acceptance
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import NOTHING, StepWork
 from tandem.engine.grammar_masks import AllowedDrafts
-from tandem.engine.speculation.proposer import DRAFTS_MAX, Draft, DraftSource, Proposer
+from tandem.engine.speculation.proposer import Draft, DraftSource, Proposer
 from tandem.engine.steps.batch import TokenRows
+from tandem.engine.steps.draft_groups import DRAFTS_MAX
 
 PROBE_EVERY = 64
 """While draft tokens do not raise the throughput, one request gets draft tokens every PROBE_EVERY steps, as a probe."""

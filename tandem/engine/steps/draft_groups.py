@@ -13,6 +13,8 @@ from tandem.engine.kernels.cpu.compiled_cache import cached_entry
 from tandem.engine.steps.batch import TokenRows
 from tandem.engine.steps.step_buffer import Narrow, Words
 
+DRAFTS_MAX = 7
+"""Maximum number of draft tokens of one request in a step."""
 FIELDS = 3
 """The number of integers in an entry of the table; see `tandem.engine.kernels.base.DraftGroups.table`."""
 

@@ -11,10 +11,9 @@ from torch import Tensor
 from tandem.engine.cache.paged_cache import PagedCache
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.kernels.base import RowChains, StepLayout
-from tandem.engine.speculation.proposer import DRAFTS_MAX
 from tandem.engine.steps.batch import RowColumns, StepBatch
 from tandem.engine.steps.chunk_packer import Sections, check_chunks, fill_chunks
-from tandem.engine.steps.draft_groups import fill_chains
+from tandem.engine.steps.draft_groups import DRAFTS_MAX, fill_chains
 from tandem.engine.steps.prompt_scoring import StepPieces
 from tandem.engine.steps.step_buffer import (
     OK,

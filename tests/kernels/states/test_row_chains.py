@@ -18,8 +18,7 @@ from tandem.engine.kernels.states.reference import mix_states
 from tandem.engine.kernels.states.row_chains import accepting, verifying
 from tandem.engine.kernels.states.state_kernels import StateKernels
 from tandem.engine.kernels.triton_launch import overlaps_launches
-from tandem.engine.speculation.proposer import DRAFTS_MAX
-from tandem.engine.steps.draft_groups import fill_chains
+from tandem.engine.steps.draft_groups import DRAFTS_MAX, fill_chains
 from tests.draft_rows import with_drafts
 from tests.factories import row
 from tests.kernels.steps import assert_as_good
