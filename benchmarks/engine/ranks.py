@@ -2,6 +2,7 @@
 
     python -m benchmarks.engine ranks --shape llama-3-8b --tensor-parallel-size 2 [--alone] [--save]
     python -m benchmarks.engine ranks --shape llama-3.1-8b --pipeline 2 [--alone] [--save]
+    python -m benchmarks.engine ranks --shape llama-3.1-8b --context-parallel 2 [--alone] [--save]
 
 Weights are random, shapes are real. The sum over all ranks is timed by size, in one shot and with NCCL, and then the
 steps. A share of the copy bandwidth is that of one GPU: the bytes that one rank reads, over the time of the step.
@@ -9,6 +10,9 @@ steps. A share of the copy bandwidth is that of one GPU: the bytes that one rank
 
 `--pipeline` measures pipeline stages of one GPU each instead: prompts of 32,768 tokens that follow each other without a
 pause, in chunks, as a prefill worker computes them.
+
+`--context-parallel` measures ranks that have the whole model and divide the tokens of prompts instead: prompts in one
+step, and prompts of 32,768 tokens in chunks.
 """
 
 from __future__ import annotations
@@ -17,9 +21,10 @@ import argparse
 import gc
 import multiprocessing
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,9 +36,13 @@ from tandem.engine.model_runner import ModelRunner
 from tandem.engine.models.shapes import shape_names, write_shape
 from tandem.engine.weights.gguf import default_cache
 
+if TYPE_CHECKING:
+    from benchmarks.engine.gpu_engine import GpuEngine
+
 BATCHES = (1, 8, 32, 128)
 CONTEXT = 1024
 PREFILLS = (2048, 8192)
+"""Prompts in one step, whose tokens are also the chunks of a long prompt of ranks that divide tokens."""
 LONG_PROMPT, CHUNKS = 32_768, (1024, 2048, 4096)
 """The tokens of a prompt and of a chunk, for pipeline stages.
 
@@ -56,39 +65,48 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=shape_names(), default="llama-3-8b")
     parser.add_argument("--tensor-parallel-size", type=at_least(2), default=2, metavar="RANKS")
     parser.add_argument("--quantization", choices=["int8", "fp8", "int4"])
-    parser.add_argument("--pipeline", type=at_least(2), metavar="STAGES", help="measure pipeline stages instead")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--pipeline", type=at_least(2), metavar="STAGES", help="measure pipeline stages instead")
+    instead.add_argument(
+        "--context-parallel", type=at_least(2), metavar="RANKS", help="measure ranks that divide tokens instead"
+    )
     parser.add_argument("--alone", action="store_true", help="measure one GPU too")
 
 
 def measure(options: argparse.Namespace) -> Measured:
-    """Measure the sums and the group, or a group of pipeline stages, and one GPU if asked."""
+    """Measure the sums and the group, or pipeline stages, or ranks that divide tokens, and one GPU if asked."""
     need_gpu()
-    ranks, stages = options.tensor_parallel_size, options.pipeline or 1
+    ranks, stages, context_ranks = options.tensor_parallel_size, options.pipeline, options.context_parallel
     config = EngineConfig.of(
         write_shape(options.shape, default_cache() / f"shape-{options.shape}"),
         device="cuda",
         dtype="bfloat16",
         random_weights=True,
-        max_step_tokens=max(CHUNKS) if stages > 1 else max(PREFILLS),
+        max_step_tokens=max(CHUNKS) if stages else max(PREFILLS),
         max_batch_requests=max(BATCHES),
         quantization=options.quantization,
     )
-    measured = _steps if stages == 1 else _long_prompts
+    measured = _long_prompts if stages else _prompts if context_ranks else _steps
     alone = _alone(config, measured) if options.alone else Figures()
-    if stages == 1:
-        name, result = "ranks", _sums(ranks) | _group(config, ranks, 1, measured) | {"ranks": ranks}
+    if stages:
+        name, result = "stages", _group(config, 1, measured, stages=stages) | {"stages": stages}
+    elif context_ranks:
+        result = _group(config, context_ranks, measured, divides_tokens=True) | {"context_ranks": context_ranks}
+        name = "context-ranks"
     else:
-        name, result = "stages", _group(config, 1, stages, measured) | {"stages": stages}
+        name, result = "ranks", _sums(ranks) | _group(config, ranks, measured) | {"ranks": ranks}
     result |= _over_alone(result, alone)
     scheme = scheme_suffix(options.quantization, "auto")
     result |= {"shape": options.shape + scheme, "dtype": "bfloat16", **run_facts("cuda")}
     return f"{name}-{options.shape}{scheme}", result
 
 
-def _group(config: EngineConfig, ranks: int, stages: int, measured: Measurement) -> Figures:
+def _group(
+    config: EngineConfig, ranks: int, measured: Measurement, *, stages: int = 1, divides_tokens: bool = False
+) -> Figures:
     from tandem.worker.rank_group import RankGroup
 
-    group = RankGroup(config, ranks, stages=stages)
+    group = RankGroup(config, ranks, stages=stages, divides_tokens=divides_tokens)
     try:
         return measured(group.load(), f"{ranks} ranks" if stages == 1 else f"{stages} stages")
     finally:
@@ -114,6 +132,11 @@ def _steps(runner: ModelRunner, what: str) -> Figures:
             share = engine.decode_bytes([CONTEXT] * batch) / seconds / copy
             figures |= {f"decode_ms_b{batch}": round(seconds * 1e3, 4), f"decode_bw_ratio_b{batch}": round(share, 4)}
             print(f"{what}: decode b{batch:<4} {seconds * 1e3:8.3f} ms  {share:6.1%} of copy", flush=True)
+    return figures | _prefills(engine, what)
+
+
+def _prefills(engine: GpuEngine, what: str) -> Figures:
+    figures = Figures()
     for tokens in PREFILLS:
         seconds = engine.prefill_seconds(1, tokens, rounds=5)
         figures[f"prefill_ms_1x{tokens}"] = round(seconds * 1e3, 3)
@@ -121,12 +144,19 @@ def _steps(runner: ModelRunner, what: str) -> Figures:
     return figures
 
 
-def _long_prompts(runner: ModelRunner, what: str) -> Figures:
+def _prompts(runner: ModelRunner, what: str) -> Figures:
+    """Measure prompts in one step, and long prompts in chunks of as many tokens."""
+    from benchmarks.engine.gpu_engine import GpuEngine
+
+    return _prefills(GpuEngine(runner), what) | _long_prompts(runner, what, PREFILLS)
+
+
+def _long_prompts(runner: ModelRunner, what: str, chunks: Sequence[int] = CHUNKS) -> Figures:
     """Measure prompts that follow each other, of `LONG_PROMPT` tokens or as long as the model's context."""
     from benchmarks.engine.gpu_engine import GpuEngine
 
     engine, tokens, figures = GpuEngine(runner), min(LONG_PROMPT, runner.facts.max_context), Figures()
-    for chunk in CHUNKS:
+    for chunk in chunks:
         seconds = engine.back_to_back_seconds(tokens, chunk, _LONG_PROMPTS)
         figures[f"prompts_ms_{tokens}_by_{chunk}"] = round(seconds * 1e3, 2)
         print(f"{what}: {tokens / seconds:,.0f} tokens/s, prompts of {tokens} in chunks of {chunk}", flush=True)

@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,7 @@ CLOSE_TIMEOUT_S = 15.0
 STATUS_S = 0.1
 """Interval in seconds at which the rank reports its status."""
 SILENT_S = 0.5
-"""Seconds without a message after which an open rank is silent: half of the delay of reports of delivered notices.
+"""Seconds without a message after which a rank is silent: half of the delay of reports of delivered notices.
 
 Only time in which this process waits for a message counts: a busy host or a debugger delays both processes.
 """
@@ -134,6 +134,34 @@ class _Result:
     error: str | None = None
 
 
+class ReceivedMessages:
+    """Iterates over the messages that a rank sends over a pipe, until it closes its end, and measures its silence."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self.silent_s = 0.0
+        """Seconds without a message, in steps of `SILENT_S`; 0 before the first one. Any thread may read it."""
+
+    def __iter__(self) -> Iterator[object]:
+        """Wait for messages, on the thread that iterates."""
+        reports = False
+        while True:
+            try:
+                if not self._pipe.poll(SILENT_S):
+                    self.silent_s += SILENT_S if reports else 0.0
+                    continue
+                message = self._pipe.recv()
+            except (EOFError, OSError):
+                return
+            reports, self.silent_s = True, 0.0
+            yield message
+
+    def ignore(self) -> None:
+        """Wait for messages that only show that the rank runs, until it closes its end."""
+        for _ in self:
+            pass
+
+
 class _Outbox:
     """Sends messages to the other end of a pipe on a thread, so that no caller waits for the other end to read."""
 
@@ -172,7 +200,7 @@ class RemoteTransport(RankTransport):
         self._pending: dict[int, Future[Any]] | None = {}
         """The results that are outstanding, by number; None once the pipe is closed."""
         self._expects = False
-        self._silent_s = 0.0
+        self._messages = ReceivedMessages(pipe)
         self._opened: Future[_Opened] = Future()
         self._reader: threading.Thread | None = None
 
@@ -240,7 +268,7 @@ class RemoteTransport(RankTransport):
 
     def silent_s(self) -> float:
         """Return the seconds in which the open rank has sent nothing, in steps of `SILENT_S`; 0 if it is not silent."""
-        return self._silent_s
+        return self._messages.silent_s
 
     def transport_name(self) -> str:
         """Return the name that the rank has reported last."""
@@ -287,15 +315,7 @@ class RemoteTransport(RankTransport):
 
     def _read(self) -> None:
         """Receive results, notices and reports until the rank closes its end."""
-        while True:
-            try:
-                if not self._pipe.poll(SILENT_S):
-                    self._silent_s += SILENT_S if self._opened.done() else 0.0
-                    continue
-                message = self._pipe.recv()
-            except (EOFError, OSError):
-                break
-            self._silent_s = 0.0
+        for message in self._messages:
             try:
                 self._take(message)
             except Exception:

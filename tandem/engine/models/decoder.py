@@ -11,7 +11,7 @@ from tandem.engine.kernels.base import DeferredTokens, Kernels, Products, StepLa
 from tandem.engine.kernels.kv_cache import GroupCache, kv_of
 from tandem.engine.kernels.layers import Linear
 from tandem.engine.kernels.lora.adapted_products import AdaptedProducts
-from tandem.engine.models.blocks import StateBlock, normed_linear
+from tandem.engine.models.blocks import Queries, StateBlock, normed_linear
 from tandem.engine.models.layers import DecoderLayer, input_norm, prepare_layers
 from tandem.engine.models.parameters import Parameters
 from tandem.engine.steps.prompt_scoring import StepPieces
@@ -70,7 +70,7 @@ class DecoderModel:
         """Store the KV of layer `number`, and add its attention and feed-forward outputs to `hidden` in place."""
         layer = self._layers[number]
         layout, cache = layouts[layer.group], caches[layer.group]
-        q = layer.attention.store(hidden, layout, cache)
+        q = self._store(layer, hidden, layout, cache)
         self._finish(layer, layer.attention.attend(q, layout, cache), hidden, layouts[0].slots)
 
     def forward(
@@ -95,12 +95,24 @@ class DecoderModel:
 
         If D = 0, returns None as soon as the KV of the last layer is stored.
         """
+        hidden = self._drawn_states(token_ids, layouts, caches, drawn, feed)
+        return None if hidden is None else self._step_logits(hidden, scoring)
+
+    def _drawn_states(
+        self,
+        token_ids: Tensor,
+        layouts: Sequence[StepLayout],
+        caches: Sequence[GroupCache],
+        drawn: Tensor | None,
+        feed: DeferredTokens | None,
+    ) -> Tensor | None:
+        """Run a step as `forward` does, up to the hidden states [D, H] after the last layer."""
         hidden = self._begin_step(token_ids, layouts, caches, feed)
         for number in range(len(self._layers) - 1):
             self.run_layer(number, hidden, layouts, caches)
         last = self._layers[-1]
         layout, cache = layouts[last.group], caches[last.group]
-        q = last.attention.store(hidden, layout, cache)
+        q = self._store(last, hidden, layout, cache)
         if drawn is not None and len(drawn) == 0:
             # No row needs logits, so the last layer's attention and feed-forward network have no effect.
             return None
@@ -111,7 +123,7 @@ class DecoderModel:
                 self._updates.keep_tokens(drawn)
             hidden, mixed, slots = hidden[drawn], mixed[drawn], slots[drawn]
         self._finish(last, mixed, hidden, slots)
-        return self._logits(hidden) if scoring is None else scoring.logits(hidden, self._logits)
+        return hidden
 
     def accept_drafts(self, layouts: Sequence[StepLayout], caches: Sequence[GroupCache]) -> None:
         """Write the states after the accepted draft tokens of the newest step; see `StateBlock.accept_drafts`."""
@@ -147,6 +159,10 @@ class DecoderModel:
             token_ids = feed.tokens(token_ids)
         return table.rows(token_ids).dequantized(self.dtype)
 
+    def _store(self, layer: DecoderLayer, hidden: Tensor, layout: StepLayout, cache: GroupCache) -> Queries:
+        """Store the KV of the step's tokens in one layer, and return their queries."""
+        return layer.attention.store(hidden, layout, cache)
+
     def _finish(self, layer: DecoderLayer, mixed: Tensor, hidden: Tensor, slots: Tensor) -> None:
         """Add a layer's attention and feed-forward outputs to the residual stream `hidden`, in place."""
         if layer.parallel and layer.feed_forward is not None:
@@ -159,6 +175,10 @@ class DecoderModel:
             self.kernels.norm_add(out, layer.attention_output_norm, hidden)
         if not layer.parallel and layer.feed_forward is not None:
             layer.feed_forward.add(hidden, slots, layer.feed_forward_output_norm)
+
+    def _step_logits(self, hidden: Tensor, scoring: StepPieces | None) -> Tensor | None:
+        """Return the logits of hidden states; the scored positions, which are the last ones, only give their scores."""
+        return self._logits(hidden) if scoring is None else scoring.logits(hidden, self._logits)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         spec = self.spec

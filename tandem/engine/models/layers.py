@@ -21,6 +21,7 @@ from tandem.engine.expert_tokens import ExpertTokens
 from tandem.engine.kernels.base import Kernels, Products
 from tandem.engine.kernels.layers import Experts, LayerNorm, Norm
 from tandem.engine.models.blocks import AttentionBlock, DenseBlock, ExpertsBlock, LatentBlock, StateBlock
+from tandem.engine.models.indexer import Indexer
 from tandem.engine.models.parameters import (
     AttentionParameters,
     DenseParameters,
@@ -85,8 +86,10 @@ def prepare_layers(
         for number, group in enumerate(kv_groups(spec))
         for index, layer in enumerate(group.layers)
     }
-    return [
-        _prepare_layer(
+    layers: list[DecoderLayer] = []
+    indexer: Indexer | None = None
+    for number, weights in enumerate(parameters.layers):
+        layer = _prepare_layer(
             spec,
             number,
             slots[number],
@@ -96,9 +99,12 @@ def prepare_layers(
             table=table,
             factors=factors,
             expert_tokens=expert_tokens,
+            indexer=indexer,
         )
-        for number, weights in enumerate(parameters.layers)
-    ]
+        if isinstance(layer.attention, LatentBlock):
+            indexer = layer.attention.indexer
+        layers.append(layer)
+    return layers
 
 
 def _prepare_layer(
@@ -112,6 +118,7 @@ def _prepare_layer(
     table: RopeTable,
     factors: QueryFactors,
     expert_tokens: ExpertTokens,
+    indexer: Indexer | None,
 ) -> DecoderLayer:
     layer = spec.layers[number]
     attention, feed_forward = layer.attention, layer.feed_forward
@@ -155,6 +162,7 @@ def _prepare_layer(
             outer,
             rope=rope,
             query_factors=factors(attention.query_scaling),
+            shared_indexer=indexer,
             kernels=kernels,
             products=products,
         )

@@ -44,6 +44,9 @@ _LIMITS = {
     "max_window_layers": _LAYERS,
     **dict.fromkeys(("block_multiple_of", "prefix_dense_intermediate_size"), _WIDTH),
     "rotary_dim": _HEAD_WIDTH,
+    "index_n_heads": _HEADS,
+    "index_head_dim": _HEAD_WIDTH,
+    "index_topk": MAX_CONTEXT,
     "vocab_size": _VOCABULARY,
     **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings", "sliding_window"), MAX_CONTEXT),
 }

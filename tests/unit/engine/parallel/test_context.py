@@ -19,8 +19,8 @@ from tests.ranks import Boards, ThreadCollectives, group_runner
 
 TOLERANCE = 2e-5
 IDS = [(7 * position + 3) % 157 for position in range(60)]
-FAMILIES = ("llama3", "qwen3_moe", "gpt_oss", "gemma3", "deepseek_v3")
-"""GQA, a mixture of experts, windows with sinks, windows in groups, and latent attention."""
+FAMILIES = ("llama3", "qwen3_moe", "gpt_oss", "gemma3", "deepseek_v3", "deepseek_v32")
+"""GQA, a mixture of experts, windows with sinks, windows in groups, latent attention, and that of chosen tokens."""
 
 
 def steps(pages: list[int]) -> list[StepBatch]:
