@@ -45,8 +45,8 @@ DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 LEAST_BYTES = 400e6
 """Approximate bytes of the states through which the launches of a graph rotate: several times the L2 cache."""
 _MOST_LAYERS = 64
-_TILED_ROWS = (8, 128)
-"""The numbers of rows for which `--tiles` measures tiles."""
+_TILED_ROWS = (1, 8, 128)
+"""Numbers of rows for which `--tiles` measures tiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def _prompts(spec: StateLayer, own: StateKernels) -> Iterator[tuple[str, float]]
     """Yield the seconds of a prompt, by its length and the kernels that computed it."""
     library = None
     if isinstance(spec, GatedDeltaNet):
-        library = compiled(choose_chunked_delta(DEVICE, DTYPE, [spec], pdl=overlaps_launches()), [spec], DEVICE, DTYPE)
+        library = compiled(choose_chunked_delta(DEVICE, DTYPE, [spec]), [spec], DEVICE, DTYPE)
     ways = {"own": own} | ({} if library is None else {"fla-core": _kernels(library)})
     for tokens in (*(SHORT_PROMPTS if library else ()), *PROMPTS):
         case = make_case(spec, 1, tokens)
@@ -107,14 +107,14 @@ def _print_tiles(case: Case, copy: float) -> None:
     """Print the time of the recurrence alone with other numbers of values and warps."""
     spec, rows = case.layers[0].spec, len(case.projected)
     out = case.projected.new_empty(rows, spec.inner)
-    for values in (16, 32, 64):
-        for warps in (1, 2, 4, 8):
+    for values in (32, 64, 128):
+        for warps in (1, 2, 4):
 
             def launch(number: int, values: int = values, warps: int = warps) -> None:
                 layer, span = case.layers[number % len(case.layers)], RowSpan(0, rows, 1)
                 recur(
                     case.projected, layer, case.cache, case.layout, span, out,
-                    pdl=overlaps_launches(), values=values, warps=warps,
+                    pdl=overlaps_launches(), tile=(values, warps),
                 )  # fmt: skip
 
             seconds = graph_seconds(launch, 2 * len(case.layers))

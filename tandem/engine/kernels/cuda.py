@@ -120,14 +120,10 @@ class CudaKernels(Kernels):
 
     @property
     def prompts_capturable(self) -> bool:
-        """True if prefill uses flash-attn-4 or latent attention, whose launches do not depend on row lengths.
-
-        The prefill of state layers does depend on them.
-        """
-        if self._has_states:
-            return False
+        """True if prefill uses flash-attn-4 or latent attention, whose launches do not depend on row lengths."""
         # Wait before anything is captured: a thread that uses the device during the capture would invalidate it.
         self._gated_soon.result()
+        self._states.wait()
         return not self._decode or isinstance(self._prefill, FlashPrefill | QuantizedPrefill)
 
     @property

@@ -77,7 +77,7 @@ class Wanted:
         specs = [attention for attention in attentions if isinstance(attention, GatedDeltaNet)]
         if not specs:
             return None
-        chosen = choose_chunked_delta(self.device, self.dtype, specs, pdl=self.pdl)
+        chosen = choose_chunked_delta(self.device, self.dtype, specs)
         return compiled_delta(chosen, specs, self.device, self.dtype)
 
     def gated_product(self) -> GatedProduct:

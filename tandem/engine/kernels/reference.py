@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tandem.engine.config.attention import AttentionShape, LatentShape
 from tandem.engine.config.model import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertRouter, MixtureOfExperts
-from tandem.engine.kernels.base import DeferredTokens, Kernels, StepLayout
-from tandem.engine.kernels.kv_cache import KvCache, QuantizedKv, StateCache, dequantize_kv, quantize_kv
+from tandem.engine.kernels.base import DeferredTokens, StepLayout
+from tandem.engine.kernels.kv_cache import KvCache, QuantizedKv, dequantize_kv, quantize_kv
 from tandem.engine.kernels.latent import sparse_reference
 from tandem.engine.kernels.layers import (
     AttentionLayer,
@@ -21,14 +21,13 @@ from tandem.engine.kernels.layers import (
     LatentLayer,
     Linear,
     Norm,
-    RecurrentLayer,
 )
 from tandem.engine.kernels.packed_weight import PackedWeight
-from tandem.engine.kernels.states.reference import mix_states
+from tandem.engine.kernels.states.reference import PlainStates
 from tandem.engine.kernels.unpacked import as_matrix
 
 
-class ReferenceKernels(Kernels):
+class ReferenceKernels(PlainStates):
     """Every operation in plain PyTorch. It holds no state, and dequantizes packed weights in each product."""
 
     def embed(self, token_ids: Tensor, table: Tensor, feed: DeferredTokens | None = None) -> Tensor:
@@ -164,10 +163,6 @@ class ReferenceKernels(Kernels):
     ) -> Tensor:
         """Attend to copies of the chosen latents."""
         return sparse_reference.sparse_attention(q, chosen, layer, cache, layout)
-
-    def mix_states(self, projected: Tensor, layer: RecurrentLayer, cache: StateCache, layout: StepLayout) -> Tensor:
-        """Compute one-token rows together and longer rows one after the other, in PyTorch."""
-        return mix_states(projected, layer, cache, layout)
 
 
 def rounded_input(x: Tensor, weight: PackedWeight) -> Tensor:

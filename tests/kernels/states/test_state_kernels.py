@@ -21,7 +21,7 @@ DECODE: list[Row] = [(1, -1, 0), (1, 1, 1), (1, 2, 3), (1, -1, -1)]
 STEPS: dict[str, list[Row]] = {
     "decode": DECODE,
     "prompts": [(2, 2, 3), (18, -1, 0)],
-    "mixed": [(1, 4, 4), (1, -1, 5), (17, 1, 1), (3, 2, 3)],
+    "mixed": [(1, 4, 4), (1, -1, 5), (33, 1, 1), (3, 2, 3)],
 }
 
 
@@ -47,11 +47,23 @@ def test_output_and_states_are_as_good_as_those_of_pytorch(
     padding = [number for number, (*_, write) in enumerate(rows) if write < 0]
     assert not ours[padding].any()
     others = [number for number in range(len(ours)) if number not in padding]
-    assert_as_good(ours[others], baseline[others], exact[others])
-    # Pages of no row, and other layers, must not change: the errors include theirs, which are 0.
-    assert_as_good(actual.inputs[:LAST], held.inputs[:LAST], expected.inputs[:LAST])
+    check(ours[others], baseline[others], exact[others])
+    # Pages of no row, and other layers, must not change.
+    check(actual.inputs[:LAST], held.inputs[:LAST], expected.inputs[:LAST])
     if actual.states is not None and held.states is not None and expected.states is not None:
-        assert_as_good(actual.states[:LAST], held.states[:LAST], expected.states[:LAST])
+        assert_close(actual.states[:LAST], expected.states[:LAST])
+
+
+def check(ours: Tensor, baseline: Tensor, exact: Tensor) -> None:
+    """Checks the errors against those of PyTorch in the same dtype, but float32 against a GPU's exponentials."""
+    if ours.dtype == torch.float32:
+        assert_close(ours, exact)
+    else:
+        assert_as_good(ours, baseline, exact)
+
+
+def assert_close(ours: Tensor, exact: Tensor) -> None:
+    torch.testing.assert_close(ours.double(), exact.double(), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())

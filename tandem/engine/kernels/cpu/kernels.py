@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.engine.config.attention import AttentionShape
-from tandem.engine.kernels.base import DeferredTokens, Kernels, StepLayout, is_cpu
+from tandem.engine.kernels.base import DeferredTokens, StepLayout, is_cpu
 from tandem.engine.kernels.cpu import attention as cpu_attention
 from tandem.engine.kernels.cpu import jobs as cpu_jobs
 from tandem.engine.kernels.cpu import latent as cpu_latent
@@ -36,7 +36,7 @@ from tandem.engine.kernels.cpu.panel_weight import UNIT, PanelWeight, in_panels
 from tandem.engine.kernels.cpu.pool import Pool, usable_cores
 from tandem.engine.kernels.cpu.products import MAX_CHUNK_ROWS
 from tandem.engine.kernels.held_weight import CODES_A_BLOCK, multiplied_on_cpus
-from tandem.engine.kernels.kv_cache import KvCache, QuantizedKv, StateCache, codes_of
+from tandem.engine.kernels.kv_cache import KvCache, QuantizedKv, codes_of
 from tandem.engine.kernels.layers import (
     AttentionLayer,
     Experts,
@@ -45,11 +45,10 @@ from tandem.engine.kernels.layers import (
     LatentLayer,
     Linear,
     Norm,
-    RecurrentLayer,
 )
 from tandem.engine.kernels.packed_weight import PackedWeight, Weight
 from tandem.engine.kernels.reference import ReferenceKernels, activate, rms_norm
-from tandem.engine.kernels.states.reference import mix_states
+from tandem.engine.kernels.states.reference import PlainStates
 from tandem.protocol.errors import Internal
 
 _ALL_POSITIONS = 1 << 30
@@ -58,7 +57,7 @@ _LONG_CHUNK_ROWS = 64
 """Maximum number of rows of a packed weight in a chunk, in a step with many tokens: they must stay in the L2 cache."""
 
 
-class CpuKernels(Kernels):
+class CpuKernels(PlainStates):
     """The kernels of one model on CPUs; they may be called by one thread at a time.
 
     They own scratch memory and helper threads, which end when `close` is called or the object is collected.
@@ -230,10 +229,6 @@ class CpuKernels(Kernels):
     ) -> Tensor:
         """Attend to copies of the chosen latents."""
         return self._plain.sparse_attention(q, chosen, layer, cache, layout)
-
-    def mix_states(self, projected: Tensor, layer: RecurrentLayer, cache: StateCache, layout: StepLayout) -> Tensor:
-        """Compute one-token rows together and longer rows one after the other, in PyTorch."""
-        return mix_states(projected, layer, cache, layout)
 
     def _norm(self, hidden: Tensor, norm: Norm) -> Tensor:
         """Return RMSNorm(hidden); a token's result does not depend on the other tokens."""

@@ -19,7 +19,6 @@ from tandem.engine.kernels.fallback import failure_of, why_not_imported
 from tandem.engine.kernels.kv_cache import StateCache
 from tandem.engine.kernels.layers import RecurrentLayer
 from tandem.engine.kernels.states.projections import RowSpan, projections_of
-from tandem.engine.kernels.states.triton_convolution import convolve
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +71,8 @@ def chunks_of(row_starts: Tensor, tokens: int) -> Chunks:
 class ChunkedDelta:
     """Gated DeltaNet of rows with many tokens. Its only state is the chunks of the current step, for each thread."""
 
-    def __init__(self, rule: Rule, *, pdl: bool) -> None:
-        self._rule, self._pdl = rule, pdl
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
         self._step = threading.local()
 
     def begin_step(self, layout: StepLayout, span: RowSpan) -> None:
@@ -81,19 +80,24 @@ class ChunkedDelta:
         self._step.chunks = chunks_of(layout.row_starts[span.first :], len(layout.positions) - span.first)
 
     def mix(
-        self, projected: Tensor, layer: RecurrentLayer, cache: StateCache, layout: StepLayout, span: RowSpan
+        self,
+        convolved: Tensor,
+        projected: Tensor,
+        layer: RecurrentLayer,
+        cache: StateCache,
+        layout: StepLayout,
+        span: RowSpan,
     ) -> Tensor:
         """Return the outputs [T - span.first, inner] of the span's rows before the norm, and write their states.
 
-        projected [T, sum(projected)]. The states of padding rows are written to the last page, which no request has.
+        convolved has q, k and v of the rows as `convolve` writes them; projected [T, sum(projected)]. The states of
+        padding rows are written to the last page, which no request has.
         """
         spec, places, states = layer.spec, projections_of(layer.spec), cache.states
         assert isinstance(spec, GatedDeltaNet)
         assert states is not None
         assert layout.state_pages is not None
-        tokens = len(projected) - span.first
-        convolved = projected.new_empty(tokens, spec.state.heads * spec.state.channels)
-        convolve(projected, layer, cache, layout, span, convolved, pdl=self._pdl)
+        tokens = len(convolved)
         heads = spec.key_heads, spec.key_heads, spec.value_heads
         widths = spec.key_dim, spec.key_dim, spec.value_dim
         parts = convolved.view(-1).split_with_sizes(
@@ -150,7 +154,7 @@ class ChunkedDelta:
 
 
 def choose_chunked_delta(
-    device: torch.device, dtype: torch.dtype, specs: Collection[GatedDeltaNet], *, pdl: bool
+    device: torch.device, dtype: torch.dtype, specs: Collection[GatedDeltaNet]
 ) -> ChunkedDelta | None:
     """Return fla-core's kernels for layers with these specs, not compiled yet; None where they cannot be used.
 
@@ -163,7 +167,7 @@ def choose_chunked_delta(
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     log.info("prompts of Gated DeltaNet: fla-core, in chunks")
-    return ChunkedDelta(chunk_gated_delta_rule, pdl=pdl)
+    return ChunkedDelta(chunk_gated_delta_rule)
 
 
 def compiled(

@@ -7,13 +7,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.engine.config.model import GatedDeltaNet, Mamba2, ShortConvolution
-from tandem.engine.kernels.base import StepLayout
+from tandem.engine.kernels.base import Kernels, StepLayout
 from tandem.engine.kernels.kv_cache import StateCache
 from tandem.engine.kernels.layers import RecurrentLayer
 from tandem.engine.kernels.states.recurrence import recurrence
 
 _UNIT_EPS = 1e-6
 """The epsilon with which Gated DeltaNet normalizes queries and keys to unit length."""
+
+
+class PlainStates(Kernels):
+    """Kernels that compute state layers in plain PyTorch."""
+
+    def mix_states(self, projected: Tensor, layer: RecurrentLayer, cache: StateCache, layout: StepLayout) -> Tensor:
+        """Compute one-token rows together and longer rows one after the other."""
+        return mix_states(projected, layer, cache, layout)
 
 
 def mix_states(projected: Tensor, layer: RecurrentLayer, cache: StateCache, layout: StepLayout) -> Tensor:

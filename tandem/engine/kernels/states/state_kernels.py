@@ -1,11 +1,12 @@
-"""State layers on GPUs: in Triton, and long rows of Gated DeltaNet by fla-core where it is installed."""
+"""State layers on GPUs, in Triton; long rows of Gated DeltaNet by fla-core where it is installed."""
 
 from concurrent.futures import Future
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
-from tandem.engine.config.model import GatedDeltaNet, ShortConvolution
+from tandem.engine.config.model import Mamba2, ShortConvolution, StateLayer
 from tandem.engine.kernels.base import StepLayout
 from tandem.engine.kernels.kv_cache import StateCache
 from tandem.engine.kernels.layers import RecurrentLayer
@@ -14,9 +15,10 @@ from tandem.engine.kernels.states.projections import RowSpan
 from tandem.engine.kernels.states.triton_convolution import convolve
 from tandem.engine.kernels.states.triton_output import finish
 from tandem.engine.kernels.states.triton_recurrence import recur
+from tandem.engine.kernels.states.triton_scan import scan
 
 _RECURRENT_TOKENS = 32
-"""Rows of up to this many tokens are computed one token after the other even where fla-core is installed."""
+"""Rows of up to this many tokens are computed one token after the other, longer rows in chunks."""
 
 
 class StateKernels:
@@ -30,9 +32,14 @@ class StateKernels:
     def _chunked(self) -> ChunkedDelta | None:
         return self._chunked_soon.result()
 
+    def wait(self) -> None:
+        """Wait until the kernels of long rows are compiled."""
+        self._chunked_soon.result()
+
     def begin_step(self, layout: StepLayout) -> None:
         """Prepare a step. Called once before the step's first layer, with the layout of any group."""
         for span in _spans(layout):
+            # A model without Gated DeltaNet has no kernels of it.
             if span.tokens > _RECURRENT_TOKENS and self._chunked is not None:
                 self._chunked.begin_step(layout, span)
 
@@ -43,14 +50,37 @@ class StateKernels:
             if isinstance(layer.spec, ShortConvolution):
                 convolve(projected, layer, cache, layout, span, out, pdl=self._pdl)
                 continue
-            chunked = self._chunked if span.tokens > _RECURRENT_TOKENS else None
-            if chunked is not None and isinstance(layer.spec, GatedDeltaNet):
-                mixed = chunked.mix(projected, layer, cache, layout, span)
+            mixed = out[span.first :]
+            chunked = span.tokens > _RECURRENT_TOKENS and self._takes_chunks(projected.dtype, layer.spec)
+            if chunked:
+                mixed = self._chunks(projected, layer, cache, layout, span, mixed)
             else:
-                chunked, mixed = None, out[span.first :]
                 recur(projected, layer, cache, layout, span, out, pdl=self._pdl)
-            finish(projected, layer, cache, layout, span, mixed, out, keeps=chunked is None, pdl=self._pdl)
+            finish(projected, layer, cache, layout, span, mixed, out, keeps=not chunked, pdl=self._pdl)
         return out
+
+    def _takes_chunks(self, dtype: torch.dtype, spec: StateLayer) -> bool:
+        # In chunks, the sums of decays would lose digits that float32 otherwise keeps.
+        return dtype != torch.float32 and (isinstance(spec, Mamba2) or self._chunked is not None)
+
+    def _chunks(
+        self,
+        projected: Tensor,
+        layer: RecurrentLayer,
+        cache: StateCache,
+        layout: StepLayout,
+        span: RowSpan,
+        mixed: Tensor,
+    ) -> Tensor:
+        """Return the outputs of the span's rows before the norm, in `mixed` or in another tensor of its shape."""
+        state = layer.spec.state
+        convolved = projected.new_empty(len(mixed), state.heads * state.channels)
+        convolve(projected, layer, cache, layout, span, convolved, pdl=self._pdl)
+        if isinstance(layer.spec, Mamba2):
+            scan(convolved, projected, layer, cache, layout, span, mixed, pdl=self._pdl)
+            return mixed
+        assert self._chunked is not None
+        return self._chunked.mix(convolved, projected, layer, cache, layout, span)
 
 
 def _spans(layout: StepLayout) -> list[RowSpan]:

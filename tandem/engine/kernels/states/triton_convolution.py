@@ -15,8 +15,8 @@ from tandem.engine.kernels.layers import RecurrentLayer
 from tandem.engine.kernels.states.projections import RowSpan, projections_of
 from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
-_TOKENS = 16
-"""The number of tokens of a tile; at least the number of inputs that a convolution keeps."""
+_TOKENS = 32
+"""The number of tokens of a tile in rows of several tokens; never less than the inputs that a convolution keeps."""
 _CHANNELS = 256
 """The maximum number of channels of a tile of one token; tiles of more tokens have fewer channels."""
 

@@ -12,10 +12,10 @@ from tandem.engine.kernels.states.projections import RowSpan, projections_of
 from tandem.engine.kernels.states.triton_convolution import channel_of, keep_inputs
 from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
-_CHANNELS = 256
+_CHANNELS = 512
 """The maximum number of channels whose inputs a program keeps."""
 _TILE = 2048
-"""The maximum number of elements of a tile of several tokens."""
+"""The maximum number of elements that a program normalizes, unless one part has more."""
 
 
 def finish(
@@ -35,9 +35,11 @@ def finish(
     parts = spec.norm_groups if isinstance(spec, Mamba2) else spec.value_heads
     part = spec.inner // parts
     block_n = triton.next_power_of_2(part)
-    tokens = 1 if span.tokens == 1 else max(1, _TILE // block_n)
+    fitting = max(1, _TILE // block_n)
+    # A program normalizes several parts of one token, or one part of several tokens.
+    tokens, joined = (1, min(fitting, triton.next_power_of_2(parts))) if span.tokens == 1 else (fitting, 1)
     block = min(triton.next_power_of_2(shape.channels), _CHANNELS)
-    jobs = parts + (shape.heads * triton.cdiv(shape.channels, block) if keeps else 0)
+    jobs = triton.cdiv(parts, joined) + (shape.heads * triton.cdiv(shape.channels, block) if keeps else 0)
     inputs = cache.inputs
     _finish[(span.rows, jobs, triton.cdiv(span.tokens, tokens))](
         projected,
@@ -62,6 +64,7 @@ def finish(
         GATE_FIRST=gate_first,
         SINGLE=span.tokens == 1,
         TOKENS=tokens,
+        JOINED=joined,
         BLOCK_N=block_n,
         BLOCK=block,
         PDL=pdl,
@@ -93,13 +96,15 @@ def _finish(
     GATE_FIRST: tl.constexpr,
     SINGLE: tl.constexpr,
     TOKENS: tl.constexpr,
+    JOINED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (row, job, tile) normalizes a part of a tile of tokens, or keeps inputs of some channels of the row."""
+    """Program (row, job, tile) normalizes parts of a tile of tokens, or keeps inputs of some channels of the row."""
     launch_dependents(PDL)
     TOTAL: tl.constexpr = CHANNELS[0] + CHANNELS[1] + CHANNELS[2]
+    JOBS: tl.constexpr = (PARTS + JOINED - 1) // JOINED
     BLOCKS: tl.constexpr = (TOTAL + BLOCK - 1) // BLOCK
     row, job = tl.program_id(0) + first_row, tl.program_id(1)
     wait_for_inputs(PDL)
@@ -110,29 +115,31 @@ def _finish(
         end = tl.load(starts_ptr + row + 1)
     tile = start + tl.program_id(2) * TOKENS
     write = tl.load(pages_ptr + 2 * row + 1).to(tl.int64)
-    if job < PARTS:
-        token = tile + tl.arange(0, TOKENS)
+    if job < JOBS:
+        # The lines of the tile are tokens, or parts of one token.
+        line = tl.arange(0, TOKENS * JOINED)
+        token, part = tile + line // JOINED, job * JOINED + line % JOINED
         column = tl.arange(0, BLOCK_N)
-        inside = (token < end)[:, None] & (column < PART)[None, :]
+        inside = ((token < end) & (part < PARTS))[:, None] & (column < PART)[None, :]
         valid = inside & (write >= 0)
-        at = token.to(tl.int64)[:, None] * (PARTS * PART) + (job * PART + column)[None, :]
+        own = (part * PART)[:, None] + column[None, :]
+        at = token.to(tl.int64)[:, None] * (PARTS * PART) + own
         first = tl.cast(first_row, tl.int64) * (PARTS * PART)
         x = tl.load(mixed_ptr + at - first, mask=valid, other=0.0).to(tl.float32)
-        gates = projected_ptr + GATE + token.to(tl.int64)[:, None] * row_stride + (job * PART + column)[None, :]
+        gates = projected_ptr + GATE + token.to(tl.int64)[:, None] * row_stride + own
         gate = tl.load(gates, mask=valid, other=0.0).to(tl.float32)
         gate *= tl.sigmoid(gate)
-        weight = norm_ptr + column
         if GATE_FIRST:
             x *= gate
-            weight += job * PART
         x *= tl.rsqrt(tl.sum(x * x, 1) / PART + eps)[:, None]
-        x *= tl.load(weight, mask=column < PART, other=0.0).to(tl.float32)[None, :]
-        if not GATE_FIRST:
-            x *= gate
+        if GATE_FIRST:
+            x *= tl.load(norm_ptr + own, mask=inside, other=0.0).to(tl.float32)
+        else:
+            x *= tl.load(norm_ptr + column, mask=column < PART, other=0.0).to(tl.float32)[None, :] * gate
         tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=inside)
     elif (tl.program_id(2) == 0) & (write >= 0):
-        head = (job - PARTS) // BLOCKS
-        local = (job - PARTS) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+        head = (job - JOBS) // BLOCKS
+        local = (job - JOBS) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
         read = tl.load(pages_ptr + 2 * row).to(tl.int64)
         old = inputs_ptr + tl.maximum(read, 0) * input_page + head * input_head
         new = inputs_ptr + write * input_page + head * input_head

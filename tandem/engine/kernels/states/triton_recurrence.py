@@ -16,18 +16,27 @@ from tandem.engine.kernels.layers import RecurrentLayer
 from tandem.engine.kernels.states.projections import RowSpan, projections_of
 from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
-_VALUES = 32
-"""The maximum number of values of a program: more would need more registers per thread."""
+_FEW_ROWS = 4
+
+
+def _tile(rows: int) -> tuple[int, int]:
+    """Return the maximum number of values of a program, and its warps.
+
+    One row of Gated DeltaNet with Qwen3-Next's sizes takes 6.2 us on an H200 with 32 values and 4 warps, 8.1 us with 64
+    values and 2 warps. For 128 rows these reach 85 % of the copy bandwidth, 64 values and 4 warps 80 %, and 32 values
+    at most 76 % (`python -m benchmarks.kernels state --tiles`).
+    """
+    return (32, 4) if rows <= _FEW_ROWS else (64, 2)
 
 
 def recur(
     projected: Tensor, layer: RecurrentLayer, cache: StateCache, layout: StepLayout, span: RowSpan, out: Tensor,
-    *, pdl: bool, values: int = _VALUES, warps: int = 4,
+    *, pdl: bool, tile: tuple[int, int] | None = None,
 ) -> None:  # fmt: skip
     """Compute the outputs of the rows of `span` before gate and norm, and write their states.
 
-    projected [T, sum(projected)] and out [T, inner] are contiguous. Each program computes `values` values of a head.
-    Nothing is written for padding rows.
+    projected [T, sum(projected)] and out [T, inner] are contiguous. `tile` replaces that of
+    `_tile`. Nothing is written for padding rows.
     """
     spec, places, states, inputs = layer.spec, projections_of(layer.spec), cache.states, cache.inputs
     assert isinstance(spec, GatedDeltaNet | Mamba2)
@@ -38,6 +47,7 @@ def recur(
     first, second, _ = places.parts
     # The first channels of queries, keys and values among all channels, and among those of a head.
     at = (0, first, first + second) if delta else (first + second, first, 0)
+    values, warps = tile or _tile(span.rows)
     block = min(triton.next_power_of_2(value_dim), values)
     heads = spec.state.heads
     _recur[(span.rows, heads * shared, triton.cdiv(value_dim, block))](
