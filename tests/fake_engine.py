@@ -168,6 +168,8 @@ class FakeEngine:
         for request, count in enumerate(accepted_in(batch.tokens, drawn)):
             rows = [row for row, slot in enumerate(slots) if slot == slots[request]]
             written = [self._written[row * groups : (row + 1) * groups] for row in rows]
+            pages = {page for page, _ in chain.from_iterable(written)}
+            assert len(pages) == groups, "the draft tokens of a request are in several pages"
             for page, _ in chain.from_iterable(written[count + 1 :]):
                 self.memory[page, 0] = 0
             for page, state in chain.from_iterable(written[: count + 1]):
