@@ -4,8 +4,9 @@
     python -m benchmarks.engine ranks --shape llama-3.1-8b --pipeline 2 [--alone] [--save]
     python -m benchmarks.engine ranks --shape llama-3.1-8b --context-parallel 2 [--alone] [--save]
 
-Weights are random, shapes are real. The sum over all ranks is timed by size, in one shot and with NCCL, and then the
-steps. A share of the copy bandwidth is that of one GPU: the bytes that one rank reads, over the time of the step.
+Weights are random, shapes are real. The sum over all ranks is timed by size, in one shot, in two (with three ranks or
+more) and with NCCL; with RMSNorm in the same kernel, and with a kernel for it after the sum. Then the steps are timed.
+A share of the copy bandwidth is that of one GPU: the bytes that one rank reads, over the time of the step.
 `--alone` measures the steps on one GPU too, before those of the group.
 
 `--pipeline` measures pipeline stages of one GPU each instead: prompts of 32,768 tokens that follow each other without a
@@ -32,12 +33,14 @@ from benchmarks.command_line import Measured, at_least, need_gpu
 from benchmarks.results import run_facts, scheme_suffix
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.sharding import Rank
+from tandem.engine.kernels.layers import Norm
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.models.shapes import shape_names, write_shape
 from tandem.engine.weights.gguf import default_cache
 
 if TYPE_CHECKING:
     from benchmarks.engine.gpu_engine import GpuEngine
+    from tandem.engine.parallel.cuda_collectives import CudaCollectives
 
 BATCHES = (1, 8, 32, 128)
 CONTEXT = 1024
@@ -52,6 +55,8 @@ last chunk of this one. The smaller the chunks, the shorter is this wait.
 _LONG_PROMPTS = 4
 SIZES = tuple(1 << power for power in range(13, 24))
 """Sizes in bytes of the tensors that are summed: from one row of 4,096 elements to prefill steps."""
+_HIDDEN = 4096
+"""Elements of a row of the tensors that are summed."""
 _REPEATS = 32
 _JOIN_S = 120.0
 
@@ -175,7 +180,7 @@ def _over_alone(group: Figures, alone: Figures) -> Figures:
 
 
 def _sums(ranks: int) -> Figures:
-    """Return the device time of a sum by size, in one shot and with NCCL; raises if a rank's bits differ."""
+    """Return the device time of a sum by size and by method; raises if a rank's bits differ."""
     context = multiprocessing.get_context("spawn")
     results: SimpleQueue[tuple[int, Figures]] = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
@@ -195,30 +200,52 @@ def _sums(ranks: int) -> Figures:
 
 
 def _measure_sums(rank: Rank, meeting: Path, results: SimpleQueue[tuple[int, Figures]]) -> None:
-    from benchmarks.gpu_timing import graph_seconds
     from tandem.engine.parallel.cuda_collectives import CudaCollectives
 
     device = torch.device("cuda", rank.number)
-    collectives = CudaCollectives(rank, meeting, _JOIN_S, device, one_shot_bytes=max(SIZES))
+    collectives = CudaCollectives(rank, meeting, _JOIN_S, device, most_bytes=max(SIZES))
+    shots = {"one_shot": 1, "two_shot": 2, "nccl": 0}
+    if rank.count == 2:
+        del shots["two_shot"]  # which sends no less
     figures: Figures = {}
     sums = []
     for size in SIZES:
-        for kind, most in (("one_shot", max(SIZES)), ("nccl", 0)):
-            collectives.one_shot_bytes = most
-            part = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
-            total = torch.zeros_like(part)
-
-            def add(_: int, part: torch.Tensor = part, total: torch.Tensor = total) -> None:
-                collectives.all_reduce_add(part, total)
-
-            seconds = graph_seconds(add, _REPEATS)
-            figures[f"sum_{kind}_us_{size >> 10}k"] = round(seconds * 1e6, 2)
-            part.normal_(generator=torch.Generator(device).manual_seed(rank.number))
-            total.zero_()
-            add(0)
-            sums.append(int(total.view(torch.int16).long().sum().item()))
+        times = {}
+        for kind, number in shots.items():
+            collectives.shots_for = lambda *_, number=number: number
+            for norm in ("", "_with_norm", "_then_norm"):
+                if number or norm != "_with_norm":  # NCCL computes no norm
+                    times[kind + norm], words = _measure_sum(collectives, size, norm)
+                    sums.append(words)
+        figures |= {f"sum_{name}_us_{size >> 10}k": us for name, us in times.items()}
         if rank.leads:
-            times = (figures[f"sum_{kind}_us_{size >> 10}k"] for kind in ("one_shot", "nccl"))
-            print(f"sum of {size >> 10} KiB: {' / '.join(map(str, times))} us in one shot / NCCL", flush=True)
+            print(
+                f"sum of {size >> 10} KiB, us: " + ", ".join(f"{name} {us}" for name, us in times.items()), flush=True
+            )
     results.put((rank.number, figures | {"sums": sums}))
     collectives.close()
+
+
+def _measure_sum(collectives: CudaCollectives, size: int, norm: str) -> tuple[float, int]:
+    """Return the device time of a sum in us, and the sum of the words of its result.
+
+    The sum's kernel also computes the norm of each row if `norm` is "_with_norm", another kernel if "_then_norm".
+    """
+    from benchmarks.gpu_timing import graph_seconds
+    from tandem.engine.kernels.rowwise.triton_norm import rms_norm
+    from tandem.engine.kernels.triton_launch import overlaps_launches
+
+    device, pdl = torch.device("cuda", collectives.rank.number), overlaps_launches()
+    part = torch.zeros(size // (2 * _HIDDEN), _HIDDEN, dtype=torch.bfloat16, device=device)
+    total, weight = torch.zeros_like(part), Norm(torch.ones(_HIDDEN, dtype=torch.bfloat16, device=device), 1e-5)
+
+    def add(_: int) -> torch.Tensor:
+        normed = collectives.all_reduce_add(part, total, weight if norm == "_with_norm" else None)
+        if norm == "_then_norm":
+            normed = rms_norm(total, weight, pdl=pdl)
+        return total if normed is None else normed
+
+    seconds = graph_seconds(add, _REPEATS)
+    part.normal_(generator=torch.Generator(device).manual_seed(collectives.rank.number))
+    total.zero_()
+    return round(seconds * 1e6, 2), int(add(0).view(torch.int16).long().sum().item())

@@ -25,7 +25,9 @@ from pathlib import Path
 import torch
 
 from kv_transfer.ranks.page_sums import GroupPageSums
-from kv_transfer.ranks.remote_transport import STATUS_S, ReceivedMessages, RemoteTransport, serve_transport
+from kv_transfer.ranks.rank_messages import ReceivedMessages
+from kv_transfer.ranks.remote_transport import RemoteTransport
+from kv_transfer.ranks.transport_server import STATUS_S, serve_transport
 from tandem.cost_model.step_collectives import StepCollectives, with_divided_tokens
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.sharding import Rank
@@ -89,30 +91,10 @@ class RankGroup:
         # A file without a name ends with this process. The followers open it through this process's descriptor.
         self._meeting = os.memfd_create("meeting")
         meeting = Path(f"/proc/{os.getpid()}/fd/{self._meeting}")
-        context = multiprocessing.get_context("spawn")
         self._processes: list[SpawnProcess] = []
-        leading_ends: list[tuple[socket.socket, socket.socket]] = []
-        for number in range(1, self.ranks):
-            (steps, following_steps), (adapters, following_adapters) = socket.socketpair(), socket.socketpair()
-            calls, following_calls = context.Pipe()
-            leading_ends.append((steps, adapters))
-            connections = _Connections(following_steps, following_adapters, following_calls)
-            process = context.Process(
-                target=_follow,
-                args=(self.config_of(number), members[number], meeting, connections, transfer),
-                kwargs={"log_config": log_config or LogConfig()},
-                name=f"rank {number}",
-                daemon=True,
-            )
-            process.start()
-            for end in (following_steps, following_adapters, following_calls):
-                end.close()
-            if divides_tokens:
-                self._reports.append(ReceivedMessages(calls))
-                threading.Thread(target=self._reports[-1].ignore, name=f"from rank {number}", daemon=True).start()
-            else:
-                self._transports.append(RemoteTransport(calls, number))
-            self._processes.append(process)
+        leading_ends = [
+            self._start_follower(member, meeting, transfer, log_config or LogConfig()) for member in members[1:]
+        ]
         self._steps = StepSender([steps for steps, _ in leading_ends])
         self._adapters = AdapterSender([adapters for _, adapters in leading_ends])
         self._open = True
@@ -123,6 +105,32 @@ class RankGroup:
             self._end_followers()
             reason = first_line(error) if ended is None else f"rank {ended} has ended, see its log"
             raise Unavailable(f"the {self.ranks} ranks of this worker have not joined: {reason}") from error
+
+    def _start_follower(
+        self, member: Rank, meeting: Path, transfer: RankTransfer | None, log_config: LogConfig
+    ) -> tuple[socket.socket, socket.socket]:
+        """Start a follower, and return the first rank's ends of its connections for steps and for adapters."""
+        number, context = member.world_number, multiprocessing.get_context("spawn")
+        (steps, following_steps), (adapters, following_adapters) = socket.socketpair(), socket.socketpair()
+        calls, following_calls = context.Pipe()
+        connections = _Connections(following_steps, following_adapters, following_calls)
+        process = context.Process(
+            target=_follow,
+            args=(self.config_of(number), member, meeting, connections, transfer),
+            kwargs={"log_config": log_config},
+            name=f"rank {number}",
+            daemon=True,
+        )
+        process.start()
+        for end in (following_steps, following_adapters, following_calls):
+            end.close()
+        if member.divides_tokens:
+            self._reports.append(ReceivedMessages(calls))
+            threading.Thread(target=self._reports[-1].ignore, name=f"from rank {number}", daemon=True).start()
+        else:
+            self._transports.append(RemoteTransport(calls, number))
+        self._processes.append(process)
+        return steps, adapters
 
     def load(self, progress: Progress | None = None) -> ModelRunner:
         """Load the first rank's part of the model, and return the runner of the group's steps.

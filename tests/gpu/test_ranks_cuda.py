@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.multiprocessing import start_processes
 
 from tandem.engine.config import EngineConfig
+from tandem.engine.config.sharding import Rank
 from tandem.engine.model_runner import ModelRunner
+from tandem.engine.parallel.cuda_collectives import CudaCollectives
 from tandem.engine.steps.batch import PendingStep, StepBatch, StepRow
 from tandem.protocol.errors import InvalidArgument
 from tandem.settings.parsing import NamedPath
@@ -20,6 +23,7 @@ from tests.adapters import ATTENTION, TinyAdapter
 from tests.factories import greedy_answer, write_tiny_model
 from tests.gpu.test_engine_cuda import CACHE, GREEDY, PROMPTS, greedy
 from tests.gpu.test_no_waits import no_waits
+from tests.rank_sums import check_sums
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 
@@ -27,6 +31,7 @@ SIZES = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512,
 TOKENS = [[token % 150 for token in prompt] for prompt in PROMPTS]
 CHUNK, PAGES = 50, 9
 """Tokens of a chunk, and pages of a prompt."""
+MOST_BYTES = 1 << 21
 WHOLE_EXPERTS = {"moe_intermediate_size": 129, "head_dim": 64}
 
 
@@ -132,6 +137,21 @@ def of_two_gpus(config: EngineConfig, stages: int, *, divides_tokens: bool = Fal
     leader.join()
     assert leader.exitcode == 0
     return answers.get()
+
+
+def check_rank(number: int, ranks: int, meeting: Path, checked: SimpleQueue[list[int]]) -> None:
+    device = torch.device("cuda", number)
+    collectives = CudaCollectives(Rank(number, ranks), meeting, 120.0, device, most_bytes=MOST_BYTES)
+    checked.put(check_sums(collectives.sums, number, ranks, MOST_BYTES, device))
+    collectives.close()
+
+
+@pytest.mark.parametrize("ranks", range(2, torch.cuda.device_count() + 1))
+def test_every_rank_gets_the_sum_in_the_order_of_the_ranks(ranks: int, tmp_path: Path) -> None:
+    checked: SimpleQueue[list[int]] = multiprocessing.get_context("spawn").SimpleQueue()
+    start_processes(check_rank, (ranks, tmp_path / "meeting", checked), ranks, daemon=True)
+    words = [checked.get() for _ in range(ranks)]
+    assert words == [words[0]] * ranks
 
 
 def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
