@@ -8,7 +8,8 @@ from itertools import chain
 from decode_worker.request import DecodeRequest
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import StepWork
-from tandem.engine.speculation.proposer import DRAFTS_MAX, Draft
+from tandem.engine.speculation.proposer import Draft
+from tandem.engine.steps.draft_groups import DRAFTS_MAX
 
 ROWS_MAX = 256
 """Maximum number of rows of a step with draft tokens.

@@ -70,6 +70,17 @@ class DraftingBatch(RunningBatch):
         """Return the position of the request's row in the next step."""
         return self._slots[request].position_offset + self._next_step
 
+    def verifiable(self, request: DecodeRequest, drafts: int) -> int:
+        """Return the maximum number of draft tokens, at most `drafts`, that a step can verify if there are pages.
+
+        In a model with state layers a step writes the state of a request to one page, so its draft tokens end with the
+        page of the newest token.
+        """
+        if not self.kv.state_groups:
+            return drafts
+        page = self.kv.page_tokens
+        return min(drafts, page - 1 - self.next_position(request) % page)
+
     def positions_left(self, request: DecodeRequest) -> int:
         """Return the number of positions after the next row's position for which the request has pages."""
         return max(0, self._page_step(self._slots[request]) - self._next_step - 1)

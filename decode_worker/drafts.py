@@ -18,6 +18,7 @@ from decode_worker.batch_snapshot import DecodedStep
 from decode_worker.request import DecodeRequest
 from tandem.engine.speculation.proposer import DraftSource
 from tandem.engine.steps.batch import FROM_HOST, RowColumns
+from tandem.engine.steps.draft_groups import accepted_drafts
 from tandem.engine.steps.sampling_metadata import SamplingMetadata
 from tandem.protocol.messages import RoutedTokens, StepTokens
 
@@ -71,17 +72,12 @@ class StepDrafts:
         """Return for each request its draft tokens and the tokens that it gains; `token_ids` has the token of each row.
 
         A request gains the token sampled by the row of its newest token, and the tokens sampled by the rows of its
-        accepted draft tokens. A draft token is accepted if all draft tokens before it are, and if it equals the token
-        that the row before its own row sampled.
+        accepted draft tokens.
         """
         runs = []
         for drafts in self.drafts:
-            run = [token_ids[drafts.row]]
-            for index, draft in enumerate(drafts.token_ids, drafts.first):
-                if draft != run[-1]:
-                    break
-                run.append(token_ids[index])
-            runs.append((drafts, run))
+            drawn = [token_ids[drafts.row], *token_ids[drafts.first : drafts.first + len(drafts.token_ids)]]
+            runs.append((drafts, drawn[: 1 + accepted_drafts(drafts.token_ids, drawn)]))
         return runs
 
     def _draws(self, draws: SamplingMetadata, rows: NDArray[np.intp], further: NDArray[np.int64]) -> SamplingMetadata:

@@ -22,7 +22,8 @@ from tandem.cost_model.acceptance import Acceptance
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import NOTHING, StepWork, chunk_pairs
 from tandem.engine.grammar_masks import AllowedDrafts
-from tandem.engine.speculation.proposer import DRAFTS_MAX, BatchProposer, Draft, Proposer, WantedDraft
+from tandem.engine.speculation.proposer import BatchProposer, Draft, Proposer, WantedDraft
+from tandem.engine.steps.draft_groups import DRAFTS_MAX
 from tandem.engine.steps.sampling_metadata import SamplingInput
 
 MISSING_MAX = DRAFTS_MAX + 1

@@ -165,7 +165,9 @@ class DecodeScheduler:
         sampling = request.reservation.sampling
         request.ending = Ending.of(request.prompt_tokens, sampling, self._model)
         if sampling.needs_history:
-            request.history = History(request.reservation.original_prompt, request.token_ids, may_wait=True)
+            # A repeated row would advance the state of a state layer twice, so such a row waits for its mask instead.
+            may_wait = not self._batch.kv.state_groups
+            request.history = History(request.reservation.original_prompt, request.token_ids, may_wait=may_wait)
         self._batch.join(request)
         insort(self.gap_targets, request.reservation.gap_target_s)
 

@@ -20,8 +20,9 @@ from tandem.cost_model.acceptance import Acceptance
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import NOTHING, StepWork
 from tandem.engine.grammar_masks import AllowedDrafts
-from tandem.engine.speculation.proposer import DRAFTS_MAX, Draft, DraftSource, Proposer
+from tandem.engine.speculation.proposer import Draft, DraftSource, Proposer
 from tandem.engine.steps.batch import TokenRows
+from tandem.engine.steps.draft_groups import DRAFTS_MAX
 
 PROBE_EVERY = 64
 """While draft tokens do not raise the throughput, one request gets draft tokens every PROBE_EVERY steps, as a probe."""
@@ -290,9 +291,11 @@ class Speculation:
     def _positions(self, request: DecodeRequest, wanted: int) -> int:
         """Return the number of draft tokens for which the request has pages.
 
-        If that is less than `wanted`, the request first gets one more page, unless another request needs the page.
+        It is at most the number that a step can verify. If it is less than `wanted`, the request first gets one more
+        page, unless another request needs the page.
         """
-        left = self._batch.positions_left(request)
+        wanted = self._batch.verifiable(request, wanted)
+        left = min(wanted, self._batch.positions_left(request))
         if left < wanted and self._batch.grow_ahead(request, self._grow):
-            left = self._batch.positions_left(request)
+            left = min(wanted, self._batch.positions_left(request))
         return left

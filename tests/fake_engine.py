@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Hashable, Sequence, Set
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -27,6 +28,7 @@ from tandem.engine.cache.page_pool import PagePool
 from tandem.engine.kernels.kv_cache import StateCache
 from tandem.engine.speculation.load_draft import MakeProposer
 from tandem.engine.steps.batch import ModelRunnerOutput, PendingStep, StepBatch, StepRow
+from tandem.engine.steps.draft_groups import accepted_in
 from tandem.engine.steps.prompt_scoring import PromptScores
 from tandem.engine.steps.sampling_metadata import History
 from tandem.protocol.cost_parameters import UNMEASURED
@@ -92,6 +94,8 @@ class FakeEngine:
         self.error: Exception | None = None
         self.launch_error: Exception | None = None
         self._hold_at = 0
+        self._written: list[tuple[int, list[int]]] = []
+        """The state pages that the newest step wrote, with the states, by row and group."""
         self.drawn: Sequence[int | None] = []
         """The tokens that the rows of the newest step sampled."""
         self._go = threading.Event()
@@ -130,7 +134,7 @@ class FakeEngine:
             rows = [
                 row if row.source is None else row._replace(token_ids=[self._drew(row.source)]) for row in batch.rows
             ]
-            return self.run(StepBatch(rows))
+            return self.run(batch if batch.verifies else StepBatch(rows))
 
         return run
 
@@ -149,11 +153,27 @@ class FakeEngine:
         if self.error is not None:
             raise self.error
         self.batches.append(ComputedStep.of(batch))
+        self._written.clear()
         self.drawn = token_ids = [self._row(row) for row in batch.rows]
+        if batch.verifies and STATE in self.windows:
+            self._roll_back(batch, [token for token in token_ids if token is not None])
         for row in batch.chunks:
             if row.scores is not None:
                 _score_row(row, row.scores)
         return ModelRunnerOutput(token_ids, fake_logprobs(batch, token_ids))
+
+    def _roll_back(self, batch: StepBatch, drawn: Sequence[int]) -> None:
+        """Leave in each state page the state after the newest accepted token in it, and none after rejected ones."""
+        groups, slots = self.windows.count(STATE), batch.tokens.columns.slot_indices.tolist()
+        for request, count in enumerate(accepted_in(batch.tokens, drawn)):
+            rows = [row for row, slot in enumerate(slots) if slot == slots[request]]
+            written = [self._written[row * groups : (row + 1) * groups] for row in rows]
+            pages = {page for page, _ in chain.from_iterable(written)}
+            assert len(pages) == groups, "the draft tokens of a request are in several pages"
+            for page, _ in chain.from_iterable(written[count + 1 :]):
+                self.memory[page, 0] = 0
+            for page, state in chain.from_iterable(written[: count + 1]):
+                self.memory[page, 0] = state
 
     def _row(self, row: StepRow) -> int | None:
         known = self.pool.readers()
@@ -167,7 +187,8 @@ class FakeEngine:
                     assert read == state_after(context[: row.start]), "a group has the state after other tokens"
                 written = pages[(end - 1) // PAGE_TOKENS]
                 assert written not in known, "a step writes a state that others may read"
-                self.memory[written, 0] = state_after(context)
+                self.memory[written, 0] = state = state_after(context)
+                self._written.append((written, state))
                 continue
             for position, token in enumerate(row.token_ids, row.start):
                 assert pages[position // PAGE_TOKENS] not in known, "a step writes to a page that others may read"

@@ -167,6 +167,7 @@ class WorkerPair:
             self.prefill = End("prefill-0", Role.PREFILL, self.fabric, prefill_pages or pages, dict(changes))
             self.decode = self._decode("decode-0")
         self.ends = [self.prefill] if both else [self.prefill, self.decode]
+        self._replaced = 0
         self.outputs: dict[str, RequestOutput] = {}
         self.late: list[RequestEvent] = []
         self.steps: list[StepOutput] = []
@@ -211,7 +212,8 @@ class WorkerPair:
         reader.cancel()
         await asyncio.gather(reader, return_exceptions=True)
         await self.decode.stop()
-        self.decode = self._decode("decode-1")
+        self._replaced += 1
+        self.decode = self._decode(f"decode-{self._replaced}")
         self.ends = [self.prefill, self.decode]
         await self.decode.start()
         self.attach(self.decode)

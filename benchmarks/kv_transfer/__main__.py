@@ -17,11 +17,13 @@ import torch
 
 from benchmarks.cluster import add_model_options, choose_model
 from benchmarks.command_line import need_gpu
-from benchmarks.kv_transfer.handoffs import SETTINGS, Figures, Settings, through_the_cluster
+from benchmarks.kv_transfer.handoffs import ANSWER_RESERVE, SETTINGS, Figures, Settings, through_the_cluster
 from benchmarks.kv_transfer.pools import PoolPlan, copy_ceiling, measure_pools
 from benchmarks.results import run_facts, save_result, scheme_suffix
 from kv_transfer.nixl_backend.ucx_shared_memory import ucx_settings
 from tandem.cluster.launcher import Cluster
+from tandem.engine.cache.paged_cache import choose_pages
+from tandem.engine.config.quantization import Codes
 from tandem.engine.device import quantized_kv_dtype
 from tandem.engine.models.load_spec import load_spec
 from tandem.settings.cluster import ClusterSettings
@@ -66,6 +68,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     add_model_options(parser)
     parser.add_argument("--kv-cache-dtype", default="auto", choices=KV_DTYPES, help="(auto)")
+    parser.add_argument("--quantization", choices=list(Codes), help="weights rounded at load, as with `tandem up`")
+    parser.add_argument("--prompt", type=int, default=None, help="tokens of prompt and answer (8,192; 1,552 on CPUs)")
     parser.add_argument("--trusted-network", action="store_true", help="let UCX take TCP and RDMA as well")
     parser.add_argument("--only", choices=("pools", "cluster"), default=None, help="one half of the measurement")
     parser.add_argument("--save", action="store_true", help="keep the run under benchmarks/results/")
@@ -98,8 +102,14 @@ def main() -> None:
     model = choose_model(arguments.model, shape)
     gpus = torch.cuda.device_count() if arguments.device == "cuda" else 0
     ends = ("cuda:0", f"cuda:{min(1, gpus - 1)}") if gpus else ("cpu", "cpu")
-    kv_dtype = quantized_kv_dtype(arguments.kv_cache_dtype, load_spec(model.folder)) or getattr(torch, settings.dtype)
-    plan = PoolPlan(model.folder, settings.page_tokens, kv_dtype, *ends)
+    spec, dtype = load_spec(model.folder), getattr(torch, settings.dtype)
+    kv_dtype = quantized_kv_dtype(arguments.kv_cache_dtype, spec) or dtype
+    # The pages of a model with state layers are larger, because they must hold the state of a layer.
+    spec, page_tokens = choose_pages(spec, None, settings.page_tokens, kv_dtype, dtype)
+    settings = replace(settings, page_tokens=page_tokens)
+    if arguments.prompt is not None:
+        settings = replace(settings, prompt=arguments.prompt - ANSWER_RESERVE)
+    plan = PoolPlan(spec, page_tokens, kv_dtype, dtype, *ends)
     plan = replace(plan, trusted_network=arguments.trusted_network)
     config = ClusterSettings.of(
         model.folder,
@@ -108,6 +118,7 @@ def main() -> None:
         device=arguments.device,
         dtype=settings.dtype,
         kv_cache_dtype=arguments.kv_cache_dtype,
+        quantization=arguments.quantization,
         page_tokens=settings.page_tokens,
         max_step_tokens=settings.chunk,
         grpc_port=0,
@@ -117,7 +128,7 @@ def main() -> None:
     )
     result: Figures = {"gpus": gpus}
     result |= measure(arguments.only, settings, plan, config)
-    name = model.name + scheme_suffix(None, arguments.kv_cache_dtype)
+    name = model.name + scheme_suffix(arguments.quantization, arguments.kv_cache_dtype)
     result |= {
         "model": name,
         "dtype": settings.dtype,

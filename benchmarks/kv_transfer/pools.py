@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from kv_transfer.base import PageWrite, WriteDone
 from tandem.cluster.ray_processes.ray_node import RayNode
 from tandem.cluster.ray_processes.ray_process import actor_class
 from tandem.engine.cache.paged_cache import PagedCache, page_bytes
-from tandem.engine.models.load_spec import load_spec
+from tandem.engine.config.model import ModelSpec
 from tandem.protocol.messages import PeerDescription, PeerRef
 from tandem.worker.transfer import layout_of
 
@@ -33,11 +32,12 @@ _CEILING_ROUNDS, _CEILING_ROUND_S = 5, 0.1
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """The model of the pools, the tokens per page, the KV dtype and the devices."""
+    """The model of the pools, the tokens per page, the dtypes of KV and of the model, and the devices."""
 
-    model: Path
+    model: ModelSpec
     page_tokens: int
     dtype: torch.dtype
+    model_dtype: torch.dtype
     sender: str
     receiver: str
     trusted_network: bool = False
@@ -67,8 +67,8 @@ class PoolSide:
         here = torch.device(device)
         if here.type == "cuda":
             torch.cuda.set_device(here)
-        config = load_spec(plan.model)
-        self._cache = PagedCache(config, plan.page_tokens, _POOL_BYTES[here.type], plan.dtype, here)
+        capacity = _POOL_BYTES[here.type]
+        self._cache = PagedCache(plan.model, plan.page_tokens, capacity, plan.dtype, here, model_dtype=plan.model_dtype)
         self._cache.storage.view(torch.uint8).random_(256)
         if here.type == "cuda":
             torch.cuda.synchronize()
@@ -151,7 +151,7 @@ def copy_ceiling(plan: PoolPlan, sizes: Sequence[int]) -> float:
 
     Copies are as large as writes of `sizes` pages, within buffers twice as large as the largest one.
     """
-    page = page_bytes(load_spec(plan.model), plan.page_tokens, plan.dtype)
+    page = page_bytes(plan.model, plan.page_tokens, plan.dtype, plan.model_dtype)
     shape = (2 * max(sizes), page)
     source = torch.ones(shape, dtype=torch.uint8, device=plan.sender)
     target = torch.ones(shape, dtype=torch.uint8, device=plan.receiver)

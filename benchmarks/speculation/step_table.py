@@ -22,7 +22,8 @@ from decode_worker.drafts import RowDrafts, StepDrafts
 from tandem.engine.config import EngineConfig
 from tandem.engine.cuda.verify_graphs import DRAFTS, MOST_ROWS
 from tandem.engine.model_runner import ModelRunner
-from tandem.engine.speculation.proposer import DRAFTS_MAX, Draft, DraftSource, ProposerName
+from tandem.engine.speculation.proposer import Draft, DraftSource, ProposerName
+from tandem.engine.steps.draft_groups import DRAFTS_MAX
 from tandem.protocol.messages import SamplingParams
 from tandem.protocol.speculation_method import SpeculationMethod
 

@@ -37,7 +37,7 @@ from tandem.engine.device import (
 from tandem.engine.expert_tokens import ExpertTokens
 from tandem.engine.grammar_masks import AllowedDrafts, GrammarMasks
 from tandem.engine.graph_use import GraphUse
-from tandem.engine.host_stepper import HostStepper, forward_over
+from tandem.engine.host_stepper import Forward, HostStepper
 from tandem.engine.kernels.base import Kernels, is_cpu
 from tandem.engine.kernels.lora.adapted_products import AdaptedProducts
 from tandem.engine.memory import GIB, check_host_memory, ran_out_of_memory
@@ -343,7 +343,7 @@ def _start(
         )
     spec, cache = model.spec, _host_cache(config, setting, model.spec)
     draw = partial(sample, eos_token_ids=spec.eos_token_ids, masks=masks)
-    forward = forward_over(model, cache, on_step)
+    forward = Forward(model, cache, on_step)
     return cache, HostStepper(StepPacker(step_limits(spec, cache)), forward, setting.device, draw)
 
 

@@ -16,7 +16,7 @@ from tandem.engine.config.sharding import PagePart
 from tandem.engine.cuda.step_graph import StepGraph
 from tandem.engine.device import device_name
 from tandem.engine.graph_use import GraphUse
-from tandem.engine.host_stepper import Forward, forward_over
+from tandem.engine.host_stepper import Forward
 from tandem.engine.kernels.base import Kernels
 from tandem.engine.load_engine import LoadedParts, load_parts, load_rank
 from tandem.engine.memory import naming_the_setting
@@ -24,6 +24,7 @@ from tandem.engine.model_sizes import cost_guess, roofline
 from tandem.engine.parallel.collectives import Collectives
 from tandem.engine.parallel.step_stream import GraphStep, RankStep
 from tandem.engine.steps.batch import ModelRunnerOutput, PendingStep, StepBatch
+from tandem.engine.steps.step_packer import PackedStep
 from tandem.engine.warm_up import check_activations, warm_up
 from tandem.engine.weights.checkpoint import Progress
 
@@ -157,13 +158,20 @@ class Follower:
     def load(cls, config: EngineConfig, collectives: Collectives, *, kernels: Kernels | None = None) -> "Follower":
         """Load this rank's part of the model, and allocate its KV cache. Raises as `ModelRunner.load` does."""
         model, cache, parts, adapters, graphs = load_rank(config, collectives, kernels=kernels)
-        return cls(cache, parts, adapters, forward_over(model, cache), graphs)
+        return cls(cache, parts, adapters, Forward(model, cache), graphs)
 
     def run(self, steps: Iterable[RankStep]) -> None:
         """Run `steps` in order, and return after the last one; on a GPU, they are only launched."""
         with torch.inference_mode():
+            newest: StepGraph | PackedStep | None = None
             for step in steps:
                 if isinstance(step, GraphStep):
-                    self._graphs[step.graph].replay(step.words)
-                else:
+                    newest = self._graphs[step.graph]
+                    newest.replay(step.words)
+                elif isinstance(step, PackedStep):
+                    newest = step
                     self._forward(step, None)
+                elif isinstance(newest, StepGraph):
+                    newest.accept_drafts(step.counts)
+                elif newest is not None:
+                    self._forward.accept_drafts(newest, step.counts.to(self.cache.device, torch.int32))

@@ -66,18 +66,20 @@ class StepScheduler:
         Returns None if there are no rows, or if all of them depend on the step in flight.
         """
         targets, decode_rows, drafting_s = self._decode.gap_targets, NO_ROWS, 0.0
+        # Looked at once: a prompt that arrives meanwhile must not join a step that verifies draft tokens.
+        prompts_wait = self._prefill.queue.length > 0
         if not self._decode.idle:
             budget = self._growth.rows(self.decoding, self._max_step_tokens, targets)
-            scheduled = self._decode.schedule(budget, self._bounds(targets))
+            scheduled = self._decode.schedule(budget, self._bounds(targets, prompts_wait=prompts_wait))
             if scheduled is None:
                 return None
             decode_rows = scheduled
             drafting_s = self._decode.speculation.drafting_s if self._decode.speculation else 0.0
-        elif not self.decoding.decode_rows and not self._prefill.queue.length:
+        elif not self.decoding.decode_rows and not prompts_wait:
             return None
         self.decoding = step_work(decode_rows.newest)
         prefill_rows: Sequence[StepRow] = ()
-        if self._prefill.queue.length:
+        if prompts_wait:
             waiting = self._prefill.waiting()
             prompts = self._policy.prefill_tokens(self.decoding, waiting, targets)
             if waiting.prompts:
@@ -88,13 +90,13 @@ class StepScheduler:
             return None
         return StepPlan(StepBatch(prefill_rows, decode_rows), step_work(decode_rows, prefill_rows), drafting_s)
 
-    def _bounds(self, targets: Sequence[float]) -> StepBounds | None:
+    def _bounds(self, targets: Sequence[float], *, prompts_wait: bool) -> StepBounds | None:
         """Return the limits for adding draft tokens to the next step: its maximum duration and number of rows.
 
         `targets` has the maximum seconds between tokens that each decoding request allows, ascending. Returns None if
         the worker does not speculate, or while prompts wait, which then get the rest of the step.
         """
-        if self._decode.speculation is None or self._prefill.queue.length:
+        if self._decode.speculation is None or prompts_wait:
             return None
         cost = self._cost()
         seconds = strictest_feasible_target(targets, cost.seconds(self.decoding), self._growth.target_s)

@@ -307,7 +307,6 @@ class Worker:
             proposer=make_proposer(
                 config.speculate,
                 asynchronous=engine.asynchronous,
-                states=cache.kv.state_groups > 0,
                 trained=engine.draft_proposer,
             ),
             allowed_drafts=engine.allowed_drafts,

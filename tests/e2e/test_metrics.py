@@ -17,7 +17,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from tandem.engine.speculation.proposer import DRAFTS_MAX
+from tandem.engine.steps.draft_groups import DRAFTS_MAX
 from tandem.metrics.families import (
     AUDIT_RECORDS,
     AUDIT_RECORDS_LOST,

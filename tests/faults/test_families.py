@@ -58,9 +58,9 @@ async def with_a_death(cluster: Any, questions: list[Question]) -> tuple[list[St
         return streams, dead
 
 
-def copy_of_tiny_model(family: str, model_folder: Path, folder: Path) -> Path:
+def copy_of_tiny_model(family: str, model_folder: Path, folder: Path, **changes: object) -> Path:
     """Writes a tiny model with the tokenizer of the small one; returns its folder."""
-    written = write_tiny_model(folder / family, family, vocab_size=VOCAB)
+    written = write_tiny_model(folder / family, family, vocab_size=VOCAB, **changes)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(model_folder / name, written)
     return written
@@ -101,7 +101,9 @@ def test_answers_are_those_of_transformers_though_a_worker_dies(
         for token, best, second, gap in zip(stream.tokens, choices.best, choices.seconds, choices.gaps, strict=True):
             assert token == best or (gap < TIE and token == second), stream.name
     if drafting:
-        assert accepted_drafts(cluster), "steps verified drafts, some while the worker died"
+        assert accepted_drafts(cluster, proposer=ProposerName.MEDUSA.value), (
+            "steps verified drafts, some while the worker died"
+        )
     restarted(cluster, dead)
     if operator is not None and first is not None:
         adapters_come_and_go(operator, first)
@@ -124,10 +126,10 @@ def drafts_of(model: Path, folder: Path) -> dict[str, Any]:
     return {"speculate": "draft", "draft": folder}
 
 
-def accepted_drafts(cluster: Any) -> float:
-    """Returns the accepted drafts of heads, at all workers that are alive."""
+def accepted_drafts(cluster: Any, **labels: str) -> float:
+    """Returns the accepted drafts of the proposers with these labels, at all workers that are alive."""
     exported = Scrape(asyncio.run(fetch(cluster.metrics_address, "/metrics", timeout_s=60.0)), 0.0)
-    return exported.total(f.ACCEPTED_BY_SOURCE, proposer=ProposerName.MEDUSA.value)
+    return exported.total(f.ACCEPTED_BY_SOURCE, **labels)
 
 
 def load_first(operator: AdapterClient) -> list[int]:

@@ -25,6 +25,7 @@ from tandem.engine.steps.batch import StepBatch
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.kv_pages import KvPages
 from tandem.protocol.messages import SamplingParams
+from tandem.protocol.speculation_method import SpeculationMethod
 from tests.e2e.reference import Reference, compare
 from tests.factories import FAMILIES, greedy_answer, row, tiny_engine_config, write_tiny_model
 from tests.unit.engine.test_models import SEEDS, TOLERANCE
@@ -67,10 +68,19 @@ class Served:
         runner.pool = PagePool(pages)
         return runner
 
-    def pair(self, pages: int = POOL, **changes: Any) -> WorkerPair:
+    def pair(
+        self,
+        pages: int = POOL,
+        *,
+        both: bool = False,
+        speculate: SpeculationMethod = SpeculationMethod.AUTO,
+        **changes: Any,
+    ) -> WorkerPair:
         return WorkerPair(
             pages=pages,
             prefill_pages=POOL,
+            both=both,
+            speculate=speculate,
             max_step_tokens=CHUNK,
             make_engine=lambda count: self.load(count, **changes),
         )
@@ -96,8 +106,8 @@ def served(request: pytest.FixtureRequest, tmp_path: Path) -> Served:
 
 async def ask(pair: WorkerPair, name: str, prompt: list[int], sampling: SamplingParams = ANSWER) -> RequestOutput:
     """Runs one request to its end, and waits until every page is free or cached."""
-    output = pair.send(name, prompt, sampling)
-    await until(lambda: output.finish and (output.error or output.pages))
+    output, stays = pair.send(name, prompt, sampling), pair.prefill is pair.decode
+    await until(lambda: output.finish and (output.error or output.pages or stays))
     await pair.empty()
     return output
 

@@ -11,7 +11,8 @@ from tandem.capacity.simulation.drafts import Drafts
 from tandem.cost_model.acceptance import Acceptance
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import StepWork
-from tandem.engine.speculation.proposer import DRAFTS_MAX, DraftSource, ProposerName
+from tandem.engine.speculation.proposer import DraftSource, ProposerName
+from tandem.engine.steps.draft_groups import DRAFTS_MAX
 from tandem.protocol.errors import InvalidArgument
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from decode_worker.request import DecodeRequest
 from decode_worker.speculation import Speculation
 from tandem.cost_model.step_cost import CostParameters, StepCost
 from tandem.engine.speculation.proposer import (
-    DRAFTS_MAX,
     BatchProposer,
     Draft,
     DraftSource,
@@ -21,6 +20,7 @@ from tandem.engine.speculation.proposer import (
     ProposerName,
     WantedDraft,
 )
+from tandem.engine.steps.draft_groups import DRAFTS_MAX
 
 _LOOK_UP = DraftSource(ProposerName.NGRAM, 1)
 

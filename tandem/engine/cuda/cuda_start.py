@@ -25,7 +25,7 @@ from tandem.engine.cuda.sampler_cuda import DeviceSampler
 from tandem.engine.cuda.token_draws import TokenDraws
 from tandem.engine.cuda.verify_graphs import VerifyGraphs, VerifySize, most_groups, verify_sizes
 from tandem.engine.grammar_masks import GrammarMasks
-from tandem.engine.host_stepper import forward_over
+from tandem.engine.host_stepper import Forward
 from tandem.engine.kernels.triton_launch import overlaps_launches
 from tandem.engine.memory import GIB, kv_cache_bytes, measure_peak, naming_the_setting
 from tandem.engine.models.decoder import DecoderModel
@@ -231,7 +231,8 @@ def _every_size(config: EngineConfig, model: DecoderModel, group: Collectives | 
 def _verify_sizes(config: EngineConfig, model: DecoderModel) -> list[VerifySize]:
     if not (config.cuda_graphs and config.draft_graphs):
         return []
-    return verify_sizes(model.kernels, config.batch_requests, config.max_step_tokens)
+    states = model.spec.has_states
+    return verify_sizes(model.kernels, config.batch_requests, config.max_step_tokens, states=states)
 
 
 def _make_stepper(
@@ -246,7 +247,7 @@ def _make_stepper(
 ) -> CudaStepper:
     device = cache.device
     packer = StepPacker(step_limits(model.spec, cache))
-    forward = forward_over(model, cache)
+    forward = Forward(model, cache)
     # Every row of a step may sample a token, and a step of short prompts may have as many rows as tokens.
     drawn = torch.zeros(max(config.batch_requests, config.max_step_tokens), dtype=torch.int64, device=device)
     sampler = DeviceSampler(model.spec.vocab_size, config.batch_requests, device, overlaps_launches())

@@ -16,9 +16,9 @@ from tandem.engine.cuda.verify_graphs import VerifyGraphs
 from tandem.engine.graph_use import GraphUse
 from tandem.engine.host_stepper import Forward
 from tandem.engine.kernels.base import DeferredTokens
-from tandem.engine.parallel.step_stream import GraphStep, RankStep
+from tandem.engine.parallel.step_stream import AcceptedDrafts, GraphStep, RankStep
 from tandem.engine.steps.batch import ModelRunnerOutput, PendingStep, StepBatch, rows_of
-from tandem.engine.steps.draft_groups import fill_draft_groups
+from tandem.engine.steps.draft_groups import accepted_in, fill_draft_groups
 from tandem.engine.steps.prompt_scoring import StepPieces
 from tandem.engine.steps.scored_step import with_scoring
 from tandem.engine.steps.step_buffer import StepSizes
@@ -91,7 +91,7 @@ class CudaStepper:
         # Copied now, because this step will overwrite the tokens of the previous one on the device.
         late = self.draws.late_tokens(draws, self._sources(batch)) if draws.looks_back else ()
         # From here on everything is only launched; the result is read by the function that is returned.
-        logits, greedy_is_drawn, scoring = self._compute(batch, sizes, memory)
+        logits, greedy_is_drawn, scoring, computed = self._compute(batch, sizes, memory)
         read = None
         if logits is not None:
             read = self.draws.launch(logits, draws, late, memory.draws, greedy_is_drawn=greedy_is_drawn)
@@ -103,6 +103,8 @@ class CudaStepper:
             tokens, scores = ([], []) if read is None else read()
             if scoring is not None:
                 scoring.deliver()
+            if sizes.chains:
+                self._accept_drafts(computed, torch.tensor(accepted_in(batch.tokens, tokens)))
             return rows_of(tokens, batch, scores)
 
         return result
@@ -140,15 +142,18 @@ class CudaStepper:
 
     def _compute(
         self, batch: StepBatch, sizes: StepSizes, memory: _HostMemory
-    ) -> tuple[Tensor | None, bool, StepPieces | None]:
-        """Launch the computation of a step's logits; return (logits, greedy_is_drawn, scoring).
+    ) -> tuple[Tensor | None, bool, StepPieces | None, StepGraph | PackedStep]:
+        """Launch the computation of a step's logits; return (logits, greedy_is_drawn, scoring, computed).
 
         The logits are [at least sampled rows, vocab], or None if no row samples a token. `greedy_is_drawn` is True if
         the step's graph also samples the most likely tokens. `scoring` is None if the step scores no prompt. Graphs
-        compute only the logits of sampling rows, so a step that scores a prompt runs without a graph.
+        compute only the logits of sampling rows, so a step that scores a prompt runs without a graph. `computed` is the
+        graph, or the step without one. Only graphs of `verify` verify draft tokens in a model with state layers.
         """
-        decode = self.verify.fitting(batch) or self.graphs.fitting(batch)
-        graph = None if batch.scored else decode or self.prompts.fitting(batch, sizes)
+        decode, prompts = self.verify.fitting(batch), None
+        if not sizes.chains:
+            decode, prompts = decode or self.graphs.fitting(batch), self.prompts.fitting(batch, sizes)
+        graph = None if batch.scored else decode or prompts
         # The counters are incremented after `pack`, which may reject the step.
         if graph is not None:
             words = memory.reserve(graph.input_words)
@@ -158,12 +163,21 @@ class CudaStepper:
             self.graph_use.hits += 1
             self.graph_use.padded_tokens += graph.sizes.tokens - sizes.tokens
             logits = self._replay(graph, words)
-            return logits if sizes.drawn else None, decode is not None, None
+            return logits if sizes.drawn else None, decode is not None, None, graph
         step = self._pack(batch, sizes, memory)
         if batch.scored:
             step = with_scoring(step, batch, self.draws.score_tokens)
         self.graph_use.misses += 1
-        return self._run(step), False, step.scoring
+        return self._run(step), False, step.scoring, step
+
+    def _accept_drafts(self, computed: StepGraph | PackedStep, counts: Tensor) -> None:
+        """Launch the writing of the states after accepted draft tokens; `counts` has their number for each request."""
+        torch.cuda.set_device(self._drawn.device)
+        with torch.inference_mode():
+            if isinstance(computed, StepGraph):
+                computed.accept_drafts(counts)
+            else:
+                self._forward.accept_drafts(computed, counts.to(self._drawn.device, torch.int32))
 
     def _replay(self, graph: StepGraph, words: Tensor) -> Tensor:
         """Launch a step that a graph computes; return its logits."""
@@ -196,6 +210,10 @@ class LeadingStepper(CudaStepper):
     def _run(self, step: PackedStep) -> Tensor | None:
         self._on_step(step)
         return super()._run(step)
+
+    def _accept_drafts(self, computed: StepGraph | PackedStep, counts: Tensor) -> None:
+        self._on_step(AcceptedDrafts(counts))
+        super()._accept_drafts(computed, counts)
 
 
 def _draws_of_rows(batch: StepBatch) -> list[int]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,13 @@ from tandem.engine.steps.step_packer import PackedStep, StepPacker, view_step
 
 Pool = Any
 """The return value of `torch.cuda.graph_pool_handle`: memory that several graphs share."""
+
+
+class AcceptGraph(NamedTuple):
+    """The CUDA graph that writes the states after accepted draft tokens, and its input `counts` [requests] int32."""
+
+    graph: torch.cuda.CUDAGraph
+    counts: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +39,8 @@ class StepGraph:
     """The `chunks_at` argument of `StepPacker.pack`."""
     groups: DraftGroupSizes | None = None
     """The draft groups of a step that verifies draft tokens; their table follows the sections of `sizes`."""
+    accept: AcceptGraph | None = None
+    """Follows a step that verifies draft tokens in a model with state layers; else None."""
 
     @property
     def input_words(self) -> int:
@@ -46,6 +55,15 @@ class StepGraph:
         self.words.copy_(words, non_blocking=True)
         self.graph.replay()
         return self.logits
+
+    def accept_drafts(self, counts: Tensor) -> None:
+        """Write the states after the accepted draft tokens of the newest replay.
+
+        `counts` [n] has the number for each request of the step, and is in host memory.
+        """
+        assert self.accept is not None
+        self.accept.counts[: len(counts)].copy_(counts, non_blocking=True)
+        self.accept.graph.replay()
 
 
 def empty_step(
@@ -78,16 +96,29 @@ def capture_step(
     pool: Pool,
     chunks_at: int | None = None,
     groups: DraftGroupSizes | None = None,
+    accept: Callable[[Tensor], None] | None = None,
 ) -> StepGraph:
-    """Capture the graph of `compute`, which reads `words` and returns logits; its memory comes from `pool`."""
+    """Capture the graph of `compute`, which reads `words` and returns logits; its memory comes from `pool`.
+
+    `accept`, if given, writes the states after accepted draft tokens, whose numbers it takes [sizes.chains] int32.
+    """
     # Run once before, because kernels cannot be compiled during a capture.
     compute()
+    counts = torch.zeros(sizes.chains, dtype=torch.int32, device=words.device)
+    if accept is not None:
+        accept(counts)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         logits = compute()
+    accepting = None
+    if accept is not None:
+        # Captured directly after the step, whose projections it reads: until both have run, no other graph runs.
+        accepting = AcceptGraph(torch.cuda.CUDAGraph(), counts)
+        with torch.cuda.graph(accepting.graph, pool=pool):
+            accept(counts)
     # Keeping the tensor itself would withhold its memory from the graphs that are captured after this one.
-    return StepGraph(sizes, words, graph, borrow(logits), chunks_at, groups)
+    return StepGraph(sizes, words, graph, borrow(logits), chunks_at, groups, accepting)
 
 
 class _TensorView:

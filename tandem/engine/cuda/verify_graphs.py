@@ -1,9 +1,10 @@
 """CUDA graphs of steps that verify draft tokens, by the number of rows and of requests.
 
 Attention computes the rows of a request together, as a group (`tandem.engine.kernels.base.DraftGroups`); the table of
-groups follows the step's words. A step uses the graph with the fewest rows that has space for its requests and rows, no
-matter how the draft tokens are distributed over the requests. Where attention does not support groups, decode graphs
-compute these steps.
+groups follows the step's words. State layers compute the rows of a request one after the other, and a second graph
+writes their states once the accepted draft tokens are known. A step uses the graph with the fewest rows that has space
+for its requests and rows, no matter how the draft tokens are distributed over the requests. Where attention does not
+support groups and there are no state layers, decode graphs compute these steps.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +24,7 @@ from tandem.engine.kernels.base import DeferredTokens, DraftGroups, Kernels
 from tandem.engine.steps.batch import StepBatch, TokenRows
 from tandem.engine.steps.draft_groups import FIELDS, DraftGroupSizes, fill_draft_groups, groups_needed
 from tandem.engine.steps.step_buffer import StepSizes
-from tandem.engine.steps.step_packer import StepPacker
+from tandem.engine.steps.step_packer import PackedStep, StepPacker
 from tandem.engine.weights.checkpoint import Progress
 
 DRAFTS = (1, 2, 3, 5, 7)
@@ -40,8 +41,10 @@ class VerifySize(NamedTuple):
     group_rows: int
 
     @property
-    def groups(self) -> DraftGroupSizes:
-        """The size of a table that holds the groups of any step of this size."""
+    def groups(self) -> DraftGroupSizes | None:
+        """The size of a table that holds the groups of any step of this size; None if attention has no groups."""
+        if self.group_rows == 1:
+            return None
         return DraftGroupSizes(groups_needed(self.requests, self.rows, self.group_rows), self.group_rows)
 
 
@@ -61,7 +64,7 @@ class VerifyGraphs:
         """Return trial runs of verification steps of these sizes, for `run_side_by_side`."""
 
         def run(size: VerifySize) -> Tensor:
-            return self._step(size)[1]()
+            return self._step(size).compute()
 
         return {f"the step of {size.rows} rows of {size.requests} requests": partial(run, size) for size in sizes}
 
@@ -84,21 +87,23 @@ class VerifyGraphs:
 
         Returns None if the batch has no draft tokens, has prompt chunks, or is too large.
         """
-        requests = batch.tokens.newest
-        if requests is batch.tokens or batch.chunks:
+        if not batch.verifies or batch.chunks:
             return None
-        fitting = (size for size in self._graphs if size.rows >= len(batch) and size.requests >= len(requests))
+        requests = len(batch.tokens.newest)
+        fitting = (size for size in self._graphs if size.rows >= len(batch) and size.requests >= requests)
         size = next(fitting, None)
         return None if size is None else self._graphs[size]
 
     def _capture(self, size: VerifySize) -> StepGraph:
-        words, compute, sizes = self._step(size)
-        return capture_step(compute, words, sizes, pool=self._pool, groups=size.groups)
+        step = self._step(size)
+        return capture_step(
+            step.compute, step.words, step.sizes, pool=self._pool, groups=size.groups, accept=step.accept
+        )
 
-    def _step(self, size: VerifySize) -> tuple[Tensor, Callable[[], Tensor], StepSizes]:
-        """Return a padded verification step, as `DecodeGraphs._step` does for decode steps."""
+    def _step(self, size: VerifySize) -> "_VerifyStep":
+        """Return a padded verification step."""
         limits, rows, groups = self._packer.limits, size.rows, size.groups
-        sizes = limits.sizes(rows, rows, limits.pages_of(limits.max_context), rows)
+        sizes = limits.sizes(rows, rows, limits.pages_of(limits.max_context), rows, size.requests)
         words, step = empty_step(
             self._packer,
             sizes,
@@ -106,14 +111,10 @@ class VerifyGraphs:
             singles=rows,
             max_row_tokens=1,
             context=limits.max_context,
-            more_words=groups.words,
+            more_words=0 if groups is None else groups.words,
         )
-        # Called once here, so that the loop is compiled before the first step.
-        fill_draft_groups(TokenRows.of(()), groups, np.zeros(groups.words, dtype=np.int64))
-        entries = groups.groups + 1
-        table = words[sizes.words :].view(torch.int32)[: FIELDS * entries].view(entries, FIELDS)
-        grouped = DraftGroups(table, groups.rows)
-        step = replace(step, layouts=tuple(replace(layout, draft_groups=grouped) for layout in step.layouts))
+        if groups is not None:
+            step = _grouped(step, groups, words[sizes.words :])
         unread = torch.zeros(rows, PARAMS, dtype=torch.float64, device=words.device)
 
         def compute() -> Tensor:
@@ -125,13 +126,37 @@ class VerifyGraphs:
                 self._sampler.sample(logits[some], unread[some], self._drawn[some], greedy_only=True)
             return logits
 
-        return words, compute, sizes
+        accept = partial(self._forward.accept_drafts, step) if sizes.chains else None
+        return _VerifyStep(words, compute, sizes, accept)
 
 
-def verify_sizes(kernels: Kernels, max_requests: int, max_rows: int) -> list[VerifySize]:
+class _VerifyStep(NamedTuple):
+    """A verification step to be captured or run on trial."""
+
+    words: Tensor
+    """The input buffer, int64, on the device."""
+    compute: Callable[[], Tensor]
+    """Runs the step and returns its logits."""
+    sizes: StepSizes
+    accept: Callable[[Tensor], None] | None
+    """The argument of `capture_step`."""
+
+
+def _grouped(step: PackedStep, groups: DraftGroupSizes, words: Tensor) -> PackedStep:
+    """Return the step with the draft groups of attention, whose table is in `words`."""
+    # Called once here, so that the loop is compiled before the first step.
+    fill_draft_groups(TokenRows.of(()), groups, np.zeros(groups.words, dtype=np.int64))
+    entries = groups.groups + 1
+    table = words.view(torch.int32)[: FIELDS * entries].view(entries, FIELDS)
+    grouped = DraftGroups(table, groups.rows)
+    return replace(step, layouts=tuple(replace(layout, draft_groups=grouped) for layout in step.layouts))
+
+
+def verify_sizes(kernels: Kernels, max_requests: int, max_rows: int, *, states: bool = False) -> list[VerifySize]:
     """Return the sizes that get a graph, in ascending order, for at most `max_requests` requests and `max_rows` rows.
 
-    The list is empty if attention computes each row separately.
+    If attention computes each row separately, decode graphs compute these steps, and the list is empty. In a model with
+    `states` they cannot do so; the list then has the sizes for which attention has scratch memory.
     """
     groups = {drafts: kernels.draft_group_rows(drafts) for drafts in DRAFTS}
     sizes = [
@@ -139,12 +164,16 @@ def verify_sizes(kernels: Kernels, max_requests: int, max_rows: int) -> list[Ver
         for requests in graph_sizes(max_requests)
         for drafts, group in groups.items()
     ]
-    return sorted(size for size in sizes if size.group_rows > 1 and size.rows <= min(MOST_ROWS, max_rows))
+    separate = max_requests if states else 0
+    return sorted(
+        size for size in sizes if size.rows <= min(MOST_ROWS, max_rows, MOST_ROWS if size.group_rows > 1 else separate)
+    )
 
 
 def most_groups(sizes: Iterable[VerifySize]) -> dict[int, int]:
     """Return a map from `group_rows` to the maximum number of draft groups in any of the `sizes` with it."""
     maximum: dict[int, int] = {}
     for size in sizes:
-        maximum[size.group_rows] = max(maximum.get(size.group_rows, 0), size.groups.groups)
+        if size.groups is not None:
+            maximum[size.group_rows] = max(maximum.get(size.group_rows, 0), size.groups.groups)
     return maximum

@@ -43,6 +43,24 @@ class DraftGroups:
 
 
 @dataclass(frozen=True, slots=True)
+class RowChains:
+    """The order in which state layers compute the one-token rows of a step that verifies draft tokens.
+
+    The rows of a request follow one another. All tensors are int32 on the device.
+
+    starts [n + 1]  request c has the tokens order[starts[c]], …, order[starts[c + 1] - 1], in the order of positions
+    order  [T]      the step's tokens; those of padding rows come last
+    places [T]      the place of each token in `order`
+    rows            host int, the largest number of rows of a request
+    """
+
+    starts: Tensor
+    order: Tensor
+    places: Tensor
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepLayout:
     """Positions and cache slots of a step's tokens, shared by the layers of a KV group (`tandem/engine/config/kv.py`).
 
@@ -66,6 +84,7 @@ class StepLayout:
     host_starts   `row_starts` in host memory, None in the steps that CUDA graphs compute: their rows differ by replay
     state_pages   [R, 2] for a group of state layers, else None: the page from which each row's state is read, -1 if the
                   row has no earlier token (its state is zero), and the page to which the new state is written
+    chains        for a group of state layers of a step that verifies draft tokens, else None: the rows of each request
 
     In steps of fixed size (CUDA graphs) a row may be padding: its slot is -1, so that nothing is stored, and its
     context is 0; its state pages are -1.
@@ -85,6 +104,7 @@ class StepLayout:
     draft_groups: DraftGroups | None = None
     host_starts: Tensor | None = None
     state_pages: Tensor | None = None
+    chains: RowChains | None = None
 
     @property
     def decode_only(self) -> bool:

@@ -212,13 +212,33 @@ class StateBlock:
             weights.skip,
             None if weights.state_norm is None else Norm(weights.state_norm, norm_eps),
         )
+        self._projected: Tensor | None = None
+        """The projections [T, sum(projected)] of a step that verifies draft tokens, in the order of `RowChains`.
+
+        Kept until its draft tokens are accepted. While the graph of such a step is captured, they keep their memory for
+        the graph that accepts its draft tokens.
+        """
 
     def store(self, hidden: Tensor, layout: StepLayout, cache: GroupCache) -> Queries:
-        """Advance the states of the step's rows, and return the output [T, inner] before the output projection."""
+        """Advance the states of the step's rows, and return the output [T, inner] before the output projection.
+
+        If the step verifies draft tokens, `layout` is that of `verifying`.
+        """
         projected = normed_linear(self._products, hidden, self.norm, self.input)
         if isinstance(self._layer.spec, KimiDeltaAttention):
             projected = self._second_products(projected, self._layer.spec)
-        return Queries(self._kernels.mix_states(projected, self._layer, states_of(cache), layout))
+        if (chains := layout.chains) is None:
+            return Queries(self._kernels.mix_states(projected, self._layer, states_of(cache), layout))
+        self._projected = projected = projected.index_select(0, chains.order)
+        mixed = self._kernels.mix_states(projected, self._layer, states_of(cache), layout)
+        padding = layout.slots.unsqueeze(-1) < 0
+        return Queries(mixed.index_select(0, chains.places).masked_fill_(padding, 0))
+
+    def accept_drafts(self, layout: StepLayout, cache: GroupCache) -> None:
+        """Write the states after the accepted draft tokens of the newest step; `layout` is that of `accepting`."""
+        projected, self._projected = self._projected, None
+        assert projected is not None
+        self._kernels.mix_states(projected, self._layer, states_of(cache), layout)
 
     def _second_products(self, projected: Tensor, spec: KimiDeltaAttention) -> Tensor:
         """Return [T, sum(projected)] from [T, sum(input_rows)], with the second products of decays and output gate."""

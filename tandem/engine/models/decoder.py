@@ -11,7 +11,7 @@ from tandem.engine.kernels.base import DeferredTokens, Kernels, Products, StepLa
 from tandem.engine.kernels.kv_cache import GroupCache, kv_of
 from tandem.engine.kernels.layers import Linear
 from tandem.engine.kernels.lora.adapted_products import AdaptedProducts
-from tandem.engine.models.blocks import Queries, normed_linear
+from tandem.engine.models.blocks import Queries, StateBlock, normed_linear
 from tandem.engine.models.layers import DecoderLayer, input_norm, prepare_layers
 from tandem.engine.models.parameters import Parameters
 from tandem.engine.steps.prompt_scoring import StepPieces
@@ -124,6 +124,12 @@ class DecoderModel:
             hidden, mixed, slots = hidden[drawn], mixed[drawn], slots[drawn]
         self._finish(last, mixed, hidden, slots)
         return hidden
+
+    def accept_drafts(self, layouts: Sequence[StepLayout], caches: Sequence[GroupCache]) -> None:
+        """Write the states after the accepted draft tokens of the newest step; see `StateBlock.accept_drafts`."""
+        for layer in self._layers:
+            if isinstance(layer.attention, StateBlock):
+                layer.attention.accept_drafts(layouts[layer.group], caches[layer.group])
 
     def _begin_step(
         self,

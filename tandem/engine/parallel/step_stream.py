@@ -19,13 +19,15 @@ from tandem.engine.steps.step_buffer import StepSizes
 from tandem.engine.steps.step_packer import PackedStep, view_step, with_host_words
 from tandem.protocol.errors import Unavailable
 
-_HEADER = 14
+_HEADER = 15
 """Number of 64-bit words in a message's header.
 
-They are the number of the CUDA graph, six sizes, four bounds, the number of token indices in `drawn`, how many of
+They are the number of the CUDA graph, seven sizes, four bounds, the number of token indices in `drawn`, how many of
 these are scored positions, and the number of words in the step's buffer.
 """
 _NONE = -1
+_ACCEPTED = -2
+"""The header's number of the CUDA graph if the message has the numbers of accepted draft tokens."""
 _AS_PACKED = -2
 """The header's number of token indices if `drawn` is that of the step's buffer and does not follow the words."""
 
@@ -40,8 +42,17 @@ class GraphStep(NamedTuple):
     words: Tensor
 
 
-RankStep = PackedStep | GraphStep
-"""A step as the ranks of a group exchange it."""
+class AcceptedDrafts(NamedTuple):
+    """The number of accepted draft tokens of each request of the newest step, which state layers need.
+
+    `counts` [n] int64 is in host memory.
+    """
+
+    counts: Tensor
+
+
+RankStep = PackedStep | GraphStep | AcceptedDrafts
+"""A step, or what it accepted, as the ranks of a group exchange it."""
 
 
 class StepSender:
@@ -53,7 +64,8 @@ class StepSender:
     def send(self, step: RankStep) -> None:
         """Send a step to all followers. Raises Unavailable if a follower has closed its connection."""
         header, positions = _header(step)
-        parts = [part for part in (header, step.words.numpy(), positions) if part is not None and part.size]
+        words = step.counts if isinstance(step, AcceptedDrafts) else step.words
+        parts = [part for part in (header, words.numpy(), positions) if part is not None and part.size]
         try:
             for follower in self._followers:
                 for part in parts:
@@ -71,8 +83,10 @@ def _header(step: RankStep) -> tuple[np.ndarray, np.ndarray | None]:
     """Return a message's header, and the token indices that follow the words, if they are not those of the buffer."""
     if isinstance(step, GraphStep):
         return np.array([step.graph, *(_NONE,) * (_HEADER - 2), len(step.words)]), None
+    if isinstance(step, AcceptedDrafts):
+        return np.array([_ACCEPTED, *(_NONE,) * (_HEADER - 2), len(step.counts)]), None
     sizes, layout = step.sizes, step.layout
-    counts = (sizes.tokens, sizes.rows, sizes.width, sizes.drawn, sizes.groups, sizes.states)
+    counts = (sizes.tokens, sizes.rows, sizes.width, sizes.drawn, sizes.groups, sizes.states, sizes.chains)
     bounds = layout.max_row_tokens, layout.max_context, layout.single_rows, _or_none(layout.max_cached)
     scored, drawn, positions = _NONE, _AS_PACKED, None
     if step.scoring is not None:
@@ -100,6 +114,9 @@ def received_steps(leader: socket.socket, device: torch.device) -> Iterator[Rank
         while header := stream.read(8 * _HEADER):
             numbers = [int(number) for number in np.frombuffer(header, np.int64)]
             graph, *sizes, row_tokens, context, singles, cached, drawn, scored, words = numbers
+            if graph == _ACCEPTED:
+                yield AcceptedDrafts(read(words))
+                continue
             if graph != _NONE:
                 yield GraphStep(graph, read(words))
                 continue

@@ -9,21 +9,14 @@ from tandem.protocol.speculation_method import SpeculationMethod
 
 
 def make_proposer(
-    method: SpeculationMethod, *, asynchronous: bool, states: bool = False, trained: MakeProposer | None = None
+    method: SpeculationMethod, *, asynchronous: bool, trained: MakeProposer | None = None
 ) -> Proposer | None:
     """Return the proposer of this method; None if the engine does not speculate.
-
-    A step that verifies draft tokens would also change the states of state layers by tokens that it then rejects, so
-    models with `states` do not speculate: AUTO then means OFF, and other methods are refused with InvalidArgument.
 
     An `asynchronous` engine launches a step before it knows the tokens of the previous one, but draft tokens depend on
     them, so AUTO then means OFF. `trained` creates the proposer of DRAFT or MTP. Raises InvalidArgument if either is
     set and the engine has not loaded it.
     """
-    if states:
-        if method not in {SpeculationMethod.AUTO, SpeculationMethod.OFF}:
-            raise InvalidArgument("speculate", f"{method} is not supported for models with state layers; use off.")
-        return None
     if method in {SpeculationMethod.DRAFT, SpeculationMethod.MTP}:
         if trained is None and method is SpeculationMethod.MTP:
             raise InvalidArgument("speculate", "mtp: the engine has not loaded the multi-token prediction layer")

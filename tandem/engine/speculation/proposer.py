@@ -8,11 +8,10 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from tandem.cost_model.step_cost import StepCost
+from tandem.engine.steps.draft_groups import DRAFTS_MAX
 from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.messages import SamplingParams
 
-DRAFTS_MAX = 7
-"""Maximum number of draft tokens of one request in a step."""
 NGRAM_MAX = 3
 """The length of the longest n-gram that is looked up; shorter ones are looked up only if the longest has no match."""
 MATCH_MAX = 8

@@ -175,6 +175,11 @@ class StepBatch:
         return len(self.tokens) + len(self.chunks)
 
     @property
+    def verifies(self) -> bool:
+        """True if any row verifies a draft token."""
+        return self.tokens.newest is not self.tokens
+
+    @property
     def scored(self) -> bool:
         """True if the prompt of any row is scored."""
         return any(row.scores is not None for row in self.chunks)

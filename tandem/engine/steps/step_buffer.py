@@ -52,9 +52,13 @@ class StepLimits:
         """Return the number of the first page that a token at `position` attends to in this group."""
         return first_page(self.windows[group], position, self.page_tokens)
 
-    def sizes(self, tokens: int, rows: int, width: int, drawn: int) -> "StepSizes":
-        """Return the sizes of a step of a model with these groups of layers."""
-        return StepSizes(tokens, rows, width, drawn, self.groups - self.state_groups, self.state_groups)
+    def sizes(self, tokens: int, rows: int, width: int, drawn: int, verifying: int = 0) -> "StepSizes":
+        """Return the sizes of a step of a model with these groups of layers.
+
+        `verifying` is the number of requests in a step that verifies draft tokens; 0 = it verifies none.
+        """
+        states = self.state_groups
+        return StepSizes(tokens, rows, width, drawn, self.groups - states, states, verifying if states else 0)
 
     def pages_of(self, context: int) -> int:
         """Return the number of pages that a context of `context` tokens needs."""
@@ -74,9 +78,9 @@ class StepSizes:
     """The lengths of the buffer's sections, in elements.
 
     The sections in order: int64 token_ids, slots, drawn; int32 positions, sources, row starts, contexts, page table,
-    adapters, state pages. Each section begins at a multiple of 16 bytes, because Triton would compile kernels again for
-    other alignments. Slots and page table have one part for each group with KV, and the state pages one for each group
-    of state layers, padded to a multiple of 16 bytes as well.
+    adapters, state pages, chains. Each section begins at a multiple of 16 bytes, because Triton would compile kernels
+    again for other alignments. Slots and page table have one part for each group with KV, and the state pages one for
+    each group of state layers, padded to a multiple of 16 bytes as well. The chains are the tensors of `RowChains`.
     """
 
     tokens: int
@@ -88,6 +92,8 @@ class StepSizes:
     """The number of groups of layers with KV."""
     states: int = 0
     """The number of groups of state layers."""
+    chains: int = 0
+    """The number of requests in a step of a model with state layers that verifies draft tokens; else 0."""
 
     @property
     def group_slots(self) -> int:
@@ -113,7 +119,8 @@ class StepSizes:
     def int32_sections(self) -> list[int]:
         """The lengths of the int32 sections without padding, in elements."""
         table, states = self.groups * self.group_table, self.states * self.group_states
-        return [self.tokens, self.tokens, self.rows + 1, self.rows, table, self.tokens, states]
+        chains = self.chains + 1 + 2 * self.tokens if self.chains else 0
+        return [self.tokens, self.tokens, self.rows + 1, self.rows, table, self.tokens, states, chains]
 
     @property
     def int64_capacity(self) -> list[int]:
@@ -150,11 +157,13 @@ class _Bounds:
     table: slice
     adapters: slice
     states: slice
+    chains: slice
+    """The starts, order and places of `RowChains`."""
     int32_start: int
     """The start of the int32 sections, which follow the int64 sections, in int64 elements."""
     words: int
     starts: Words
-    """The starts of token_ids, slots and drawn, `int32_start`, and the start of each int32 section after it.
+    """The starts of token_ids, slots and drawn, `int32_start`, and the start of each int32 section but the chains.
 
     The starts of int32 sections are in int32 elements, the other starts in int64 elements. The last three entries are
     `StepSizes.group_slots`, `StepSizes.group_table` and `StepSizes.group_states`.
@@ -169,13 +178,15 @@ def bounds_of(sizes: StepSizes) -> _Bounds:
     """
     int64_sections, int32_sections = sizes.int64_capacity, sizes.int32_capacity
     token_ids, slots, drawn = _slices(int64_sections, sizes.int64_sections)
-    positions, sources, row_starts, contexts, table, adapters, states = _slices(int32_sections, sizes.int32_sections)
+    positions, sources, row_starts, contexts, table, adapters, states, chains = _slices(
+        int32_sections, sizes.int32_sections
+    )
     begin = sum(int64_sections)
     words = begin + sum(int32_sections) // 2
     sections = token_ids, slots, drawn, positions, sources, row_starts, contexts, table, adapters, states
     starts = [section.start for section in sections]
     strides = sizes.group_slots, sizes.group_table, sizes.group_states
-    return _Bounds(*sections, begin, words, np.array([*starts[:3], begin, *starts[3:], *strides]))
+    return _Bounds(*sections, chains, begin, words, np.array([*starts[:3], begin, *starts[3:], *strides]))
 
 
 def _slices(capacities: list[int], lengths: list[int]) -> list[slice]:

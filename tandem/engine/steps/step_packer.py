@@ -10,9 +10,10 @@ from torch import Tensor
 
 from tandem.engine.cache.paged_cache import PagedCache
 from tandem.engine.config.model import ModelSpec
-from tandem.engine.kernels.base import StepLayout
+from tandem.engine.kernels.base import RowChains, StepLayout
 from tandem.engine.steps.batch import RowColumns, StepBatch
 from tandem.engine.steps.chunk_packer import Sections, check_chunks, fill_chunks
+from tandem.engine.steps.draft_groups import DRAFTS_MAX, fill_chains
 from tandem.engine.steps.prompt_scoring import StepPieces
 from tandem.engine.steps.step_buffer import (
     OK,
@@ -81,6 +82,7 @@ class StepPacker:
         have rejected the request.
         """
         singles, chunks = len(batch.tokens), batch.chunks
+        verifying = len(batch.tokens.newest) if batch.verifies else 0
         if not singles and not chunks:
             raise Internal("A step needs at least one row.")
         longest = batch.tokens.columns.longest
@@ -89,8 +91,10 @@ class StepPacker:
         if longest > self.limits.max_context:
             raise Internal(f"A row ends at position {longest}; the context is {self.limits.max_context} tokens.")
         width = self.limits.pages_of(longest)
+        if verifying and chunks and self.limits.state_groups:
+            raise Internal("A step of a model with state layers that verifies draft tokens has no chunks.")
         if not chunks:
-            return self.limits.sizes(singles, singles, width, singles)
+            return self.limits.sizes(singles, singles, width, singles, verifying)
         tokens = singles + sum(len(row.token_ids) for row in chunks)
         drawn = singles + sum(row.draw is not None for row in chunks)
         return self.limits.sizes(tokens, singles + len(chunks), width, drawn)
@@ -115,6 +119,9 @@ class StepPacker:
         self._fill_tokens(words, sizes, batch.tokens.columns, drawn_before, chunks_at)
         if batch.chunks or chunks_at < max(sizes.tokens, sizes.rows):
             fill_chunks(Sections.of(words, sizes), batch, chunks_at, drawn_before, self.limits)
+        if sizes.chains:
+            at = bounds_of(sizes)
+            fill_chains(batch.tokens, sizes.chains, words[at.int32_start :].view(np.int32)[at.chains])
 
     def _fill_tokens(
         self, words: Words, sizes: StepSizes, rows: RowColumns, drawn_before: Sequence[int], end: int
@@ -185,9 +192,13 @@ def view_step(
     int32_start = sum(sizes.int64_capacity)
     token_ids, slots, drawn = _cut(words[:int32_start], sizes.int64_capacity, sizes.int64_sections)
     int32_words = words[int32_start:].view(torch.int32)
-    positions, sources, row_starts, contexts, table, adapters, states = _cut(
+    positions, sources, row_starts, contexts, table, adapters, states, chains = _cut(
         int32_words, sizes.int32_capacity, sizes.int32_sections
     )
+    row_chains = None
+    if sizes.chains:
+        starts, order, places = chains.split_with_sizes([sizes.chains + 1, sizes.tokens, sizes.tokens])
+        row_chains = RowChains(starts, order, places, DRAFTS_MAX + 1)
     slots, table = slots.view(sizes.groups, -1), table.view(sizes.groups, -1)
     with_kv = [
         StepLayout(
@@ -211,6 +222,7 @@ def view_step(
             with_kv[0],
             group=sizes.groups + number,
             state_pages=pages[: 2 * sizes.rows].view(sizes.rows, 2),
+            chains=row_chains,
         )
         for number, pages in enumerate(states.view(sizes.states, sizes.group_states))
     ]

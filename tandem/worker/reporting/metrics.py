@@ -14,7 +14,8 @@ from prefill_worker.page_writes import WritingTime
 from tandem.cost_model.roofline import Roofline
 from tandem.cost_model.step_collectives import StepCollectives
 from tandem.cost_model.step_work import StepWork
-from tandem.engine.speculation.proposer import DRAFT_SOURCES, DRAFTS_MAX, DraftSource
+from tandem.engine.speculation.proposer import DRAFT_SOURCES, DraftSource
+from tandem.engine.steps.draft_groups import DRAFTS_MAX
 from tandem.metrics import families as f
 from tandem.metrics.registry import Facts, Reading, Registry
 from tandem.protocol.cost_parameters import SECONDS, CostParameters

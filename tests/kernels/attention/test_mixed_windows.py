@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tandem.engine.cache.paged_cache import PagedCache, cache_bytes
 from tandem.engine.config.model import DenseFeedForward, GroupedQueryAttention, LayerSpec, ModelSpec
-from tandem.engine.host_stepper import HostStepper, forward_over
+from tandem.engine.host_stepper import Forward, HostStepper
 from tandem.engine.kernels.base import Kernels
 from tandem.engine.kernels.cuda import CudaKernels
 from tandem.engine.kernels.reference import ReferenceKernels
@@ -136,7 +136,7 @@ def logits(model: ModelSpec, kernels: Kernels, dtype: torch.dtype) -> dict[str, 
     cache = PagedCache(model, PAGE, cache_bytes(model, KV.groups * PAGES, PAGE, dtype), dtype, DEVICE)
     assert cache.kv_pages == KV
     cache.storage.fill_(float("nan"))
-    forward = forward_over(DecoderModel(model, weights(model, dtype), kernels, model.max_context), cache)
+    forward = Forward(DecoderModel(model, weights(model, dtype), kernels, model.max_context), cache)
     stepper = HostStepper(StepPacker(step_limits(model, cache)), forward, DEVICE, sample)
     logits_of = {}
     with torch.inference_mode():

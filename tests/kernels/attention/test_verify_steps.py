@@ -68,7 +68,7 @@ def verify_step(runner: ModelRunner, size: VerifySize, batch: StepBatch) -> tupl
     drawn = torch.zeros(64, dtype=torch.int64, device=DEVICE)
     sampler = DeviceSampler(VOCAB, 4, DEVICE, overlaps_launches())
     graphs = VerifyGraphs(stepper._packer, stepper._forward, sampler, drawn, NOTHING)
-    words, compute, sizes = graphs._step(size)
+    words, compute, sizes, _ = graphs._step(size)
     packed = torch.full((len(words),), -1, dtype=torch.int64)
     stepper._packer.pack(batch, sizes, packed[: sizes.words].numpy())
     fill_draft_groups(batch.tokens, size.groups, packed[sizes.words :].numpy())

@@ -9,7 +9,7 @@ from tandem.engine.cache.paged_cache import PagedCache, cache_bytes
 from tandem.engine.config.attention import LatentShape
 from tandem.engine.config.model import DenseFeedForward, LatentAttention, LayerSpec, ModelSpec
 from tandem.engine.config.rope import RopeConfig
-from tandem.engine.host_stepper import forward_over
+from tandem.engine.host_stepper import Forward
 from tandem.engine.kernels.base import Kernels
 from tandem.engine.kernels.cpu.kernels import CpuKernels
 from tandem.engine.kernels.cuda import CudaKernels
@@ -70,7 +70,7 @@ class Model:
         self.cache.tensor.fill_(float("nan"))
         self._model = DecoderModel(spec, parameters_of(spec, dtype, device), kernels, spec.max_context)
         self._packer = StepPacker(step_limits(spec, self.cache))
-        self._forward = forward_over(self._model, self.cache)
+        self._forward = Forward(self._model, self.cache)
 
     def logits(self, rows: list[StepRow]) -> torch.Tensor:
         batch = StepBatch(rows)

@@ -13,13 +13,13 @@ from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import StepWork
 from tandem.engine.speculation.ngram import NgramProposer
 from tandem.engine.speculation.proposer import (
-    DRAFTS_MAX,
     BatchProposer,
     Draft,
     DraftSource,
     ProposerName,
     WantedDraft,
 )
+from tandem.engine.steps.draft_groups import DRAFTS_MAX
 from tandem.protocol.cost_parameters import CostParameters
 from tandem.protocol.kv_pages import KvPages
 from tandem.protocol.messages import SamplingParams
@@ -70,6 +70,9 @@ class FakeBatch:
 
     def rows_left(self, _: FakeRequest) -> int:
         return 1000
+
+    def verifiable(self, _: FakeRequest, drafts: int) -> int:
+        return drafts
 
     def positions_left(self, _: FakeRequest) -> int:
         return 100

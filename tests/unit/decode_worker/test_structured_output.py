@@ -10,6 +10,7 @@ import pytest
 
 from tandem.engine.steps.sampling_metadata import History
 from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.kv_pages import STATE
 from tandem.protocol.messages import FinishReason, SamplingParams
 from tandem.protocol.speculation_method import SpeculationMethod
 from tandem.tokenizers.grammars import of_choices, of_json_schema, of_regex
@@ -129,6 +130,24 @@ async def test_an_answer_whose_mask_is_not_ready_repeats_its_row_and_no_other_wa
             assert_whole(outputs[number], prompt, sampling_of(number))
         assert max(tries.values()) == 4
         await pair.empty()
+
+
+async def test_a_row_that_would_advance_a_state_twice_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sampler of a model with state layers waits for the mask."""
+    monkeypatch.setattr(FakeEngine, "windows", (None, STATE))
+    run_before, seen = FakeEngine.run, []
+
+    def run(self: FakeEngine, batch: Any) -> Any:
+        seen.extend(row.draw.history.may_wait for row in batch.tokens if row.draw is not None and row.draw.history)
+        return run_before(self, batch)
+
+    monkeypatch.setattr(FakeEngine, "run", run)
+    async with WorkerPair(pages=256) as pair:
+        output = pair.send("q", PROMPTS[1], sampling_of(1))
+        await until(lambda: output.finish)
+        assert_whole(output, PROMPTS[1], sampling_of(1))
+    assert seen
+    assert not any(seen)
 
 
 @pytest.mark.parametrize("both", [False, True], ids=["", "one worker"])

@@ -14,6 +14,7 @@ from tandem.engine.steps.step_packer import PackedStep, StepPacker, unpack, view
 from tandem.protocol.errors import Internal
 from tandem.protocol.kv_pages import STATE
 from tandem.protocol.messages import SamplingParams
+from tests.draft_rows import with_drafts
 from tests.soak import seeds
 
 LIMITS = StepLimits(vocab_size=50, max_context=64, pages=9, page_tokens=4)
@@ -293,3 +294,12 @@ def test_padding_rows_of_a_decode_step_have_no_states() -> None:
     layouts = view_step(words, sizes, max_row_tokens=1, max_context=14, single_rows=5).layouts
     assert layouts[2].state_pages is not None
     assert layouts[2].state_pages.tolist() == [[21, 22], [20, 20], [-1, -1], [-1, -1], [-1, -1]]
+
+
+def test_draft_tokens_and_chunks_in_one_step_are_refused_if_there_are_states() -> None:
+    limits = StepLimits(vocab_size=50, max_context=64, pages=9, page_tokens=16, windows=(None, STATE))
+    tokens = with_drafts([StepRow([5], 3, [0, 1], DRAW)], [[7]])
+    packer = StepPacker(limits)
+    assert packer.sizes(StepBatch([], tokens)).chains == 1
+    with pytest.raises(Internal, match="verifies draft tokens has no chunks"):
+        packer.sizes(StepBatch([StepRow([5, 6], 0, [2, 3], DRAW)], tokens))

@@ -1,15 +1,14 @@
 """Models with state layers, through both workers: what is held, sent, cached and freed."""
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
 
-from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.kv_pages import STATE, KvPages
 from tandem.protocol.messages import SamplingParams
-from tandem.protocol.speculation_method import SpeculationMethod
 from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to
-from tests.worker_pair import RequestOutput, WorkerPair, until
+from tests.worker_pair import RequestOutput, Sender, WorkerPair, until
 
 WINDOWS = (None, 3 * PAGE_TOKENS, STATE, STATE)
 PROMPT = [3 + number % 50 for number in range(20 * PAGE_TOKENS + 2)]
@@ -81,12 +80,6 @@ async def test_a_damaged_or_missing_state_is_never_decoded(group: int, lost: boo
         assert pair.decode.worker.report.inspect().checksum_failures == 1
 
 
-async def test_speculation_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="state layers; use off") as caught:
-        WorkerPair(pages=200, speculate=SpeculationMethod.NGRAM)
-    assert caught.value.field == "speculate"
-
-
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("tokens", [PAGE_TOKENS + 1, 6 * PAGE_TOKENS - 1, 6 * PAGE_TOKENS, 6 * PAGE_TOKENS + 5])
 async def test_an_equal_prompt_is_found_up_to_the_page_of_its_last_token(both: bool, tokens: int) -> None:
@@ -154,3 +147,18 @@ async def test_an_abort_at_any_moment_frees_everything(both: bool) -> None:
             )
             pair.abort(f"q{number}")
             await pair.empty()
+
+
+async def test_a_preempted_request_continues_from_a_kept_state() -> None:
+    """What is computed again are the tokens after the last full page, unless its pages were needed meanwhile."""
+    sampling = SamplingParams(max_tokens=12 * PAGE_TOKENS)
+    prompts = [[number + 3, *PROMPT[: 2 * PAGE_TOKENS]] for number in range(2)]
+    async with WorkerPair(pages=80, max_step_tokens=one_step(1), both=True) as pair:
+        sender = Sender(pair, sampling.max_tokens)
+        outputs = await asyncio.gather(*(sender.run(f"q{n}", prompt, sampling) for n, prompt in enumerate(prompts)))
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert output.tokens == answer_to(prompt, sampling)
+        assert max(sender.attempts.values()) > 1
+        again = next(output for n, output in enumerate(outputs) if sender.attempts[f"q{n}"] > 1)
+        assert again.cached_tokens >= 2 * PAGE_TOKENS
+        await pair.empty()

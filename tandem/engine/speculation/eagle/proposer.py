@@ -15,7 +15,8 @@ from torch import Tensor
 
 from tandem.engine.speculation.draft_model import DraftModel
 from tandem.engine.speculation.eagle.runner import EagleRunner
-from tandem.engine.speculation.proposer import DRAFTS_MAX, DraftSource, ProposerName, WantedDraft
+from tandem.engine.speculation.proposer import DraftSource, ProposerName, WantedDraft
+from tandem.engine.steps.draft_groups import DRAFTS_MAX
 from tandem.engine.steps.sampling_metadata import SamplingInput
 
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from tandem.cost_model.step_cost import CostParameters, StepCost
 from tandem.engine.speculation.heads.medusa import MedusaHeads
-from tandem.engine.speculation.proposer import DRAFTS_MAX, BatchProposer, DraftSource, ProposerName, WantedDraft
+from tandem.engine.speculation.proposer import BatchProposer, DraftSource, ProposerName, WantedDraft
+from tandem.engine.steps.draft_groups import DRAFTS_MAX
 
 _NEWEST_WEIGHT = 0.1
 """The weight of the newest measurement in the moving average of the time per draft token."""

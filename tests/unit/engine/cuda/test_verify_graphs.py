@@ -49,6 +49,9 @@ def test_attention_without_groups_needs_no_graphs() -> None:
             return 1
 
     assert sizes_of(64, kernels=Single()) == []
+    with_states = verify_sizes(Single(), 64, 1 << 20, states=True)
+    assert with_states
+    assert all(size.groups is None and size.rows <= 64 for size in with_states)
 
 
 def test_the_scratch_holds_the_groups_of_every_graph() -> None:

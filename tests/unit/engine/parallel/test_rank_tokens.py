@@ -28,6 +28,8 @@ SIZES: dict[str, Any] = {
     "head_dim": 16,
     "intermediate_size": 96,
     "moe_intermediate_size": 48,
+    "linear_num_key_heads": 6,
+    "linear_num_value_heads": 12,
 }
 """Sizes that two ranks and three ranks can divide."""
 
@@ -60,6 +62,7 @@ async def answers(runner: ModelRunner, config: EngineConfig, seed: str, method: 
         ("int8 kv", "llama3"),
         ("lora", "llama3"),
         ("n-grams", "llama3"),
+        ("n-grams", "qwen3_5"),
     ],
 )
 def test_tokens_are_those_of_one_rank(case: str, family: str, tmp_path: Path) -> None:

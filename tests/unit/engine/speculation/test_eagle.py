@@ -20,8 +20,9 @@ from tandem.engine.models.load_spec import load_spec
 from tandem.engine.speculation.draft_folder import DraftKind, check_draft_folder, draft_kind, drafting_model
 from tandem.engine.speculation.eagle.proposer import EagleProposer
 from tandem.engine.speculation.load_draft import split_kv
-from tandem.engine.speculation.proposer import DRAFTS_MAX, DraftSource, ProposerName, WantedDraft
+from tandem.engine.speculation.proposer import DraftSource, ProposerName, WantedDraft
 from tandem.engine.steps.batch import StepBatch, StepRow
+from tandem.engine.steps.draft_groups import DRAFTS_MAX
 from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.errors import ModelError
 from tandem.protocol.messages import SamplingParams

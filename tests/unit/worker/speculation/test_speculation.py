@@ -22,6 +22,7 @@ from tandem.engine.speculation.proposer import BatchProposer, DraftSource, Propo
 from tandem.engine.speculation.suffix import SuffixProposer
 from tandem.engine.steps.batch import ModelRunnerOutput, StepBatch, StepRow
 from tandem.protocol.errors import InvalidArgument, ResourceExhausted
+from tandem.protocol.kv_pages import STATE
 from tandem.protocol.messages import FinishReason, SamplingParams
 from tandem.tokenizers.grammars import of_regex
 from tandem.worker.output_streams import OutputStreams
@@ -40,6 +41,7 @@ SAMPLINGS = [
     SamplingParams(40, grammar=of_regex("[a-f]{20,30}"), temperature=0.7, seed=3),
 ]
 WINDOWS = (None, 5, 3)
+STATES = (None, STATE, STATE)
 
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["", "asynchronous"])
@@ -73,7 +75,15 @@ def propose_by(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(tandem.worker.worker, "make_proposer", make)
 
 
-class Doubting(FakeEngine):
+class DraftEngine(FakeEngine):
+    """The engine of a draft model or head, which has no state layers."""
+
+    def __init__(self, pages: int) -> None:
+        self.windows = tuple(window for window in FakeEngine.windows if window != STATE)
+        super().__init__(pages)
+
+
+class Doubting(DraftEngine):
     """A draft model whose draw is wrong behind each seventh position."""
 
     def _row(self, row: StepRow) -> int | None:
@@ -110,7 +120,7 @@ class ComputingOracle(OracleProposer, BatchProposer):
         return drafts
 
 
-class FakeHead(FakeEngine):
+class FakeHead(DraftEngine):
     """An EAGLE head that mostly knows the answers, of tokens whose states say which tokens they drew."""
 
     def __init__(self) -> None:
@@ -291,8 +301,11 @@ async def test_nothing_is_drafted_for_requests_that_ask_for_none(monkeypatch: py
         assert not accepted(pair.decode.worker)
 
 
-async def test_windows(monkeypatch: pytest.MonkeyPatch, proposer: str) -> None:
-    monkeypatch.setattr(FakeEngine, "windows", WINDOWS)
+@pytest.mark.parametrize("windows", [WINDOWS, STATES], ids=["windows", "states"])
+async def test_windows_and_states(
+    windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch, proposer: str
+) -> None:
+    monkeypatch.setattr(FakeEngine, "windows", windows)
     async with WorkerPair(pages=600, both=True) as pair:
         draft(pair, 5)
         outputs = [pair.send(f"q{n}", prompt, SAMPLINGS[0]) for n, prompt in enumerate(PROMPTS)]
