@@ -177,8 +177,8 @@ def _dense_weights(layer: LayerSpec, hidden: int) -> int:
 def _attention_weights(attention: Attention, hidden: int) -> int:
     if isinstance(attention, GroupedQueryAttention):
         shape = attention.shape
-        outputs = (2 if attention.output_gate else 1) * shape.heads * shape.head_dim
-        return hidden * (shape.qkv_size + outputs)
+        gate = shape.output_size if attention.output_gate else 0
+        return hidden * (shape.qkv_size + gate + shape.output_size)
     if isinstance(attention, StateLayer):
         return hidden * (sum(attention.projected) + attention.inner)
     latent, rank = attention.shape, attention.query_rank
@@ -193,7 +193,7 @@ def _pair_flop(attention: Attention) -> int:
     if isinstance(attention, StateLayer):
         return 0
     if isinstance(attention, GroupedQueryAttention):
-        return _ATTENTION_FLOP * attention.shape.heads * 2 * attention.shape.head_dim
+        return _ATTENTION_FLOP * attention.shape.heads * (attention.shape.head_dim + attention.shape.v_dim)
     return _ATTENTION_FLOP * attention.shape.heads * (attention.shape.query + attention.shape.v_dim)
 
 

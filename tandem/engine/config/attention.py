@@ -18,17 +18,28 @@ class AttentionShape:
     """The cap of scores: softcap · tanh(score / softcap), applied after the scale; None = no cap."""
     rotary_dims: int | None = None
     """The number of leading dimensions of each head that RoPE rotates; None = all."""
+    value_dim: int | None = None
+    """The number of dimensions of values, if it differs from that of queries and keys; None = `head_dim`."""
 
     @property
     def qkv_rows(self) -> tuple[int, int, int]:
         """The numbers of rows of q, k and v in their stacked weight."""
-        kv_rows = self.kv_heads * self.head_dim
-        return self.heads * self.head_dim, kv_rows, kv_rows
+        return self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.v_dim
 
     @property
     def qkv_size(self) -> int:
         """The number of rows of the stacked q/k/v weight."""
         return sum(self.qkv_rows)
+
+    @property
+    def v_dim(self) -> int:
+        """The number of dimensions of the values, and thus of the output, of each head."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def output_size(self) -> int:
+        """The number of elements of a token's output, before the output projection."""
+        return self.heads * self.v_dim
 
     @property
     def rotated(self) -> int:

@@ -75,7 +75,7 @@ class CudaKernels(Kernels):
         that of the activations, `kv_dtype` that of the cache (None = `dtype`). Raises InvalidArgument if no kernel
         supports a head dim of the model.
         """
-        wrong = {shape.head_dim for shape in model.attention_shapes} - set(_HEAD_DIMS)
+        wrong = {dim for shape in model.attention_shapes for dim in (shape.head_dim, shape.v_dim)} - set(_HEAD_DIMS)
         if wrong:
             raise InvalidArgument(
                 "model", f"has head dim {min(wrong)}; on GPUs {', '.join(map(str, _HEAD_DIMS))} are served."

@@ -11,7 +11,7 @@ from torch import Tensor
 from tandem.engine.config.attention import AttentionShape, LatentShape
 from tandem.engine.config.model import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertRouter, MixtureOfExperts
 from tandem.engine.kernels.base import DeferredTokens, Kernels, StepLayout
-from tandem.engine.kernels.kv_cache import KvCache, QuantizedKv, StateCache, dequantize_kv, quantize_kv
+from tandem.engine.kernels.kv_cache import KvCache, QuantizedKv, StateCache, dequantize_kv, layer_part, quantize_kv
 from tandem.engine.kernels.layers import (
     AttentionLayer,
     Experts,
@@ -85,9 +85,11 @@ class ReferenceKernels(Kernels):
 
     def rope_and_store(self, qkv: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout) -> Tensor:
         """Apply norms and rotary embedding to q and k, and store k and v at their slots."""
-        heads, kv_heads = layer.shape.heads, layer.shape.kv_heads
-        per_head = qkv.view(-1, heads + 2 * kv_heads, layer.shape.head_dim)
-        q, k, v = torch.split(per_head, [heads, kv_heads, kv_heads], dim=1)
+        shape = layer.shape
+        q, k, v = torch.split(qkv, list(shape.qkv_rows), dim=1)
+        q, k, v = (
+            torch.unflatten(x, 1, (-1, dim)) for x, dim in ((q, shape.head_dim), (k, shape.head_dim), (v, shape.v_dim))
+        )
         if layer.q_norm is not None:
             q = _norm_heads(q, layer.q_norm, layer.norm_eps)
         if layer.k_norm is not None:
@@ -96,18 +98,17 @@ class ReferenceKernels(Kernels):
         page_tokens = cache.shape[4]
         page, offset = layout.slots // page_tokens, layout.slots % page_tokens
         for part, values in enumerate((rotate(k, cos, sin), v)):
-            if isinstance(cache, QuantizedKv):
-                codes, scales = quantize_kv(values, cache.codes.dtype)
-                cache.codes[page, layer.index, part, :, offset] = codes
-                cache.scales[page, layer.index, part, :, offset] = scales
+            stored = layer_part(cache, layer.index, part)
+            if isinstance(stored, QuantizedKv):
+                stored.codes[page, :, offset], stored.scales[page, :, offset] = quantize_kv(values, stored.codes.dtype)
             else:
-                cache[page, layer.index, part, :, offset] = values
+                stored[page, :, offset] = values
         return rotate(q, cos, sin)
 
     def attention(self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout) -> Tensor:
         """Compute attention row by row, over copies of the row's keys and values."""
         shape, starts, contexts = layer.shape, layout.row_starts.tolist(), layout.context_lens.tolist()
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = q.new_empty(len(q), shape.heads, shape.v_dim)
         for row, context in enumerate(contexts):
             tokens = slice(starts[row], starts[row + 1])
             first = first_read(context, starts[row + 1] - starts[row], shape.window, cache.shape[4])
@@ -250,17 +251,20 @@ def gather_row(
 ) -> tuple[Tensor, Tensor]:
     """Return copies of a row's keys and values at the positions `first` .. `context` - 1; `first` begins a page.
 
-    Both are [kv_heads, context - first, head_dim]; those of a quantized cache are dequantized to `dtype`.
+    Both are [kv_heads, context - first, dim]; those of a quantized cache are dequantized to `dtype`.
     """
     page_tokens = cache.shape[4]
     used = page_ids[first // page_tokens : -(-context // page_tokens)].long()
-    if isinstance(cache, QuantizedKv):
-        assert dtype is not None
-        stored = dequantize_kv(cache.codes[used, layer], cache.scales[used, layer], dtype)
-    else:
-        stored = cache[used, layer]
-    pages = stored.permute(1, 2, 0, 3, 4).flatten(2, 3)
-    return pages[0, :, : context - first], pages[1, :, : context - first]
+
+    def gathered(stored: Tensor | QuantizedKv) -> Tensor:
+        if isinstance(stored, QuantizedKv):
+            assert dtype is not None
+            pages = dequantize_kv(stored.codes[used], stored.scales[used], dtype)
+        else:
+            pages = stored[used]
+        return pages.transpose(0, 1).flatten(1, 2)[:, : context - first]
+
+    return gathered(layer_part(cache, layer, 0)), gathered(layer_part(cache, layer, 1))
 
 
 def gather_latents(cache: Tensor, layer: int, page_ids: Tensor, context: int) -> Tensor:

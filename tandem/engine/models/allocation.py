@@ -302,11 +302,11 @@ def _attention(
     shape = spec.shape
     heads = spec.qk_norm // shape.head_dim  # the heads that are normalized together: 1, or all
     kv_elements = shape.head_dim if heads == 1 else shape.kv_heads * shape.head_dim
-    rows = shape.qkv_size + (shape.qkv_rows[0] if spec.output_gate else 0)
+    rows = shape.qkv_size + (shape.output_size if spec.output_gate else 0)
     return AttentionParameters(
         qkv=empty(rows, hidden),
         qkv_bias=empty(rows) if spec.qkv_bias else None,
-        output=empty(hidden, shape.heads * shape.head_dim),
+        output=empty(hidden, shape.output_size),
         output_bias=empty(hidden) if spec.output_bias else None,
         q_norm=norm(spec.qk_norm) if spec.qk_norm else None,
         k_norm=norm(kv_elements) if spec.qk_norm else None,

@@ -36,7 +36,7 @@ class Queries(NamedTuple):
 
     q: Tensor
     gate: Tensor | None = None
-    """[T, heads·head_dim], the output gate before the sigmoid; None without one."""
+    """[T, heads·v_dim], the output gate before the sigmoid; None without one."""
 
 
 def normed_linear(products: Products, hidden: Tensor, norm: InputNorm, linear: Linear) -> Tensor:
@@ -84,7 +84,7 @@ class AttentionBlock:
         self.cache_index = index
         """The layer's index in the pages of its KV group."""
         self._layer = AttentionLayer(index, spec.shape, rope, q_norm, k_norm, norm_eps, weights.sinks)
-        self._gate_size = spec.shape.qkv_rows[0] if spec.output_gate else 0
+        self._gate_size = spec.shape.output_size if spec.output_gate else 0
 
     def store(self, hidden: Tensor, layout: StepLayout, cache: GroupCache) -> Queries:
         """Store the keys and values of the step's tokens in `cache`, and return the queries."""
@@ -98,7 +98,7 @@ class AttentionBlock:
         return Queries(_scaled(q, self._query_factors, layout), gate)
 
     def attend(self, queries: Queries, layout: StepLayout, cache: GroupCache) -> Tensor:
-        """Return the output [T, heads·head_dim] of the attention heads, before the output projection."""
+        """Return the output [T, heads·v_dim] of the attention heads, before the output projection."""
         out = self._kernels.attention(queries.q, self._layer, kv_of(cache), layout)
         return out if queries.gate is None else out * torch.sigmoid(queries.gate)
 

@@ -30,13 +30,13 @@ class AttentionParameters:
     """
 
     qkv: Weight
-    """The stacked q, k and v weights: [(heads + 2·kv_heads)·head_dim, H].
+    """The stacked q, k and v weights: [(heads + kv_heads)·head_dim + kv_heads·v_dim, H].
 
-    With an output gate, its heads·head_dim rows come before those of q.
+    With an output gate, its heads·v_dim rows come before those of q.
     """
     qkv_bias: Tensor | None
     output: Weight
-    """The output projection: [H, heads·head_dim]."""
+    """The output projection: [H, heads·v_dim]."""
     output_bias: Tensor | None
     q_norm: Tensor | None
     """The norm of queries; None without one.

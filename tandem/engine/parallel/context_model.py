@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tandem.engine.config.sharding import Rank
 from tandem.engine.kernels.base import DeferredTokens, StepLayout
-from tandem.engine.kernels.kv_cache import GroupCache, QuantizedKv, kv_of
+from tandem.engine.kernels.kv_cache import GroupCache, kv_of, tensors_of
 from tandem.engine.models.blocks import Queries, StateBlock
 from tandem.engine.models.layers import DecoderLayer
 from tandem.engine.parallel.group_model import GroupModel
@@ -169,8 +169,7 @@ class ContextModel(GroupModel):
         missing = division.most - len(own.slots)
         sent = torch.cat((own.slots, own.slots[-1:].expand(missing)))
         received = layouts[group].slots[division.stored]
-        tensors = (cache.codes, cache.scales) if isinstance(cache, QuantizedKv) else (cache,)
-        for tensor in tensors:
+        for tensor in tensors_of(cache):
             page_tokens = tensor.shape[4]
             # [n, parts, heads, ...]
             values = tensor[sent // page_tokens, block.cache_index, :, :, sent % page_tokens].contiguous()

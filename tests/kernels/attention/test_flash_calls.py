@@ -42,7 +42,7 @@ class Flash:
         self.calls.append((left, asked["max_seqlen_q"]))
         self.softcap, self.sinks = asked.get("softcap"), asked.get("learnable_sink")
         assert self.sinks is None or self.sinks.dtype == torch.bfloat16
-        out = torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
+        out = q.new_full((*q.shape[:2], values.shape[-1]), float("nan"))
         starts = asked["cu_seqlens_q"].tolist()
         shape = AttentionShape(
             q.shape[1],

@@ -44,17 +44,18 @@ LOWEST = np.float32(-1e30)
 """A finite number below every score, so that a block without a visible key adds exactly nothing."""
 
 (Q, Q_ITEMS, OUT, CACHE, PAGE_ITEMS, PART_ITEMS, HEAD_ITEMS, PAGE_TOKENS, POSITIONS, ROW_STARTS, CONTEXT_LENS,
- PAGE_TABLE, COLUMNS, TABLE_ROWS, HEADS, KV_HEADS, HEAD_DIM, WINDOW, SINKS, ITEMS, PARTIALS, QUANTIZED, SCALE,
- SOFTCAP) = range(2, 26)  # fmt: skip
+ PAGE_TABLE, COLUMNS, TABLE_ROWS, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM, WINDOW, SINKS, ITEMS, PARTIALS, QUANTIZED,
+ SCALE, SOFTCAP) = range(2, 27)  # fmt: skip
 """Indices of the arguments of an ATTENTION job.
 
 `q_items` is the distance between the tokens of q, in elements. `cache` is the layer's part of page 0; `page_items`,
 `part_items` and `head_items` are the distances between pages, between keys and values, and between heads. `page_table`
-has `table_rows` rows of `columns` entries. `sinks` (float32) and `softcap` are 0 where there are none. `items` and
-`partials` are memory for the list of items and for partial results (each head_dim sums, the largest score and the total
-weight, in float32). If `quantized` is 1 the cache holds codes and scales, laid out as the arguments of `rope.ROPE` say.
+has `table_rows` rows of `columns` entries. Queries and keys have `head_dim` dimensions, values `value_dim`. `sinks`
+(float32) and `softcap` are 0 where there are none. `items` and `partials` are memory for the list of items and for
+partial results (each value_dim sums, the largest score and the total weight, in float32). If `quantized` is 1 the cache
+holds codes and scales, laid out as the arguments of `rope.ROPE` say.
 """
-ATTENTION = struct.Struct("=24q2d")
+ATTENTION = struct.Struct("=25q2d")
 
 
 @inlined
@@ -95,12 +96,12 @@ def attention_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def
     block, slot = load_int(item, 3, INT64), load_int(item, 4, INT64)
     row_start = load_int(argument(shared, ROW_STARTS), row, INT32)
     row_tokens = load_int(argument(shared, ROW_STARTS), row + 1, INT32) - row_start
-    queries = min(QUERIES, row_tokens * group - first_query)
-    q_stride = head_dim * F32_BYTES
+    queries, value_dim = min(QUERIES, row_tokens * group - first_query), argument(shared, VALUE_DIM)
+    stride = value_dim * F32_BYTES
     scores = scratch
-    qs, sums = scores + QUERIES * KEYS * F32_BYTES, scores + QUERIES * (KEYS * F32_BYTES + q_stride)
-    fresh = sums + QUERIES * q_stride
-    largest, weights = fresh + QUERIES * q_stride, fresh + QUERIES * (q_stride + F32_BYTES)
+    qs, sums = scores + QUERIES * KEYS * F32_BYTES, scores + QUERIES * (KEYS + head_dim) * F32_BYTES
+    fresh = sums + QUERIES * stride
+    largest, weights = fresh + QUERIES * stride, fresh + QUERIES * (stride + F32_BYTES)
     wide = weights + QUERIES * F32_BYTES
 
     # A sink counts once, in the first block of a row that is split.
@@ -111,7 +112,8 @@ def attention_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def
         source = argument(shared, Q) + (token * argument(shared, Q_ITEMS) + (head * group + member) * head_dim) * size
         for d in range(head_dim):
             store(qs + i * head_dim * size, d, load(source, d, tag), tag)
-            store(sums + i * q_stride, d, np.float32(0), F32)
+        for d in range(value_dim):
+            store(sums + i * stride, d, np.float32(0), F32)
         store(largest, i, load(argument(shared, SINKS), head * group + member, F32) if has_sink else LOWEST, F32)
         store(weights, i, np.float32(1 if has_sink else 0), F32)
 
@@ -131,24 +133,24 @@ def attention_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def
             position = load_int(positions, row_start + (first_query + i) // group, INT32)
             target, scale, softcap = scores + i * KEYS * F32_BYTES, real(shared, SCALE), real(shared, SOFTCAP)
             factor = _soften(target, begin, stop, position, window, scale, softcap, largest, weights, i)
-            scale_row(sums + i * q_stride, factor, sums + i * q_stride, head_dim, F32)
-            for d in range(head_dim):
-                store(fresh + i * q_stride, d, np.float32(0), F32)
+            scale_row(sums + i * stride, factor, sums + i * stride, value_dim, F32)
+            for d in range(value_dim):
+                store(fresh + i * stride, d, np.float32(0), F32)
         # A block is summed by itself first: long contexts would round away what each key adds.
-        _mix(shared, row, head, begin, stop, scores, queries, fresh, q_stride, wide, tag)
-        add_row(sums, fresh, queries * head_dim, F32)
+        _mix(shared, row, head, begin, stop, scores, queries, fresh, stride, wide, tag)
+        add_row(sums, fresh, queries * value_dim, F32)
 
     for i in range(queries):
         if slot >= 0:
-            partial = argument(shared, PARTIALS) + (slot + i) * (head_dim + 2) * F32_BYTES
-            scale_row(sums + i * q_stride, np.float32(1.0), partial, head_dim, F32)
-            store(partial, head_dim, load(largest, i, F32), F32)
-            store(partial, head_dim + 1, load(weights, i, F32), F32)
+            partial = argument(shared, PARTIALS) + (slot + i) * (value_dim + 2) * F32_BYTES
+            scale_row(sums + i * stride, np.float32(1.0), partial, value_dim, F32)
+            store(partial, value_dim, load(largest, i, F32), F32)
+            store(partial, value_dim + 1, load(weights, i, F32), F32)
         else:
             token, member = row_start + (first_query + i) // group, (first_query + i) % group
-            target = argument(shared, OUT) + (token * heads + head * group + member) * head_dim * size
+            target = argument(shared, OUT) + (token * heads + head * group + member) * value_dim * size
             factor = np.float32(1.0) / load(weights, i, F32)
-            scale_row(sums + i * q_stride, factor, target, head_dim, tag)
+            scale_row(sums + i * stride, factor, target, value_dim, tag)
 
 
 @inlined
@@ -169,23 +171,23 @@ def _keys_at_once(shared, key, stop):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _rows(shared, plane, token, n, wide, tag):  # type: ignore[no-untyped-def]
+def _rows(shared, plane, token, n, dims, wide, tag):  # type: ignore[no-untyped-def]
     """Return the address of n keys or values of type `tag`: in the cache, or in `wide` if converted from codes.
 
-    They are those of the page's tokens from `token` on; `plane` is the result of `_plane`.
+    They have `dims` elements each, and are those of the page's tokens from `token` on; `plane` is the result of
+    `_plane`.
     """
-    head_dim = argument(shared, HEAD_DIM)
     if argument(shared, QUANTIZED) == 0:
-        return argument(shared, CACHE) + (plane + token * head_dim) * item_bytes(tag)
-    widen_row(argument(shared, CACHE) + plane + token * head_dim, wide, n * head_dim, tag)
+        return argument(shared, CACHE) + (plane + token * dims) * item_bytes(tag)
+    widen_row(argument(shared, CACHE) + plane + token * dims, wide, n * dims, tag)
     return wide
 
 
 @inlined
-def _apply_scales(shared, plane, token, n, numbers, queries):  # type: ignore[no-untyped-def]
+def _apply_scales(shared, plane, token, n, dims, numbers, queries):  # type: ignore[no-untyped-def]
     """Multiply n numbers of each query by the scales of n keys or values from `token` on, if the cache is quantized."""
     if argument(shared, QUANTIZED) != 0:
-        scales = argument(shared, CACHE) + plane + argument(shared, PAGE_TOKENS) * argument(shared, HEAD_DIM)
+        scales = argument(shared, CACHE) + plane + argument(shared, PAGE_TOKENS) * dims
         for i in range(queries):
             multiply_row(numbers + i * KEYS * F32_BYTES, scales + token * F32_BYTES, n, F32)
 
@@ -198,9 +200,9 @@ def _score(shared, row, head, begin, stop, qs, queries, scores, wide, tag):  # t
     while key < stop:
         n = _keys_at_once(shared, key, stop)
         plane, token = _plane(shared, row, head, key, False), key % page_tokens
-        keys, target = _rows(shared, plane, token, n, wide, tag), scores + (key - begin) * F32_BYTES
+        keys, target = _rows(shared, plane, token, n, head_dim, wide, tag), scores + (key - begin) * F32_BYTES
         dot_rows(keys, head_dim * size, n, qs, head_dim * size, queries, head_dim, target, KEYS * F32_BYTES, tag)
-        _apply_scales(shared, plane, token, n, target, queries)
+        _apply_scales(shared, plane, token, n, head_dim, target, queries)
         key += n
 
 
@@ -229,24 +231,24 @@ def _soften(scores, begin, stop, position, window, scale, softcap, largest, weig
 
 
 @inlined
-def _mix(shared, row, head, begin, stop, scores, queries, sums, q_stride, wide, tag):  # type: ignore[no-untyped-def]
+def _mix(shared, row, head, begin, stop, scores, queries, sums, stride, wide, tag):  # type: ignore[no-untyped-def]
     """Add Σ weight · value to sums[q] for each query, page by page; weights are multiplied by value scales first."""
-    page_tokens, head_dim, size = argument(shared, PAGE_TOKENS), argument(shared, HEAD_DIM), item_bytes(tag)
+    page_tokens, dims, size = argument(shared, PAGE_TOKENS), argument(shared, VALUE_DIM), item_bytes(tag)
     key = begin
     while key < stop:
         n = _keys_at_once(shared, key, stop)
         plane, token = _plane(shared, row, head, key, True), key % page_tokens
-        values, weights = _rows(shared, plane, token, n, wide, tag), scores + (key - begin) * F32_BYTES
-        _apply_scales(shared, plane, token, n, weights, queries)
-        mix_rows(values, head_dim * size, n, weights, KEYS * F32_BYTES, queries, sums, q_stride, head_dim, tag)
+        values, weights = _rows(shared, plane, token, n, dims, wide, tag), scores + (key - begin) * F32_BYTES
+        _apply_scales(shared, plane, token, n, dims, weights, queries)
+        mix_rows(values, dims * size, n, weights, KEYS * F32_BYTES, queries, sums, stride, dims, tag)
         key += n
 
 
 @inlined
 def merge_partials(shared, tag):  # type: ignore[no-untyped-def]
     """Merge the partial results of rows that were split into blocks, in the order of the blocks, into the output."""
-    heads, kv_heads, head_dim = argument(shared, HEADS), argument(shared, KV_HEADS), argument(shared, HEAD_DIM)
-    group, stride = heads // kv_heads, (head_dim + 2) * F32_BYTES
+    heads, kv_heads, dims = argument(shared, HEADS), argument(shared, KV_HEADS), argument(shared, VALUE_DIM)
+    group, stride = heads // kv_heads, (dims + 2) * F32_BYTES
     items, count, first = argument(shared, ITEMS), argument(shared, CHUNKS), 0
     while first < count:
         item = items + 8 * ITEM_FIELDS * first
@@ -258,13 +260,13 @@ def merge_partials(shared, tag):  # type: ignore[no-untyped-def]
             token = load_int(argument(shared, ROW_STARTS), row, INT32)
             for i in range(min(QUERIES, group - query)):
                 partial = argument(shared, PARTIALS) + (slot + i) * stride
-                target = (token * heads + head * group + query + i) * head_dim * item_bytes(tag)
+                target = (token * heads + head * group + query + i) * dims * item_bytes(tag)
                 _merge(
                     partial,
                     last - first + 1,
                     min(QUERIES, group) * stride,
                     argument(shared, OUT) + target,
-                    head_dim,
+                    dims,
                     tag,
                 )
         first = last + 1
@@ -279,19 +281,19 @@ def _continues(items, index):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _merge(partial, blocks, stride, out, head_dim, tag):  # type: ignore[no-untyped-def]
+def _merge(partial, blocks, stride, out, dims, tag):  # type: ignore[no-untyped-def]
     """Merge the partial results of one query into the first one, and round the result to `out`.
 
     The partial results are `stride` bytes apart.
     """
     for block in range(1, blocks):
         next_partial = partial + block * stride
-        before, after = load(partial, head_dim, F32), load(next_partial, head_dim, F32)
+        before, after = load(partial, dims, F32), load(next_partial, dims, F32)
         now = max(before, after)
         kept, added = exp(before - now), exp(after - now)
-        combine_row(partial, kept, next_partial, added, head_dim, F32)
-        total = load(partial, head_dim + 1, F32) * kept + load(next_partial, head_dim + 1, F32) * added
-        store(partial, head_dim, now, F32)
-        store(partial, head_dim + 1, total, F32)
-    factor = np.float32(1.0) / load(partial, head_dim + 1, F32)
-    scale_row(partial, factor, out, head_dim, tag)
+        combine_row(partial, kept, next_partial, added, dims, F32)
+        total = load(partial, dims + 1, F32) * kept + load(next_partial, dims + 1, F32) * added
+        store(partial, dims, now, F32)
+        store(partial, dims + 1, total, F32)
+    factor = np.float32(1.0) / load(partial, dims + 1, F32)
+    scale_row(partial, factor, out, dims, tag)
