@@ -311,6 +311,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
         "intermediate_size": 32,
     },
+    "mimo_v2_flash": _BASE
+    | {
+        "model_type": "mimo_v2_flash",
+        "rope_theta": 5e6,
+        "num_hidden_layers": 4,
+        "head_dim": 48,
+        "v_head_dim": 32,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 20,
+        "num_key_value_heads": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+    },
     "glm4_moe_lite": _BASE
     | _LATENT
     | {

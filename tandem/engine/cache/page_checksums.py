@@ -2,9 +2,9 @@
 
 The checksum of a page is the sum of w_i * (2 i + 1) mod 2^64 over the page's 32-bit words w_i, little-endian and
 signed, where i is the number of the word in the page (`PageWords`). If ranks divide the model, i is the number in a
-page of the whole model, so the sums of ranks that together have each word once add up to the checksum of the page. In a partly filled
-page only the filled token positions count: the memory after them is unused, and the decode worker writes new tokens
-there. The states of state layers count as a whole.
+page of the whole model, so the sums of ranks that together have each word once add up to the checksum of the page. In
+a partly filled page only the filled token positions count: the memory after them is unused, and the decode worker
+writes new tokens there. The states of state layers count as a whole.
 
 A changed word changes the sum, because the difference of two words and the weight 2 i + 1 are both below 2^32, so that
 their product is never 0 mod 2^64. For the same reason any two swapped words change it. Other errors go undetected with

@@ -43,6 +43,8 @@ class GroupedQueryAttention:
     """The scaling of queries by their position (Ministral 3); None = queries are not scaled."""
     output_gate: bool = False
     """True if the output of each head is multiplied by the sigmoid of a projection of the input (Qwen3-Next)."""
+    output_scale: float = 1.0
+    """The factor by which the outputs of the heads are multiplied (MiMo-V2)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,7 @@ class AttentionBlock:
         self.cache_index = index
         """The layer's index in the pages of its KV group."""
         self._layer = AttentionLayer(index, spec.shape, rope, q_norm, k_norm, norm_eps, weights.sinks)
+        self._output_scale = spec.output_scale
         self._gate_size = spec.shape.output_size if spec.output_gate else 0
 
     def store(self, hidden: Tensor, layout: StepLayout, cache: GroupCache) -> Queries:
@@ -100,6 +101,8 @@ class AttentionBlock:
     def attend(self, queries: Queries, layout: StepLayout, cache: GroupCache) -> Tensor:
         """Return the output [T, heads·v_dim] of the attention heads, before the output projection."""
         out = self._kernels.attention(queries.q, self._layer, kv_of(cache), layout)
+        if self._output_scale != 1.0:
+            out *= self._output_scale
         return out if queries.gate is None else out * torch.sigmoid(queries.gate)
 
 

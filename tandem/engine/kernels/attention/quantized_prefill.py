@@ -31,11 +31,11 @@ def dequantize_pages(
 ) -> None:
     """Dequantize the keys and values of `layer` that the tokens of `rows` see, and write them to `pages` row by row.
 
-    pages is [n, 2, kv_heads, page_tokens, head_dim] float16, bfloat16 or float32; with values of other dimensions, a page
-    has the keys [kv_heads, page_tokens, head_dim], then the values [kv_heads, page_tokens, v_dim]. Each row gets as many consecutive
-    pages as its whole context fills, and begins after the last page of the row before; pages beyond number n - 1 are
-    not written. In the last page of a row, positions after the row's context are set to 0. Pages before the window of a
-    row's first token are neither read nor written. The launch does not overlap with others.
+    pages is [n, 2, kv_heads, page_tokens, head_dim] float16, bfloat16 or float32; with values of other dimensions, a
+    page has the keys [kv_heads, page_tokens, head_dim], then the values [kv_heads, page_tokens, v_dim]. Each row gets
+    as many consecutive pages as its whole context fills, and begins after the last page of the row before; pages beyond
+    number n - 1 are not written. In the last page of a row, positions after the row's context are set to 0. Pages
+    before the window of a row's first token are neither read nor written. The launch does not overlap with others.
     """
     codes = codes_of(cache)
     _, _, _, kv_heads, page_tokens, head_dim = codes.shape

@@ -8,7 +8,7 @@ import torch
 
 from tandem.engine.cache.paged_cache import PagedCache
 from tandem.engine.config.sharding import Rank
-from tandem.engine.kernels.kv_cache import QuantizedKv, kv_of
+from tandem.engine.kernels.kv_cache import kv_of, tensors_of
 from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.parallel.context_model import row_parts
@@ -45,9 +45,7 @@ def logits_of(runner: ModelRunner) -> list[torch.Tensor]:
 
 def stored(cache: PagedCache) -> list[torch.Tensor]:
     """Returns copies of the elements of a cache, or of its codes and scales."""
-    views = map(kv_of, cache.views)
-    parts = [(view.codes, view.scales) if isinstance(view, QuantizedKv) else (view,) for view in views]
-    return [part.clone() for view in parts for part in view]
+    return [tensor.clone() for view in cache.views for tensor in tensors_of(kv_of(view))]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
