@@ -143,9 +143,9 @@ def state_of(layer: LayerSpec) -> StateShape | None:
 
 
 def window_of(layer: LayerSpec) -> int | None:
-    """Return the layer's sliding window: the number of latest positions that a token attends to; None = all."""
+    """Return the maximum number of latest positions that a token attends to: a window or a chunk; None = all."""
     attention = layer.attention
-    return attention.shape.window if isinstance(attention, GroupedQueryAttention) else None
+    return attention.shape.most_seen if isinstance(attention, GroupedQueryAttention) else None
 
 
 def _classes(layers: Sequence[LayerSpec]) -> Mapping[_LayerClass, list[int]]:

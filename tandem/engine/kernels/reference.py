@@ -111,9 +111,9 @@ class ReferenceKernels(Kernels):
         out = q.new_empty(len(q), shape.heads, shape.v_dim)
         for row, context in enumerate(contexts):
             tokens = slice(starts[row], starts[row + 1])
-            first = first_read(context, starts[row + 1] - starts[row], shape.window, cache.shape[4])
+            first = first_read(context, starts[row + 1] - starts[row], shape, cache.shape[4])
             keys, values = gather_row(cache, layer.index, layout.page_table[row], context, first, q.dtype)
-            out[tokens] = attend(q[tokens], keys, values, layout.positions[tokens] - first, shape, layer.sinks)
+            out[tokens] = attend(q[tokens], keys, values, layout.positions[tokens], shape, layer.sinks, first)
         return out.flatten(1)
 
     def latent_store(self, q: Tensor, latents: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
@@ -238,12 +238,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., rotated:]), dim=-1)
 
 
-def first_read(context: int, tokens: int, window: int | None, page_tokens: int) -> int:
+def first_read(context: int, tokens: int, shape: AttentionShape, page_tokens: int) -> int:
     """Return the first position of the first page that the last `tokens` tokens of a context may read.
 
     Earlier pages must not be read, because they may belong to other requests.
     """
-    return 0 if window is None else max(context - tokens - window + 1, 0) // page_tokens * page_tokens
+    return shape.first_seen(context - tokens) // page_tokens * page_tokens
 
 
 def gather_row(
@@ -288,18 +288,25 @@ def attend_latents(q: Tensor, stored: Tensor, kv_up: Tensor, positions: Tensor, 
 
 
 def attend(
-    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, shape: AttentionShape, sinks: Tensor | None = None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    shape: AttentionShape,
+    sinks: Tensor | None = None,
+    first: int = 0,
 ) -> Tensor:
-    """Compute causal attention of q [tokens, heads, head_dim] over keys and values [kv_heads, context, any dim].
+    """Compute causal attention of q [tokens, heads, head_dim] over keys and values [kv_heads, n, any dim].
 
-    A token at position p sees the positions p - window + 1 .. p. Returns [tokens, heads, dim of values].
+    The keys are those of the positions from `first` on. A token at position p sees the positions p - window + 1 .. p,
+    or those of its chunk up to p. Returns [tokens, heads, dim of values].
     """
     tokens, group = q.shape[0], shape.heads // shape.kv_heads
     by_group = q.reshape(tokens, shape.kv_heads, group, shape.head_dim).permute(1, 2, 0, 3)
     scores = by_group.flatten(1, 2) @ keys.transpose(1, 2) * shape.scale
     if shape.softcap is not None:
         scores = (scores / shape.softcap).tanh() * shape.softcap
-    seen = visible(positions, keys.shape[1], shape.window).repeat(group, 1)
+    seen = visible(positions, range(first, first + keys.shape[1]), shape).repeat(group, 1)
     wide = scores.to(torch.promote_types(q.dtype, torch.float32)).masked_fill(~seen, float("-inf"))
     if sinks is not None:
         column = sinks.to(wide.dtype).view(shape.kv_heads, group, 1).expand(-1, -1, tokens).flatten(1)
@@ -309,9 +316,11 @@ def attend(
     return mixed.view(shape.kv_heads, group, tokens, -1).permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def visible(positions: Tensor, context: int, window: int | None) -> Tensor:
-    """Return a mask [tokens, context] of the cached positions that each token sees."""
+def visible(positions: Tensor, keys: range, shape: AttentionShape) -> Tensor:
+    """Return a mask [tokens, keys] of the cached positions `keys` that each token sees."""
     query = positions.unsqueeze(1)
-    key = torch.arange(context, device=positions.device)
+    key = torch.arange(keys.start, keys.stop, device=positions.device)
     seen = key <= query
-    return seen if window is None else seen & (key > query - window)
+    if shape.chunk is not None:
+        return seen & (key // shape.chunk == query // shape.chunk)
+    return seen if shape.window is None else seen & (key > query - shape.window)

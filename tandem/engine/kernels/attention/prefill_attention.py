@@ -106,7 +106,7 @@ def _why_no_flash(device: torch.device, dtype: torch.dtype, kinds: Collection[At
         return reason
     if not all(_has_flash_dims(kind.shape) for kind in kinds):
         return f"flash-attn-4 is used for head dims {', '.join(map(str, _FLASH_DIMS))}, and 192 with values of 128"
-    if page_tokens % _FLASH_PAGE and any(kind.shape.window is not None for kind in kinds):
+    if page_tokens % _FLASH_PAGE and any(kind.shape.most_seen is not None for kind in kinds):
         # Its tiles of keys would reach into pages before the window, which may belong to other requests by then.
         return f"flash-attn-4 computes windows over pages of {_FLASH_PAGE} tokens only"
     return why_not_imported("flash_attn.cute", "flash-attn-4") or _what_flash_lacks(kinds)
@@ -168,7 +168,12 @@ class FlashPrefill:
             clear_value_tails(cache, layout, first_row, pdl=self._pdl)
 
     def __call__(self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout, first_row: int) -> Tensor:
-        """Compute the attention of all rows from `first_row` on in one launch."""
+        """Compute the attention of all rows from `first_row` on in one launch.
+
+        Rows that may be longer than a chunk are computed by SDPA, because flash-attn-4 has no chunks.
+        """
+        if layer.shape.chunk is not None and layout.max_context > layer.shape.chunk:
+            return SdpaPrefill()(q, layer, cache, layout, first_row)
         shape, special = layer.shape, dict[str, Any]()
         keys, values = (unquantized(layer_part(cache, layer.index, part)) for part in range(2))
         if shape.softcap is not None:
@@ -222,26 +227,26 @@ class SdpaPrefill:
         shape, starts, contexts = layer.shape, layout.row_starts.tolist(), layout.context_lens.tolist()
         out = q.new_empty(len(q), shape.heads, shape.v_dim)
         for row in range(first_row, len(contexts)):
-            first = first_read(contexts[row], starts[row + 1] - starts[row], shape.window, cache.shape[4])
+            first = first_read(contexts[row], starts[row + 1] - starts[row], shape, cache.shape[4])
             keys, values = gather_row(cache, layer.index, layout.page_table[row], contexts[row], first, q.dtype)
             at_once = max(1, _SDPA_SCORES // (shape.heads * keys.shape[1]))
             for start in range(starts[row], starts[row + 1], at_once):
                 here = slice(start, min(start + at_once, starts[row + 1]))
-                positions = layout.positions[here] - first
+                positions = layout.positions[here]
                 if shape.softcap is None and layer.sinks is None:
-                    out[here] = _sdpa(q[here], keys, values, positions, shape)
+                    out[here] = _sdpa(q[here], keys, values, positions, shape, first)
                 else:
-                    out[here] = attend(q[here], keys, values, positions, shape, layer.sinks)
+                    out[here] = attend(q[here], keys, values, positions, shape, layer.sinks, first)
         return out
 
 
-def _sdpa(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, shape: AttentionShape) -> Tensor:
+def _sdpa(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, shape: AttentionShape, first: int) -> Tensor:
     """Compute the same as `reference.attend`, for layers with neither a soft cap nor sinks."""
     mixed = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         keys[None],
         values[None],
-        attn_mask=visible(positions, keys.shape[1], shape.window)[None, None],
+        attn_mask=visible(positions, range(first, first + keys.shape[1]), shape)[None, None],
         scale=shape.scale,
         enable_gqa=True,
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.kernels.attention.prefill_attention import PrefillAttention
+from tandem.engine.kernels.attention.triton_attention_tiles import first_seen
 from tandem.engine.kernels.base import StepLayout
 from tandem.engine.kernels.kv_cache import KvCache, UnequalKv, codes_of, part_stride, value_dim
 from tandem.engine.kernels.layers import AttentionLayer
@@ -27,7 +28,7 @@ _ROWS = tl.constexpr(32)
 
 
 def dequantize_pages(
-    cache: KvCache, layer: int, layout: StepLayout, rows: range, window: int | None, pages: Tensor
+    cache: KvCache, layer: int, layout: StepLayout, rows: range, window_code: int, pages: Tensor
 ) -> None:
     """Dequantize the keys and values of `layer` that the tokens of `rows` see, and write them to `pages` row by row.
 
@@ -35,7 +36,7 @@ def dequantize_pages(
     page has the keys [kv_heads, page_tokens, head_dim], then the values [kv_heads, page_tokens, v_dim]. Each row gets
     as many consecutive pages as its whole context fills, and begins after the last page of the row before; pages beyond
     number n - 1 are not written. In the last page of a row, positions after the row's context are set to 0. Pages
-    before the window of a row's first token are neither read nor written. The launch does not overlap with others.
+    that a row's first token does not see are neither read nor written. The launch does not overlap with others.
     """
     codes = codes_of(cache)
     _, _, _, kv_heads, page_tokens, head_dim = codes.shape
@@ -54,7 +55,7 @@ def dequantize_pages(
         part_stride(cache),
         codes.stride(3),
         pages.stride(0),
-        WINDOW=window or 0,
+        WINDOW=window_code,
         PAGE_TOKENS=page_tokens,
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim(cache),
@@ -98,9 +99,9 @@ def _dequantize(
         earlier = first + tl.arange(0, _ROWS)
         first_page += tl.sum(tl.cdiv(tl.load(contexts_ptr + earlier, mask=earlier < row, other=0), PAGE_TOKENS))
     begin = 0
-    if WINDOW > 0:
+    if WINDOW != 0:
         tokens = tl.load(starts_ptr + row + 1) - tl.load(starts_ptr + row)
-        begin = tl.maximum(context - tokens - WINDOW + 1, 0) // PAGE_TOKENS * PAGE_TOKENS
+        begin = first_seen(context - tokens + 1, WINDOW) // PAGE_TOKENS * PAGE_TOKENS
     end = tl.cdiv(context, PAGE_TOKENS) * PAGE_TOKENS
     for start in tl.range(begin + tl.program_id(0) * TOKENS, end, tl.num_programs(0) * TOKENS):
         position = start + tl.arange(0, TOKENS)
@@ -245,7 +246,7 @@ class QuantizedPrefill:
         """Compute the attention of all rows from `first_row` on."""
         out: Tensor | None = None
         for rows, part, later in self._begun.parts:
-            dequantize_pages(cache, layer.index, layout, rows, layer.shape.window, self._copies)
+            dequantize_pages(cache, layer.index, layout, rows, layer.shape.window_code, self._copies)
             # The wrapped attention indexes the copies by layer, so every layer index has to lead to the same copies.
             copies = self._pages_like(cache, layer.index + 1)
             result = self._attention(q, layer, copies, part, 0)

@@ -144,7 +144,7 @@ class DecodeAttention:
                 context_lens if groups is None else groups,
                 tile_ranges,
                 rows,
-                WINDOW=self._shape.window or 0,
+                WINDOW=self._shape.window_code,
                 BLOCK_TOKENS=plan.block_tokens,
                 ROWS_TILE=ROWS_TILE,
                 TOKENS=self._tokens,
@@ -163,7 +163,7 @@ class DecodeAttention:
         *,
         alone: bool = False,
     ) -> Tensor:
-        """Compute attention of each row's query to positions context - window .. context - 1 of its pages.
+        """Compute attention of each row's query to positions up to context - 1 of its pages, see `AttentionShape`.
 
         q            [R, heads, head_dim]; rows and heads may be strided
         cache        [pages, layers, 2, kv_heads, page_tokens, head_dim], its last two dimensions contiguous, or an
@@ -252,7 +252,7 @@ class DecodeAttention:
             "TOKENS": self._tokens,
             "LINES": max(1, dim_padded * item_bytes // LINE_BYTES),
             "VALUE_LINES": max(1, value_padded * item_bytes // LINE_BYTES),
-            "WINDOW": shape.window or 0,
+            "WINDOW": shape.window_code,
             "SOFTCAP": (shape.softcap or 0.0) * LOG2_E.value,
         }
 
@@ -260,7 +260,7 @@ class DecodeAttention:
         key = (rows, capacity)
         if key not in self._plans:
             shape = self._shape
-            seen = capacity if shape.window is None else min(capacity, shape.window)
+            seen = min(capacity, shape.most_seen or capacity)
             self._plans[key] = self._choose(rows, shape.kv_heads, shape.head_dim, seen, self._planned_dtype, self._sms)
         return self._plans[key]
 

@@ -186,7 +186,7 @@ def attend_to_codes(
         page = page_of_tile(table, tile + 1, begin, context, PAGE_TOKENS, BLOCK_TOKENS)
         position = tile * BLOCK_TOKENS + token
         seen = position < context
-        if WINDOW > 0:
+        if WINDOW != 0:
             seen = seen & (position >= begin)
         loaded = seen[:, None] & (word < WORDS)[None, :]
         key = tl.load((keys + offset).to(tl.pointer_type(tl.int16), bitcast=True) + cells, mask=loaded, other=0)

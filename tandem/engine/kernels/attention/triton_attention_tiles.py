@@ -18,10 +18,12 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 
 @triton.jit
 def first_seen(context, WINDOW: tl.constexpr):
-    """Return the first position that a row with this context sees."""
+    """Return the first position that a row with this context sees; WINDOW is `AttentionShape.window_code`."""
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(context - WINDOW, 0)
+    if WINDOW < 0:
+        begin = tl.maximum(context - 1, 0) // -WINDOW * -WINDOW
     return begin
 
 
@@ -122,6 +124,8 @@ def is_seen(position, seen, contexts, WINDOW: tl.constexpr, TOKENS: tl.constexpr
         visible = visible & (position[None, :] < contexts[:, None])
         if WINDOW > 0:
             visible = visible & (position[None, :] >= (contexts - WINDOW)[:, None])
+        if WINDOW < 0:
+            visible = visible & (position[None, :] >= first_seen(contexts, WINDOW)[:, None])
     return visible
 
 
@@ -253,7 +257,7 @@ def attend(
         page = page_of_tile(table, tile + 1, begin, context, PAGE_TOKENS, BLOCK_TOKENS)
         position = tile * BLOCK_TOKENS + token
         seen = position < context
-        if WINDOW > 0:
+        if WINDOW != 0:
             seen = seen & (position >= begin)
         loaded = seen[:, None] & (dim < HEAD_DIM)[None, :]
         key = tl.load(keys + offset + cells, mask=loaded, other=0.0)

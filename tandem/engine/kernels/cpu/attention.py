@@ -44,30 +44,38 @@ LOWEST = np.float32(-1e30)
 """A finite number below every score, so that a block without a visible key adds exactly nothing."""
 
 (Q, Q_ITEMS, OUT, CACHE, PAGE_ITEMS, PART_ITEMS, HEAD_ITEMS, PAGE_TOKENS, POSITIONS, ROW_STARTS, CONTEXT_LENS,
- PAGE_TABLE, COLUMNS, TABLE_ROWS, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM, WINDOW, SINKS, ITEMS, PARTIALS, QUANTIZED,
- SCALE, SOFTCAP) = range(2, 27)  # fmt: skip
+ PAGE_TABLE, COLUMNS, TABLE_ROWS, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM, WINDOW, CHUNK, SINKS, ITEMS, PARTIALS, QUANTIZED,
+ SCALE, SOFTCAP) = range(2, 28)  # fmt: skip
 """Indices of the arguments of an ATTENTION job.
 
 `q_items` is the distance between the tokens of q, in elements. `cache` is the layer's part of page 0; `page_items`,
 `part_items` and `head_items` are the distances between pages, between keys and values, and between heads. `page_table`
-has `table_rows` rows of `columns` entries. Queries and keys have `head_dim` dimensions, values `value_dim`. `sinks`
-(float32) and `softcap` are 0 where there are none. `items` and `partials` are memory for the list of items and for
-partial results (each value_dim sums, the largest score and the total weight, in float32). If `quantized` is 1 the cache
-holds codes and scales, laid out as the arguments of `rope.ROPE` say.
+has `table_rows` rows of `columns` entries. Queries and keys have `head_dim` dimensions, values `value_dim`. A token
+sees those of its `window` latest positions that are in the same chunk of `chunk` positions. `sinks` (float32) and
+`softcap` are 0 where there are none. `items` and `partials` are memory for the list of items and for partial results
+(each value_dim sums, the largest score and the total weight, in float32). If `quantized` is 1 the cache holds codes and
+scales, laid out as the arguments of `rope.ROPE` say.
 """
-ATTENTION = struct.Struct("=25q2d")
+ATTENTION = struct.Struct("=26q2d")
+
+
+@inlined
+def _first_seen(shared, position):  # type: ignore[no-untyped-def]
+    """Return the first position that a token at `position` sees."""
+    chunk = argument(shared, CHUNK)
+    return max(position - argument(shared, WINDOW) + 1, position // chunk * chunk, 0)
 
 
 @inlined
 def list_items(shared):  # type: ignore[no-untyped-def]
     """Write the items of the step to the `items` argument, and return their number."""
-    items, kv_heads, window = argument(shared, ITEMS), argument(shared, KV_HEADS), argument(shared, WINDOW)
+    items, kv_heads = argument(shared, ITEMS), argument(shared, KV_HEADS)
     row_starts, context_lens = argument(shared, ROW_STARTS), argument(shared, CONTEXT_LENS)
     count, slots, group = 0, 0, argument(shared, HEADS) // kv_heads
     for row in range(argument(shared, TABLE_ROWS)):
         tokens = load_int(row_starts, row + 1, INT32) - load_int(row_starts, row, INT32)
         context = load_int(context_lens, row, INT32)
-        first_block = max(context - window, 0) // KEYS
+        first_block = _first_seen(shared, context - 1) // KEYS
         last_block = (context - 1) // KEYS
         # Only rows of one token are split into blocks: longer rows have an item for each 16 queries.
         split = tokens == 1 and first_block != last_block
@@ -89,7 +97,7 @@ def list_items(shared):  # type: ignore[no-untyped-def]
 def attention_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
     """Compute the item whose number in the list is `chunk`."""
     heads, kv_heads, head_dim = argument(shared, HEADS), argument(shared, KV_HEADS), argument(shared, HEAD_DIM)
-    positions, window, size = argument(shared, POSITIONS), argument(shared, WINDOW), item_bytes(tag)
+    positions, size = argument(shared, POSITIONS), item_bytes(tag)
     group = heads // kv_heads
     item = argument(shared, ITEMS) + 8 * ITEM_FIELDS * chunk
     row, head, first_query = load_int(item, 0, INT64), load_int(item, 1, INT64), load_int(item, 2, INT64)
@@ -105,7 +113,7 @@ def attention_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def
     wide = weights + QUERIES * F32_BYTES
 
     # A sink counts once, in the first block of a row that is split.
-    first_block = max(load_int(argument(shared, CONTEXT_LENS), row, INT32) - window, 0) // KEYS
+    first_block = _first_seen(shared, load_int(argument(shared, CONTEXT_LENS), row, INT32) - 1) // KEYS
     has_sink = argument(shared, SINKS) != 0 and (block < 0 or block == first_block)
     for i in range(queries):
         token, member = row_start + (first_query + i) // group, (first_query + i) % group
@@ -119,20 +127,21 @@ def attention_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def
 
     # Only keys that some query of the item sees are read: from the first query's window up to the last query's
     # position.
-    first_position = load_int(positions, row_start + first_query // group, INT32)
+    first_read = _first_seen(shared, load_int(positions, row_start + first_query // group, INT32))
     end = load_int(positions, row_start + (first_query + queries - 1) // group, INT32) + 1
-    start = max(first_position - window + 1, 0) // KEYS * KEYS
+    start = first_read // KEYS * KEYS
     if block >= 0:
         start, end = block * KEYS, min(end, (block + 1) * KEYS)
     for begin in range(start, end, KEYS):
         stop = min(begin + KEYS, end)
         # No query sees keys before the first query's window, and other requests may own the pages there by now.
-        begin = max(begin, first_position - window + 1)  # noqa: PLW2901
+        begin = max(begin, first_read)  # noqa: PLW2901
         _score(shared, row, head, begin, stop, qs, queries, scores, wide, tag)
         for i in range(queries):
             position = load_int(positions, row_start + (first_query + i) // group, INT32)
             target, scale, softcap = scores + i * KEYS * F32_BYTES, real(shared, SCALE), real(shared, SOFTCAP)
-            factor = _soften(target, begin, stop, position, window, scale, softcap, largest, weights, i)
+            first_seen = _first_seen(shared, position)
+            factor = _soften(target, begin, stop, first_seen, position, scale, softcap, largest, weights, i)
             scale_row(sums + i * stride, factor, sums + i * stride, value_dim, F32)
             for d in range(value_dim):
                 store(fresh + i * stride, d, np.float32(0), F32)
@@ -207,17 +216,17 @@ def _score(shared, row, head, begin, stop, qs, queries, scores, wide, tag):  # t
 
 
 @inlined
-def _soften(scores, begin, stop, position, window, scale, softcap, largest, weights, i):  # type: ignore[no-untyped-def]
+def _soften(scores, begin, stop, first_seen, position, scale, softcap, largest, weights, i):  # type: ignore[no-untyped-def]
     """Turn a block's scores into softmax weights relative to the largest score so far.
 
-    Positions outside of the query's window are masked. Updates the running largest score and total weight of query `i`,
+    Positions before `first_seen` and after `position` are masked. Updates the running largest score and total weight of query `i`,
     and returns the factor by which its sums of earlier blocks must be multiplied.
     """
     n = (stop - begin + LANES - 1) // LANES * LANES
     if softcap != 0:
         cap_row(scores, scale / softcap, softcap, n, F32)
         scale = np.float32(1.0)
-    for j in range(min(max(position - window + 1 - begin, 0), n)):
+    for j in range(min(max(first_seen - begin, 0), n)):
         store(scores, j, np.float32(-np.inf), F32)
     for j in range(max(min(position + 1, stop) - begin, 0), n):
         store(scores, j, np.float32(-np.inf), F32)

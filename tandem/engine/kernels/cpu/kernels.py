@@ -200,8 +200,9 @@ class CpuKernels(Kernels):
             _layer_address(codes, layer.index), codes.stride(0), part_stride(cache), codes.stride(3), codes.shape[4],
             layout.positions.data_ptr(), layout.row_starts.data_ptr(), layout.context_lens.data_ptr(),
             layout.page_table.data_ptr(), layout.page_table.stride(0), rows, shape.heads, shape.kv_heads,
-            shape.head_dim, shape.v_dim, shape.window or _ALL_POSITIONS, _address(layer.sinks), self._items.data_ptr(),
-            self._partials.data_ptr(), has_codes(cache), shape.scale, shape.softcap or 0.0,
+            shape.head_dim, shape.v_dim, shape.window or _ALL_POSITIONS, shape.chunk or _ALL_POSITIONS,
+            _address(layer.sinks), self._items.data_ptr(), self._partials.data_ptr(), has_codes(cache), shape.scale,
+            shape.softcap or 0.0,
         )  # fmt: skip
         self._perform(cpu_jobs.ATTENTION)
         return out
