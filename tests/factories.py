@@ -311,6 +311,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
         "intermediate_size": 32,
     },
+    "llama4": _BASE
+    | {
+        "model_type": "llama4_text",
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "attention_chunk_size": 36,
+        "floor_scale": 16,
+        "rope_scaling": _LLAMA3_ROPE,
+        "rope_theta": 500000.0,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "interleave_moe_layer_step": 2,
+        "intermediate_size": 32,
+        "intermediate_size_mlp": 96,
+    },
     "mimo_v2_flash": _BASE
     | {
         "model_type": "mimo_v2_flash",

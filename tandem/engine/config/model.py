@@ -13,11 +13,12 @@ from tandem.engine.config.rope import RopeConfig
 
 @dataclass(frozen=True, slots=True)
 class QueryScaling:
-    """The factor by which a query is multiplied after rotation: 1 + beta · ln(1 + ⌊position / interval⌋)."""
+    """The factor of a query, applied after rotation: 1 + beta · ln(1 + ⌊(position + offset) / interval⌋)."""
 
     beta: float
     interval: int
     """Number of positions that have the same factor."""
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class GroupedQueryAttention:
     `head_dim` normalizes each head by itself, with the same weights for all heads; `heads · head_dim` normalizes the
     whole row, with one weight per element.
     """
+    qk_norm_weights: bool = True
+    """False if the norm of queries and keys has no weights (Llama 4)."""
     norm_after_rope: bool = False
     """True if the queries and keys of each head are normalized after rotation instead of before it (Hunyuan)."""
     sinks: bool = False
@@ -216,6 +219,8 @@ class ExpertRouter:
     """True if a learned bias is added to the scores only to choose experts, not to weight them (DeepSeek-V3)."""
     bias: bool = False
     """True if the router's projection has a bias (gpt-oss)."""
+    on_input: bool = False
+    """True if the inputs of the experts are multiplied by the experts' weights, instead of their outputs (Llama 4)."""
 
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0

@@ -85,6 +85,7 @@ class CudaKernels(Kernels):
         self._device, self._kv_dtype = device, kv_dtype
         self._pdl = overlaps_launches()
         self._has_states = model.has_states
+        self._has_chunks = any(shape.chunk is not None for shape in model.attention_shapes)
         self._experts = ExpertKernels(self._pdl)
         gpu = device.type == "cuda"
         self._second = SecondStream(device) if gpu else _ONE_STREAM
@@ -119,9 +120,9 @@ class CudaKernels(Kernels):
     def prompts_capturable(self) -> bool:
         """True if prefill uses flash-attn-4 or latent attention, whose launches do not depend on row lengths.
 
-        The prefill of state layers does depend on them.
+        The prefill of state layers, and of attention to chunks, does depend on them.
         """
-        if self._has_states:
+        if self._has_states or self._has_chunks:
             return False
         # Wait before anything is captured: a thread that uses the device during the capture would invalidate it.
         self._gated_soon.result()

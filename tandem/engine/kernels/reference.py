@@ -72,10 +72,12 @@ class ReferenceKernels(Kernels):
         for expert in sorted(set(chosen[valid.squeeze(1)].flatten().tolist()).intersection(spec.local_experts)):
             tokens, ranks = torch.where((chosen == expert) & valid)
             index = expert - spec.local_experts.start
-            inner = self.linear(x[tokens], Linear(experts.gate_up[index], _row(experts.gate_up_bias, index)))
+            weight, gate_up = weights[tokens, ranks, None].to(x.dtype), experts.gate_up[index]
+            source = x[tokens] * weight if spec.router.on_input else x[tokens]
+            inner = self.linear(source, Linear(gate_up, _row(experts.gate_up_bias, index)))
             down = Linear(experts.down[index], _row(experts.down_bias, index))
             output = self.linear(activate(inner, spec.activation), down)
-            mixed.index_add_(0, tokens, output * weights[tokens, ranks, None].to(output.dtype))
+            mixed.index_add_(0, tokens, output if spec.router.on_input else output * weight)
         if experts.shared_gate_up is not None and experts.shared_down is not None:
             shared = self.linear(activate(self.linear(x, experts.shared_gate_up), "silu"), experts.shared_down)
             if experts.shared_gate is not None:

@@ -308,8 +308,8 @@ def _attention(
         qkv_bias=empty(rows) if spec.qkv_bias else None,
         output=empty(hidden, shape.output_size),
         output_bias=empty(hidden) if spec.output_bias else None,
-        q_norm=norm(spec.qk_norm) if spec.qk_norm else None,
-        k_norm=norm(kv_elements) if spec.qk_norm else None,
+        q_norm=norm(spec.qk_norm) if spec.qk_norm and spec.qk_norm_weights else None,
+        k_norm=norm(kv_elements) if spec.qk_norm and spec.qk_norm_weights else None,
         sinks=empty(shape.heads).float() if spec.sinks else None,
     )
 

@@ -75,6 +75,8 @@ class AttentionBlock:
         self._query_factors = query_factors
         self._qkv = products.prepare(Linear(weights.qkv, weights.qkv_bias))
         q_norm, k_norm = weights.q_norm, weights.k_norm
+        if spec.qk_norm and not spec.qk_norm_weights:
+            q_norm = k_norm = torch.ones(spec.qk_norm, device=rope.device)
         self._query_weight: Tensor | None = None
         if spec.norm_after_rope and q_norm is not None and k_norm is not None:
             # Rotation keeps the length of a vector, so only the weights must be applied after it: those of both norms

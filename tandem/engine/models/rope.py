@@ -24,7 +24,7 @@ def rope_table(rope: RopeConfig | None, dims: int, max_context: int, device: tor
 
 def query_factors(scaling: QueryScaling, max_context: int, device: torch.device) -> Tensor:
     """Return the factor of the queries at each position: [max_context] float32."""
-    intervals = torch.arange(max_context, device=device) // scaling.interval
+    intervals = torch.arange(scaling.offset, scaling.offset + max_context, device=device) // scaling.interval
     return 1 + scaling.beta * torch.log1p(intervals.float())
 
 

@@ -30,6 +30,7 @@ SPECS = {
     "softmax with a choice bias": moe(
         ExpertRouter(groups=3, top_groups=2, group_score="top_2_sum", choice_bias=True), experts=9, top_k=2
     ),
+    "weights on the inputs": moe(ExpertRouter("sigmoid", renormalize=False, on_input=True), experts=6, top_k=2),
     "all chosen": moe(ExpertRouter(), experts=3, top_k=3),
 }
 

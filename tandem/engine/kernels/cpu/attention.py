@@ -44,8 +44,8 @@ LOWEST = np.float32(-1e30)
 """A finite number below every score, so that a block without a visible key adds exactly nothing."""
 
 (Q, Q_ITEMS, OUT, CACHE, PAGE_ITEMS, PART_ITEMS, HEAD_ITEMS, PAGE_TOKENS, POSITIONS, ROW_STARTS, CONTEXT_LENS,
- PAGE_TABLE, COLUMNS, TABLE_ROWS, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM, WINDOW, CHUNK, SINKS, ITEMS, PARTIALS, QUANTIZED,
- SCALE, SOFTCAP) = range(2, 28)  # fmt: skip
+ PAGE_TABLE, COLUMNS, TABLE_ROWS, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM, WINDOW, CHUNK, SINKS, ITEMS, PARTIALS,
+ QUANTIZED, SCALE, SOFTCAP) = range(2, 28)  # fmt: skip
 """Indices of the arguments of an ATTENTION job.
 
 `q_items` is the distance between the tokens of q, in elements. `cache` is the layer's part of page 0; `page_items`,
@@ -219,8 +219,8 @@ def _score(shared, row, head, begin, stop, qs, queries, scores, wide, tag):  # t
 def _soften(scores, begin, stop, first_seen, position, scale, softcap, largest, weights, i):  # type: ignore[no-untyped-def]
     """Turn a block's scores into softmax weights relative to the largest score so far.
 
-    Positions before `first_seen` and after `position` are masked. Updates the running largest score and total weight of query `i`,
-    and returns the factor by which its sums of earlier blocks must be multiplied.
+    Positions before `first_seen` and after `position` are masked. Updates the running largest score and total weight of
+    query `i`, and returns the factor by which its sums of earlier blocks must be multiplied.
     """
     n = (stop - begin + LANES - 1) // LANES * LANES
     if softcap != 0:
