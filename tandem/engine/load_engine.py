@@ -157,6 +157,10 @@ class _Setting:
                 "a state depends on all earlier tokens, so the tokens of a model with state layers cannot be divided;"
                 " choose 1, or a tensor parallel size.",
             )
+        if collectives is not None and collectives.rank.divides_tokens and spec.layer_embedding:
+            raise InvalidArgument(
+                "context_parallel_size", "embeddings of each layer are computed by one rank only; use 1."
+            )
         return cls(spec, device, page_tokens, dtype, kv_dtype, kernels, collectives)
 
     @property

@@ -40,7 +40,9 @@ def model_sizes(
     kv_bytes = item_bytes if kv_element_bytes is None else kv_element_bytes
     output = spec.vocab_size * spec.hidden_size
     experts = sum(expert_weights(layer, spec.hidden_size) for layer in spec.layers)
-    every_step = output + sum(_dense_weights(layer, spec.hidden_size) for layer in spec.layers)
+    every_step = (
+        output + _embedding_weights(spec) + sum(_dense_weights(layer, spec.hidden_size) for layer in spec.layers)
+    )
     saved = saved_bytes(spec, item_bytes, on_cpu=on_cpu)
     windows = sorted({window for layer in spec.layers if (window := window_of(layer)) is not None})
     return ModelSizes(
@@ -97,7 +99,7 @@ def state_bytes(spec: ModelSpec, item_bytes: int) -> int:
 def active_weights(spec: ModelSpec) -> int:
     """Return the number of matrix elements that each token is multiplied with, including the output layer."""
     layers = sum(layer_weights(layer, spec.hidden_size) for layer in spec.layers)
-    return layers + spec.vocab_size * spec.hidden_size
+    return layers + _embedding_weights(spec) + spec.vocab_size * spec.hidden_size
 
 
 def total_weights(spec: ModelSpec) -> int:
@@ -106,7 +108,8 @@ def total_weights(spec: ModelSpec) -> int:
     counts = (
         _dense_weights(layer, spec.hidden_size) + expert_weights(layer, spec.hidden_size) for layer in spec.layers
     )
-    return matrices + sum(counts)
+    tables = spec.vocab_size * len(spec.layers) * spec.layer_embedding
+    return matrices + tables + _embedding_weights(spec) + sum(counts)
 
 
 def matrix_bytes(spec: ModelSpec, item_bytes: int, *, on_cpu: bool = False) -> int:
@@ -162,6 +165,11 @@ def step_grid(spec: ModelSpec, device: torch.device) -> StepGrid:
     return gpu_grid(spec.heads, multiprocessors)
 
 
+def _embedding_weights(spec: ModelSpec) -> int:
+    """Return the number of elements of the matrices that multiply the layers' own embeddings of tokens."""
+    return 3 * len(spec.layers) * spec.layer_embedding * spec.hidden_size
+
+
 def _dense_weights(layer: LayerSpec, hidden: int) -> int:
     """Return the number of elements of those matrices of a layer that every step reads."""
     feed_forward = layer.feed_forward
@@ -178,7 +186,7 @@ def _attention_weights(attention: Attention, hidden: int) -> int:
     if isinstance(attention, GroupedQueryAttention):
         shape = attention.shape
         gate = shape.output_size if attention.output_gate else 0
-        return hidden * (shape.qkv_size + gate + shape.output_size)
+        return hidden * (attention.projected.qkv_size + gate + shape.output_size)
     if isinstance(attention, StateLayer):
         return hidden * (sum(attention.projected) + attention.inner)
     latent, rank = attention.shape, attention.query_rank

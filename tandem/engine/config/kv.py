@@ -113,7 +113,9 @@ def kv_windows(spec: ModelSpec) -> tuple[int | None, ...]:
 
 def kv_elements(layers: Iterable[LayerSpec]) -> int:
     """Return the number of elements of one token's keys and values in these layers, without padding."""
-    return sum(_elements(_kv_shape(layer)) for layer in layers if state_of(layer) is None)
+    return sum(
+        _elements(_kv_shape(layer)) for layer in layers if state_of(layer) is None and kv_layer_of(layer) is None
+    )
 
 
 def page_elements(spec: ModelSpec) -> int:
@@ -142,6 +144,11 @@ def state_of(layer: LayerSpec) -> StateShape | None:
     return layer.attention.state if isinstance(layer.attention, StateLayer) else None
 
 
+def kv_layer_of(layer: LayerSpec) -> int | None:
+    """Return the number of the layer whose keys and values this layer uses; None if it has its own, or a state."""
+    return layer.attention.kv_layer if isinstance(layer.attention, GroupedQueryAttention) else None
+
+
 def window_of(layer: LayerSpec) -> int | None:
     """Return the maximum number of latest positions that a token attends to: a window or a chunk; None = all."""
     attention = layer.attention
@@ -149,9 +156,11 @@ def window_of(layer: LayerSpec) -> int | None:
 
 
 def _classes(layers: Sequence[LayerSpec]) -> Mapping[_LayerClass, list[int]]:
-    """Return the numbers of the layers of each class, in the order of `kv_groups`."""
+    """Return the numbers of the layers of each class that have KV or states, in the order of `kv_groups`."""
     numbers: dict[_LayerClass, list[int]] = defaultdict(list)
     for number, layer in enumerate(layers):
+        if kv_layer_of(layer) is not None:
+            continue
         state = state_of(layer)
         numbers[(window_of(layer), _kv_shape(layer)) if state is None else (STATE, state)].append(number)
     order = sorted(numbers, key=lambda key: (key[0] == STATE, key[0] or 0))

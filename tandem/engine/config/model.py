@@ -4,7 +4,7 @@ The module of a family (`tandem/engine/models/families/`) creates the spec from 
 parameters, the KV cache, the roofline, the planner and the simulation read only the spec, and do not know the family.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tandem.engine.config.attention import AttentionShape, LatentShape, StateShape
 from tandem.engine.config.quantization import Quantization
@@ -48,6 +48,17 @@ class GroupedQueryAttention:
     """True if the output of each head is multiplied by the sigmoid of a projection of the input (Qwen3-Next)."""
     output_scale: float = 1.0
     """The factor by which the outputs of the heads are multiplied (MiMo-V2)."""
+    value_norm: bool = False
+    """True if the values of each head are normalized by RMSNorm without weights (Gemma 4)."""
+    values_from_keys: bool = False
+    """True if values are computed with the weights of the keys, which the stacked weight has twice (Gemma 4)."""
+    kv_layer: int | None = None
+    """The number of the earlier layer to whose keys and values this layer attends; None = it has its own (Gemma 4)."""
+
+    @property
+    def projected(self) -> AttentionShape:
+        """The shape of the projection of q, k and v: without KV heads if the layer has no own keys and values."""
+        return self.shape if self.kv_layer is None else replace(self.shape, kv_heads=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +291,8 @@ class LayerSpec:
     """False if attention and feed-forward network take hidden states that are not normalized (OLMo 2)."""
     parallel: bool = False
     """True if the feed-forward network takes the same input as attention, with the same norm (Cohere)."""
+    scaled: bool = False
+    """True if the hidden states after the layer are multiplied by a learned number (Gemma 4)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +316,12 @@ class ModelSpec:
     """True if the norms are LayerNorm, which subtracts the mean, instead of RMSNorm (Cohere)."""
     norm_bias: bool = False
     """True if the norms have biases; only LayerNorm may have them (Nemotron)."""
+    layer_embedding: int = 0
+    """The number of elements of the embedding of each token that each layer has for itself (Gemma 4 E2B); 0 = none.
+
+    After the feed-forward network, hidden += norm(W2 · (gelu(W1 · hidden) · e)), where e is the sum of this embedding
+    and a projection of the hidden states before the first layer.
+    """
     embedding_scale: float = 1.0
     """The factor by which embeddings are multiplied; rounded to the model's dtype."""
     logits_scale: float = 1.0

@@ -240,6 +240,8 @@ class Kernels(Products):
         qkv    [T, (heads + kv_heads)·head_dim + kv_heads·v_dim]; may be overwritten
         cache  [pages, layers, 2, kv_heads, page_tokens, head_dim]: written at `layout.slots`; see `KvCache`
         → q [T, heads, head_dim], which may be a view into qkv
+
+        If the layer's shape has no KV heads, qkv has only queries, and nothing is stored.
         """
 
     @abstractmethod

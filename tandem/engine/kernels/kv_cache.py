@@ -130,7 +130,7 @@ def part_stride(cache: KvCache) -> int:
     """Return the distance from a head's keys to its values in memory, in elements."""
     if isinstance(cache, UnequalKv):
         keys, values = map(codes_of, cache.parts)
-        return values.storage_offset() - keys.storage_offset()
+        return int(values.storage_offset() - keys.storage_offset())
     return codes_of(cache).stride(2)
 
 

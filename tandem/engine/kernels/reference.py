@@ -88,15 +88,15 @@ class ReferenceKernels(Kernels):
     def rope_and_store(self, qkv: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout) -> Tensor:
         """Apply norms and rotary embedding to q and k, and store k and v at their slots."""
         shape = layer.shape
-        q, k, v = torch.split(qkv, list(shape.qkv_rows), dim=1)
-        q, k, v = (
-            torch.unflatten(x, 1, (-1, dim)) for x, dim in ((q, shape.head_dim), (k, shape.head_dim), (v, shape.v_dim))
-        )
+        split = zip(qkv.split(list(shape.qkv_rows), dim=1), (shape.head_dim, shape.head_dim, shape.v_dim), strict=True)
+        q, k, v = (x.view(len(x), x.shape[1] // dim, dim) for x, dim in split)
         if layer.q_norm is not None:
             q = _norm_heads(q, layer.q_norm, layer.norm_eps)
         if layer.k_norm is not None:
             k = _norm_heads(k, layer.k_norm, layer.norm_eps)
         cos, sin = layer.rope[layout.positions.long()].to(qkv.dtype).unsqueeze(1).chunk(2, dim=-1)
+        if not shape.kv_heads:
+            return rotate(q, cos, sin)
         page_tokens = cache.shape[4]
         page, offset = layout.slots // page_tokens, layout.slots % page_tokens
         for part, values in enumerate((rotate(k, cos, sin), v)):

@@ -37,6 +37,9 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, max_context: int) -> Tenso
     plain = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
         return plain / rope.factor
+    if rope.kind == "proportional":
+        plain[int(rope.fraction * head_dim // 2) :] = 0.0
+        return plain / rope.factor
     if rope.kind == "longrope":
         # Cached keys keep their rotation, so all requests have the same factors, whatever their lengths.
         return plain / torch.tensor(rope.long_factors if max_context > rope.original_context else rope.short_factors)

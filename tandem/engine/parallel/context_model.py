@@ -15,7 +15,7 @@ from torch import Tensor
 from tandem.engine.config.sharding import Rank
 from tandem.engine.kernels.base import DeferredTokens, StepLayout
 from tandem.engine.kernels.kv_cache import GroupCache, kv_of, tensors_of
-from tandem.engine.models.blocks import Queries, StateBlock
+from tandem.engine.models.blocks import AttentionBlock, Queries, StateBlock
 from tandem.engine.models.layers import DecoderLayer
 from tandem.engine.parallel.group_model import GroupModel
 from tandem.engine.steps.prompt_scoring import StepPieces
@@ -166,6 +166,8 @@ class ContextModel(GroupModel):
         assert not isinstance(block, StateBlock)
         own, cache = division.layouts[group], kv_of(caches[group])
         queries = block.store(hidden, own, cache)
+        if isinstance(block, AttentionBlock) and not block.stores_kv:
+            return queries
         missing = division.most - len(own.slots)
         sent = torch.cat((own.slots, own.slots[-1:].expand(missing)))
         received = layouts[group].slots[division.stored]
