@@ -24,6 +24,7 @@ SHAPES = {
     "mqa": heads(8, 1, 128),
     "mha": heads(4, 4, 96),
     "wide": heads(4, 2, 256),
+    "widest": heads(4, 2, 512),
     "many": heads(20, 1, 64),
     "window": heads(6, 2, 64, window=100),
     "narrow": heads(2, 1, 64, window=5),

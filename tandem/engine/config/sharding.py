@@ -125,7 +125,10 @@ def rank_spec(spec: ModelSpec, ranks: int, number: int = 0) -> ModelSpec:
     if ranks == 1:
         return spec
     if spec.layer_embedding:
-        raise InvalidArgument("tensor_parallel_size", "embeddings of each layer are computed by one rank only; use 1.")
+        raise InvalidArgument(
+            "tensor_parallel_size",
+            f"a model with embeddings of each layer cannot be divided among {ranks} ranks; use one rank.",
+        )
     rank = Rank(number, ranks)
     layers = (
         replace(

@@ -10,7 +10,12 @@ from torch import Tensor
 
 from tandem.engine.config.attention import AttentionShape
 from tandem.engine.config.model import GatedDeltaNet, ModelSpec
-from tandem.engine.kernels.attention.prefill_attention import FlashPrefill, PrefillAttention, leaves_idle
+from tandem.engine.kernels.attention.prefill_attention import (
+    FlashPrefill,
+    PrefillAttention,
+    has_flash_kernel,
+    leaves_idle,
+)
 from tandem.engine.kernels.attention.quantized_prefill import QuantizedPrefill, make_copies
 from tandem.engine.kernels.attention.triton_attention import DecodeAttention
 from tandem.engine.kernels.attention.triton_attention_plan import group_rows, make_group_plan
@@ -48,7 +53,7 @@ from tandem.engine.kernels.states.triton_decode import decode_delta
 from tandem.engine.kernels.triton_launch import overlaps_launches
 from tandem.protocol.errors import InvalidArgument
 
-_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+_HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
 """The head dims that the kernels support."""
 _ONE_STREAM = SecondStream(None)
 
@@ -85,7 +90,7 @@ class CudaKernels(Kernels):
         self._device, self._kv_dtype = device, kv_dtype
         self._pdl = overlaps_launches()
         self._has_states = model.has_states
-        self._has_chunks = any(shape.chunk is not None for shape in model.attention_shapes)
+        self._all_flash = all(has_flash_kernel(shape) and shape.chunk is None for shape in model.attention_shapes)
         self._experts = ExpertKernels(self._pdl)
         gpu = device.type == "cuda"
         self._second = SecondStream(device) if gpu else _ONE_STREAM
@@ -120,9 +125,9 @@ class CudaKernels(Kernels):
     def prompts_capturable(self) -> bool:
         """True if prefill uses flash-attn-4 or latent attention, whose launches do not depend on row lengths.
 
-        The prefill of state layers, and of attention to chunks, does depend on them.
+        The prefill of state layers, and of attention that flash-attn-4 does not compute, does depend on them.
         """
-        if self._has_states or self._has_chunks:
+        if self._has_states or not self._all_flash:
             return False
         # Wait before anything is captured: a thread that uses the device during the capture would invalidate it.
         self._gated_soon.result()

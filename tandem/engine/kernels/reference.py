@@ -88,8 +88,9 @@ class ReferenceKernels(Kernels):
     def rope_and_store(self, qkv: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout) -> Tensor:
         """Apply norms and rotary embedding to q and k, and store k and v at their slots."""
         shape = layer.shape
-        split = zip(qkv.split(list(shape.qkv_rows), dim=1), (shape.head_dim, shape.head_dim, shape.v_dim), strict=True)
-        q, k, v = (x.view(len(x), x.shape[1] // dim, dim) for x, dim in split)
+        parts = torch.split(qkv, list(shape.qkv_rows), dim=1)
+        dims = (shape.head_dim, shape.head_dim, shape.v_dim)
+        q, k, v = (x.view(len(x), x.shape[1] // dim, dim) for x, dim in zip(parts, dims, strict=True))
         if layer.q_norm is not None:
             q = _norm_heads(q, layer.q_norm, layer.norm_eps)
         if layer.k_norm is not None:

@@ -102,7 +102,7 @@ class AttentionBlock:
         if self._gate_size:
             gate, qkv = qkv[:, : self._gate_size], qkv[:, self._gate_size :].contiguous()
         if self._value_norm is not None and self._value_size:
-            values = qkv[:, -self._value_size :].unflatten(1, (-1, len(self._value_norm.weight)))
+            values = torch.unflatten(qkv[:, -self._value_size :], 1, (-1, len(self._value_norm.weight)))
             values.copy_(rms_norm(values, self._value_norm.weight, self._value_norm.eps))
         q = self._kernels.rope_and_store(qkv, self._stored, kv_of(cache), layout)
         if self._query_weight is not None:

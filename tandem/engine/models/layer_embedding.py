@@ -44,8 +44,9 @@ class LayerEmbeddings:
         """Return the embeddings [T, layers, size] of a step; `hidden` [T, H] are the states before the first layer."""
         own = embedded(self._kernels, self._table, token_ids, feed, self._dtype) * self._scale
         projected = self._kernels.linear(hidden, self._projection) * self._projection_scale
-        projected, own = (x.unflatten(1, (-1, self._size)) for x in (projected, own))
-        return (rms_norm(projected, self._norm.weight, self._norm.eps) + own) * 2.0**-0.5
+        shape = (len(hidden), -1, self._size)
+        normed = rms_norm(projected.view(shape), self._norm.weight, self._norm.eps)
+        return (normed + own.view(shape)) * 2.0**-0.5
 
 
 class EmbeddingBlock:

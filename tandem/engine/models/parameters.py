@@ -352,9 +352,9 @@ def renamed(slots: dict[str, ParameterSlot], names: Mapping[str, str]) -> dict[s
 
 
 def _attention_slots(spec: GroupedQueryAttention, weights: AttentionParameters) -> dict[str, ParameterSlot]:
-    rows = spec.projected.qkv_rows
-    names = [f"self_attn.{name}_proj" for name, size in zip("qkv", rows, strict=True) if size]
-    rows = tuple(size for size in rows if size)
+    sizes = spec.projected.qkv_rows
+    names = [f"self_attn.{name}_proj" for name, size in zip("qkv", sizes, strict=True) if size]
+    rows = tuple(size for size in sizes if size)
     gate = (rows[0],) if spec.output_gate else ()
     stacked: Sequence[Weight] = weights.qkv.split_with_sizes((*gate, *rows))[len(gate) :]
     slots = {f"{name}.weight": ParameterSlot(part) for name, part in zip(names, stacked, strict=True)}

@@ -24,7 +24,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGE = 128
 PDL = overlaps_launches()
 KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-GQA, WINDOWED = heads(4, 2, 32), heads(4, 2, 32, window=40)
+GQA, WINDOWED = heads(4, 2, 64), heads(4, 2, 64, window=40)
 SHAPES = {"gqa": GQA, "window": WINDOWED, "capped": replace(GQA, softcap=0.5), "chunks": replace(GQA, chunk=90)}
 ROWS = [(1, 300), (1, 2), (5, 5), (9, 200), (129, 129), (3, 128)]
 

@@ -15,7 +15,7 @@ from tandem.engine.config.attention import AttentionShape
 from tandem.engine.kernels.attention.triton_tails import clear_value_tails
 from tandem.engine.kernels.base import StepLayout
 from tandem.engine.kernels.fallback import failure_of, why_no_flash, why_not_imported
-from tandem.engine.kernels.kv_cache import KvCache, kv_view, layer_part, unquantized
+from tandem.engine.kernels.kv_cache import KvCache, kv_view, layer_part, unquantized, value_dim
 from tandem.engine.kernels.layers import AttentionLayer
 from tandem.engine.kernels.reference import attend, first_read, gather_row, visible
 from tandem.protocol.ending import pages_for
@@ -82,6 +82,9 @@ def choose_prefill_attention(
     if page_tokens != _FLASH_PAGE:
         log.warning("pages of %d tokens slow prefill attention down; %d is the fast size", page_tokens, _FLASH_PAGE)
     log.info("prefill attention: flash-attn-4")
+    others = sorted({kind.shape.head_dim for kind in kinds if not has_flash_kernel(kind.shape)})
+    if others:
+        log.warning("prefill attention of heads of %s dimensions: PyTorch SDPA, one row at a time", others)
     return FlashPrefill(page_tokens, pdl)
 
 
@@ -104,7 +107,7 @@ def compiled(
 def _why_no_flash(device: torch.device, dtype: torch.dtype, kinds: Collection[AttentionKind], page_tokens: int) -> str:
     if reason := why_no_flash(device, dtype):
         return reason
-    if not all(_has_flash_dims(kind.shape) for kind in kinds):
+    if not any(has_flash_kernel(kind.shape) for kind in kinds):
         return f"flash-attn-4 is used for head dims {', '.join(map(str, _FLASH_DIMS))}, and 192 with values of 128"
     if page_tokens % _FLASH_PAGE and any(kind.shape.most_seen is not None for kind in kinds):
         # Its tiles of keys would reach into pages before the window, which may belong to other requests by then.
@@ -112,7 +115,8 @@ def _why_no_flash(device: torch.device, dtype: torch.dtype, kinds: Collection[At
     return why_not_imported("flash_attn.cute", "flash-attn-4") or _what_flash_lacks(kinds)
 
 
-def _has_flash_dims(shape: AttentionShape) -> bool:
+def has_flash_kernel(shape: AttentionShape) -> bool:
+    """Return True if flash-attn-4 is used for heads of these dimensions."""
     if shape.v_dim == shape.head_dim:
         return shape.head_dim in _FLASH_DIMS
     return (shape.head_dim, shape.v_dim) == _FLASH_UNEQUAL_DIMS
@@ -154,6 +158,8 @@ class FlashPrefill:
     ) -> None:
         """Compile the kernels that layers of these kinds need, for rows of `lengths` tokens."""
         for (shape, has_sinks), tokens in itertools.product(kinds, lengths):
+            if not has_flash_kernel(shape):
+                continue
             pages, elements = pages_for(tokens, self._page_tokens), self._page_tokens * (shape.head_dim + shape.v_dim)
             planes = torch.zeros(pages, 1, shape.kv_heads, elements, dtype=dtype, device=device)
             cache = kv_view(planes, (shape.head_dim, shape.v_dim), self._page_tokens)
@@ -164,15 +170,17 @@ class FlashPrefill:
 
     def begin_step(self, cache: KvCache, layout: StepLayout, first_row: int) -> None:
         """Zero the values after each row's context in the row's last page, if TMA loads whole pages."""
-        if self._page_tokens == _FLASH_PAGE:
+        if self._page_tokens == _FLASH_PAGE and value_dim(cache) <= max(_FLASH_DIMS):
             clear_value_tails(cache, layout, first_row, pdl=self._pdl)
 
     def __call__(self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout, first_row: int) -> Tensor:
         """Compute the attention of all rows from `first_row` on in one launch.
 
-        Rows that may be longer than a chunk are computed by SDPA, because flash-attn-4 has no chunks.
+        SDPA computes layers of other head dimensions, and of chunks, which flash-attn-4 lacks, if a context may be
+        longer than a chunk.
         """
-        if layer.shape.chunk is not None and layout.max_context > layer.shape.chunk:
+        longer = layer.shape.chunk is not None and layout.max_context > layer.shape.chunk
+        if longer or not has_flash_kernel(layer.shape):
             return SdpaPrefill()(q, layer, cache, layout, first_row)
         shape, special = layer.shape, dict[str, Any]()
         keys, values = (unquantized(layer_part(cache, layer.index, part)) for part in range(2))

@@ -64,9 +64,9 @@ INDIVISIBLE = {
     ("smollm2", 4),
     ("lfm2", 4),
     *product(("nemotron_h", "qwen3_5", "qwen3_next"), (3, 4)),
-    *product(("minimax_m2", "olmo2", "olmo3", "olmo_hybrid", "olmoe"), (2, 3, 4)),
+    *product(("gemma4_e2b", "minimax_m2", "olmo2", "olmo3", "olmo_hybrid", "olmoe"), (2, 3, 4)),
 }
-"""Three heads, state layers of two heads, and a norm over all heads of a query."""
+"""Three heads, state layers of two heads, a norm over all heads of a query, and embeddings of each layer."""
 NUMBERS = {family: number for number, family in enumerate(sorted(FAMILIES))}
 """Each family is tested with one number of ranks in `make test`."""
 DIVISIBLE = [case for case in product(sorted(FAMILIES), (2, 3, 4)) if case not in INDIVISIBLE]

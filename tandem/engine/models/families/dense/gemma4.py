@@ -50,7 +50,7 @@ def _parse(given: Json) -> ModelSpec:
     sources = _kv_layers(windows, int(config.get("num_kv_shared_layers") or 0))
     dense = parse_dense(config, activation="gelu_pytorch_tanh")
     doubled = replace(dense, width=2 * dense.width) if config.get("use_double_wide_mlp") else dense
-    ropes = {kind: parse_rope(config, settings) for kind, settings in (_ROPES | _ropes(config)).items()}
+    ropes = {kind: parse_rope(config, settings) for kind, settings in _ropes(config).items()}
     layers = [
         LayerSpec(
             _attention(config, number, window, source, ropes["sliding_attention" if window else "full_attention"]),
@@ -78,8 +78,9 @@ def _check(config: Json) -> None:
 
 
 def _ropes(config: Json) -> Json:
+    """Return the RoPE settings of layers without and with a window."""
     named = config.get("rope_parameters") or {}
-    return {kind: named[kind] for kind in _ROPES if named.get(kind)}
+    return {kind: named.get(kind) or settings for kind, settings in _ROPES.items()}
 
 
 def _kv_layers(windows: Sequence[int | None], shared: int) -> list[int | None]:
@@ -114,7 +115,7 @@ def _attention(
 def _shape(config: Json, number: int, window: int | None) -> AttentionShape:
     """Return the shape of a layer; those without a window have heads of their own, which may be named by layer."""
     if window is not None:
-        return parse_shape(config | {"rope_parameters": None}, scale=1.0)
+        return parse_shape({**config, "rope_parameters": None}, scale=1.0)
     heads = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None
     overrides = {
         "head_dim": config["global_head_dim"],
@@ -122,7 +123,7 @@ def _shape(config: Json, number: int, window: int | None) -> AttentionShape:
         "rope_parameters": None,
         **(config.get("per_layer_config") or {}).get(str(number), {}),
     }
-    return parse_shape(config | overrides, scale=1.0)
+    return parse_shape({**config, **overrides}, scale=1.0)
 
 
 def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
