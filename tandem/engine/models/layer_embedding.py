@@ -46,7 +46,8 @@ class LayerEmbeddings:
         projected = self._kernels.linear(hidden, self._projection) * self._projection_scale
         shape = (len(hidden), -1, self._size)
         normed = rms_norm(projected.view(shape), self._norm.weight, self._norm.eps)
-        return (normed + own.view(shape)) * 2.0**-0.5
+        both: Tensor = (normed + own.view(shape)) * 0.5**0.5
+        return both
 
 
 class EmbeddingBlock:
