@@ -58,6 +58,11 @@ _LATENT: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
 }
+_INDEXER: dict[str, Any] = {"q_lora_rank": 40, "index_n_heads": 16, "index_head_dim": 16, "index_topk": 12}
+"""An indexer that chooses fewer tokens than the tests' prompts have.
+
+With many heads no two scores are equal. With few, many scores would be 0, and the choice among them arbitrary.
+"""
 _DEEPSEEK_V3: dict[str, Any] = {
     "model_type": "deepseek_v3",
     "n_group": 4,
@@ -376,6 +381,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 32,
     },
+    "deepseek_v32": _BASE | _LATENT | _DEEPSEEK_V3 | _INDEXER | {"model_type": "deepseek_v32"},
+    "glm_moe_dsa": _BASE
+    | _LATENT
+    | _DEEPSEEK_V3
+    | _INDEXER
+    | {"model_type": "glm_moe_dsa", "indexer_types": ["full", "shared", "full"]},
     "glm4_moe_lite": _BASE
     | _LATENT
     | {

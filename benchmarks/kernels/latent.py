@@ -224,7 +224,7 @@ def _prompt_seconds(shape: LatentShape, cached: int, tokens: int) -> tuple[float
     device, dtype = torch.device("cuda", torch.cuda.current_device()), torch.bfloat16
     blocks: Future[BlockAttention] = Future()
     blocks.set_result(compiled(choose_block_attention(device, dtype, [shape]), [shape], dtype, device))
-    kernels = LatentKernels([shape], device, dtype, overlaps_launches(), blocks)
+    kernels = LatentKernels([shape], (), device, dtype, overlaps_launches(), blocks)
     context = cached + tokens
     pages = -(-context // PAGE_TOKENS)
     position = torch.arange(context, device=device)

@@ -10,10 +10,12 @@ from tandem.cost_model.step_collectives import StepCollectives
 from tandem.cost_model.step_cost import CostParameters
 from tandem.cost_model.step_grid import EACH_TOKEN, StepGrid, gpu_grid
 from tandem.engine.cache.paged_cache import PagedCache
+from tandem.engine.config.attention import LatentShape
 from tandem.engine.config.kv import kv_elements, layer_bytes, state_of, window_of
 from tandem.engine.config.model import (
     Attention,
     GroupedQueryAttention,
+    LatentAttention,
     LayerSpec,
     MixtureOfExperts,
     ModelSpec,
@@ -54,7 +56,10 @@ def model_sizes(
         expert_bytes=experts * item_bytes - saved.experts,
         expert_share=max(map(_expert_share, spec.layers)),
         packed=PackedWeights() if on_cpu else packed_weights(spec),
-        windowed=tuple(_layers_of(spec, window, kv_bytes) for window in windows),
+        windowed=(
+            *(_layers_of(spec, window, kv_bytes) for window in windows),
+            *_sparse_layers(spec, kv_bytes),
+        ),
         state_bytes=state_bytes(spec, item_bytes),
     )
 
@@ -84,6 +89,21 @@ def _layers_of(spec: ModelSpec, window: int, element_bytes: float) -> WindowedLa
     layers = [layer for layer in spec.layers if window_of(layer) == window]
     pair_flop = sum(_pair_flop(layer.attention) for layer in layers)
     return WindowedLayers(window, round(kv_elements(layers) * element_bytes), pair_flop)
+
+
+def _sparse_layers(spec: ModelSpec, element_bytes: float) -> tuple[WindowedLayers, ...]:
+    """Return the KV bytes and operations of sparse attention without its indexers, if the model has any.
+
+    A token reads the latents of as many tokens as with a window of `top_k`, but the index keys of all. All indexers of
+    a model choose the same number of tokens.
+    """
+    latents = [layer.attention for layer in spec.layers if isinstance(layer.attention, LatentAttention)]
+    shapes = [attention.shape for attention in latents if attention.sparse]
+    chosen = [shape.index.top_k for shape in shapes if shape.index is not None]
+    if not chosen:
+        return ()
+    latent_bytes = round(sum(shape.projected for shape in shapes) * element_bytes)
+    return (WindowedLayers(chosen[0], latent_bytes, sum(map(_latent_flop, shapes))),)
 
 
 def kv_bytes_per_token(spec: ModelSpec, element_bytes: float) -> int:
@@ -191,9 +211,12 @@ def _attention_weights(attention: Attention, hidden: int) -> int:
         return hidden * (sum(attention.projected) + attention.inner)
     latent, rank = attention.shape, attention.query_rank
     queries = latent.heads * latent.query
-    down = hidden * ((queries if rank is None else rank) + latent.cached)
+    down = hidden * ((queries if rank is None else rank) + latent.projected)
     up = (0 if rank is None else queries * rank) + latent.heads * (latent.nope + latent.v_dim) * latent.latent
-    return down + up + hidden * latent.heads * latent.v_dim
+    indexer = 0
+    if (index := latent.index) is not None and rank is not None:
+        indexer = hidden * (index.dim + index.heads) + rank * index.heads * index.dim
+    return down + up + hidden * latent.heads * latent.v_dim + indexer
 
 
 def _pair_flop(attention: Attention) -> int:
@@ -202,7 +225,12 @@ def _pair_flop(attention: Attention) -> int:
         return 0
     if isinstance(attention, GroupedQueryAttention):
         return _ATTENTION_FLOP * attention.shape.heads * (attention.shape.head_dim + attention.shape.v_dim)
-    return _ATTENTION_FLOP * attention.shape.heads * (attention.shape.query + attention.shape.v_dim)
+    index = attention.shape.index
+    return _latent_flop(attention.shape) + (0 if index is None else _ATTENTION_FLOP * index.heads * index.dim)
+
+
+def _latent_flop(shape: LatentShape) -> int:
+    return _ATTENTION_FLOP * shape.heads * (shape.query + shape.v_dim)
 
 
 def _expert_share(layer: LayerSpec) -> float:

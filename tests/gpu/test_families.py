@@ -27,6 +27,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "gemma4": {"global_head_dim": 128},
     "gemma4_e2b": {"global_head_dim": 512},
     "mimo_v2_flash": {"head_dim": 192, "v_head_dim": 128},
+    "deepseek_v32": {"index_head_dim": 64},
+    "glm_moe_dsa": {"index_head_dim": 64},
     "cohere2": {"num_attention_heads": 2, "head_dim": None},
     "phi3_longrope": {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 32, "long_factor": [3.0] * 32}},
 }

@@ -69,11 +69,26 @@ class AttentionShape:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexShape:
+    """The indexer of sparse attention, which chooses what a token attends to (DeepSeek-V3.2, arXiv:2512.02556, 2.1).
+
+    A cached token has one index key. With the index queries q_h and the weights w_h of a token, the score of a cached
+    token is the sum over heads of w_h · max(q_h · key, 0). The token attends to the `top_k` tokens of highest score.
+    """
+
+    heads: int
+    dim: int
+    """The number of dimensions of an index key; RoPE rotates the first `LatentShape.rope` of them."""
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True)
 class LatentShape:
     """Heads and dimensions of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
     For each token the KV cache has `latent + rope` values, which all heads share: the normalized latent, then the
-    rotated key. A query has `nope` dimensions that are not rotated, then `rope` dimensions that are.
+    rotated key; an indexer adds its key after them. A query has `nope` dimensions that are not rotated, then `rope`
+    dimensions that are.
     """
 
     heads: int
@@ -83,11 +98,18 @@ class LatentShape:
     v_dim: int
     scale: float
     """The factor by which attention scores are multiplied; it includes YaRN's temperature."""
+    index: IndexShape | None = None
+    """The indexer of the layer; None = the layer has none."""
+
+    @property
+    def projected(self) -> int:
+        """The number of rows of the KV down-projection: the latent, and the key that all heads share."""
+        return self.latent + self.rope
 
     @property
     def cached(self) -> int:
         """The number of values per token in the KV cache."""
-        return self.latent + self.rope
+        return self.projected + (self.index.dim if self.index else 0)
 
     @property
     def query(self) -> int:

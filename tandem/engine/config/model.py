@@ -77,6 +77,13 @@ class LatentAttention:
     """True if the projections that compute the latents, and the output projection, have biases."""
     query_scaling: QueryScaling | None = None
     """The scaling of queries by their position (Mistral 4); None = queries are not scaled."""
+    shares_choice: bool = False
+    """True if the layer attends to the tokens that the indexer of the last layer before it with one has chosen."""
+
+    @property
+    def sparse(self) -> bool:
+        """True if a token attends to chosen tokens only."""
+        return self.shape.index is not None or self.shares_choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,11 +358,17 @@ class ModelSpec:
 
     @property
     def latent_shapes(self) -> tuple[LatentShape, ...]:
-        """The distinct shapes of the layers with latent attention, in the order of the layers."""
-        attentions = (layer.attention for layer in self.layers)
-        return tuple(
-            dict.fromkeys(attention.shape for attention in attentions if isinstance(attention, LatentAttention))
-        )
+        """The distinct shapes of the layers with latent attention to all tokens, in the order of the layers."""
+        return tuple(dict.fromkeys(latent.shape for latent in self._latent if not latent.sparse))
+
+    @property
+    def sparse_shapes(self) -> tuple[LatentShape, ...]:
+        """The distinct shapes of the layers with latent attention to chosen tokens, in the order of the layers."""
+        return tuple(dict.fromkeys(latent.shape for latent in self._latent if latent.sparse))
+
+    @property
+    def _latent(self) -> tuple[LatentAttention, ...]:
+        return tuple(layer.attention for layer in self.layers if isinstance(layer.attention, LatentAttention))
 
     @property
     def dense_widths(self) -> set[int]:

@@ -17,6 +17,7 @@ from tandem.engine.kernels.layers import (
     DenseLayer,
     Experts,
     ExpertsLayer,
+    IndexQueries,
     LatentLayer,
     Linear,
     Norm,
@@ -257,7 +258,7 @@ class Kernels(Products):
 
         q       [T, heads·(nope + rope)], rows may be strided; may be overwritten
         latents [T, latent + rope], rows may be strided: the latent, then the key that all heads share
-        cache   [pages, layers, 1, 1, page_tokens, latent + rope]: written at `layout.slots`
+        cache   [pages, layers, 1, 1, page_tokens, shape.cached]: written at `layout.slots`
         → q [T, heads, nope + rope] with its last `rope` dimensions rotated
         """
 
@@ -266,6 +267,35 @@ class Kernels(Products):
         """Compute causal attention of each row's tokens over the latents in the row's pages.
 
         q [T, heads, nope + rope] as `latent_store` returns it → [T, heads·v_dim].
+        """
+
+    @abstractmethod
+    def index_store(
+        self, queries: Tensor, keys: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout
+    ) -> Tensor:
+        """Rotate the index queries of sparse attention, and store the normed and rotated index keys.
+
+        queries [T, index.heads·index.dim]; may be overwritten
+        keys    [T, index.dim]
+        cache   as for `latent_store`: the keys are written after the latents
+        → queries [T, index.heads, index.dim] with the first `rope` dimensions of each head rotated
+        """
+
+    @abstractmethod
+    def choose_tokens(self, index: IndexQueries, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
+        """Return the positions [T, index.top_k] int32 of the cached tokens with the highest index scores.
+
+        A token chooses among the positions up to its own. The entries after the chosen positions are -1.
+        """
+
+    @abstractmethod
+    def sparse_attention(
+        self, q: Tensor, chosen: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout
+    ) -> Tensor:
+        """Compute attention of each token over the latents of its chosen positions.
+
+        q [T, heads, nope + rope] as `latent_store` returns it, chosen [T, any] as `choose_tokens` returns it
+        → [T, heads·v_dim].
         """
 
     @abstractmethod

@@ -30,6 +30,7 @@ from tandem.engine.kernels.layers import (
     DenseLayer,
     Experts,
     ExpertsLayer,
+    IndexQueries,
     LatentLayer,
     Linear,
     Norm,
@@ -108,7 +109,9 @@ class CudaKernels(Kernels):
         # Libraries take seconds to import and to compile, while weights are loaded and other kernels compiled.
         libraries = Libraries(wanted)
         self._prefill_soon, self._gated_soon = libraries.attention, libraries.gated_product
-        self._latent = LatentKernels(model.latent_shapes, device, dtype, self._pdl, libraries.latent_blocks)
+        self._latent = LatentKernels(
+            model.latent_shapes, model.sparse_shapes, device, dtype, self._pdl, libraries.latent_blocks
+        )
 
     @cached_property
     def _prefill(self) -> PrefillAttention:
@@ -282,6 +285,22 @@ class CudaKernels(Kernels):
     def latent_attention(self, q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
         """Compute absorbed attention of rows with few tokens, and expanded attention of longer rows."""
         return self._latent.attention(q, layer, cache, layout, self._single_rows(layout))
+
+    def index_store(
+        self, queries: Tensor, keys: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout
+    ) -> Tensor:
+        """Store index keys in one launch; index queries are rotated in place."""
+        return self._latent.index_store(queries, keys, layer, cache, layout)
+
+    def choose_tokens(self, index: IndexQueries, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
+        """Compute the scores in one launch, and choose the highest with PyTorch."""
+        return self._latent.choose(index, layer, cache, layout)
+
+    def sparse_attention(
+        self, q: Tensor, chosen: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout
+    ) -> Tensor:
+        """Compute absorbed attention to the chosen latents, which are read in place."""
+        return self._latent.attend(q, chosen, layer, cache, layout)
 
     def mix_states(self, projected: Tensor, layer: RecurrentLayer, cache: StateCache, layout: StepLayout) -> Tensor:
         """Compute Gated DeltaNet of one-token rows in two launches, and everything else in PyTorch."""

@@ -1,6 +1,7 @@
 """The weights and constants of a layer, prepared when the model is loaded and passed to its kernels."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -119,6 +120,17 @@ class LatentLayer:
     """[latent], the norm of the latent."""
     kv_up: Tensor
     """[heads, nope + v_dim, latent]: multiplied with the latents it gives each head's keys and values."""
+    index_norm: LayerNorm | None = None
+    """[index.dim], the norm of index keys; None if the layer has no indexer."""
+
+
+class IndexQueries(NamedTuple):
+    """The inputs of an indexer's choice for the step's tokens (`IndexShape`)."""
+
+    q: Tensor
+    """[T, index.heads, index.dim], rotated."""
+    weights: Tensor
+    """[T, index.heads]: the weight of each head in the score."""
 
 
 @dataclass(frozen=True, slots=True)

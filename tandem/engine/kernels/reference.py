@@ -12,10 +12,12 @@ from tandem.engine.config.attention import AttentionShape, LatentShape
 from tandem.engine.config.model import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertRouter, MixtureOfExperts
 from tandem.engine.kernels.base import DeferredTokens, Kernels, StepLayout
 from tandem.engine.kernels.kv_cache import KvCache, QuantizedKv, StateCache, dequantize_kv, layer_part, quantize_kv
+from tandem.engine.kernels.latent import sparse_reference
 from tandem.engine.kernels.layers import (
     AttentionLayer,
     Experts,
     ExpertsLayer,
+    IndexQueries,
     LatentLayer,
     Linear,
     Norm,
@@ -128,7 +130,7 @@ class ReferenceKernels(Kernels):
         latent, key = latents[:, : shape.latent], latents[:, shape.latent :]
         stored = cache[:, layer.index, 0, 0]
         stored[page, offset, : shape.latent] = rms_norm(latent, layer.norm.weight, layer.norm.eps)
-        stored[page, offset, shape.latent :] = rotate(key.unsqueeze(1), cos, sin).squeeze(1)
+        stored[page, offset, shape.latent : shape.projected] = rotate(key.unsqueeze(1), cos, sin).squeeze(1)
         per_head = q.reshape(-1, shape.heads, shape.query)
         return torch.cat((per_head[..., : shape.nope], rotate(per_head[..., shape.nope :], cos, sin)), dim=-1)
 
@@ -141,6 +143,31 @@ class ReferenceKernels(Kernels):
             stored = gather_latents(cache, layer.index, layout.page_table[row], context)
             out[tokens] = attend_latents(q[tokens], stored, layer.kv_up, layout.positions[tokens], shape)
         return out
+
+    def index_store(
+        self, queries: Tensor, keys: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout
+    ) -> Tensor:
+        """Store the normed and rotated index keys, and rotate the index queries."""
+        shape, norm = layer.shape.index, layer.index_norm
+        assert shape is not None
+        assert norm is not None
+        cos, sin = layer.rope[layout.positions.long()].to(keys.dtype).unsqueeze(1).chunk(2, dim=-1)
+        normed = F.layer_norm(keys, (shape.dim,), norm.weight, norm.bias, norm.eps)
+        page_tokens = cache.shape[4]
+        page, offset = layout.slots // page_tokens, layout.slots % page_tokens
+        rotated = rotate(normed.unsqueeze(1), cos, sin).squeeze(1)
+        cache[page, layer.index, 0, 0, offset, layer.shape.projected :] = rotated
+        return rotate(queries.view(-1, shape.heads, shape.dim), cos, sin)
+
+    def choose_tokens(self, index: IndexQueries, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
+        """Compute the scores of each row's cached tokens, and choose the highest."""
+        return sparse_reference.choose_tokens(index, layer, cache, layout)
+
+    def sparse_attention(
+        self, q: Tensor, chosen: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout
+    ) -> Tensor:
+        """Attend to copies of the chosen latents."""
+        return sparse_reference.sparse_attention(q, chosen, layer, cache, layout)
 
     def mix_states(self, projected: Tensor, layer: RecurrentLayer, cache: StateCache, layout: StepLayout) -> Tensor:
         """Compute one-token rows together and longer rows one after the other, in PyTorch."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.cost_model.roofline import PackedWeights
+from tandem.engine.config.attention import IndexShape
 from tandem.engine.config.model import (
     Attention,
     DenseFeedForward,
@@ -31,6 +32,7 @@ from tandem.engine.models.parameters import (
     AttentionParameters,
     DenseParameters,
     EmbeddingParameters,
+    IndexerParameters,
     LatentParameters,
     LayerEmbeddingParameters,
     LayerParameters,
@@ -45,9 +47,20 @@ _T = TypeVar("_T")
 _META = torch.device("meta")
 _MATRIX = 2
 """The number of dimensions of a weight matrix; the weights of experts have one more."""
-_PACKED_FIELDS = {"embedding", "lm_head", "qkv", "output", "down", "query_up", "gate_up", "weight", "projections"}
+_PACKED_FIELDS = {
+    "embedding",
+    "lm_head",
+    "qkv",
+    "output",
+    "down",
+    "query_up",
+    "gate_up",
+    "weight",
+    "projections",
+    "index_key",
+}
 """The fields of `Parameters` whose weights may be packed."""
-_PLAIN_FIELDS = {"router", "shared_gate"}
+_PLAIN_FIELDS = {"router", "shared_gate", "head_weights"}
 """The fields that no tool quantizes, even if its configuration includes all linear layers."""
 _CODES = {Codes.INT8: torch.int8, Codes.FLOAT8: torch.float8_e4m3fn, Codes.INT4: torch.uint8}
 
@@ -351,7 +364,7 @@ def _state(spec: StateLayer, hidden: int, empty: Empty) -> StateParameters:
 def _latent(spec: LatentAttention, hidden: int, empty: Empty, norm: Empty) -> LatentParameters:
     shape, rank = spec.shape, spec.query_rank
     queries = shape.heads * shape.query
-    down = (queries if rank is None else rank) + shape.cached
+    down = (queries if rank is None else rank) + shape.projected
     return LatentParameters(
         down=empty(down, hidden),
         down_bias=empty(down) if spec.bias else None,
@@ -361,6 +374,17 @@ def _latent(spec: LatentAttention, hidden: int, empty: Empty, norm: Empty) -> La
         kv_up=empty(shape.heads, shape.nope + shape.v_dim, shape.latent),
         output=empty(hidden, shape.heads * shape.v_dim),
         output_bias=empty(hidden) if spec.bias else None,
+        indexer=None if shape.index is None or rank is None else _indexer(shape.index, rank, hidden, empty, norm),
+    )
+
+
+def _indexer(shape: IndexShape, rank: int, hidden: int, empty: Empty, norm: Empty) -> IndexerParameters:
+    return IndexerParameters(
+        index_key=empty(shape.dim, hidden),
+        key_norm=norm(shape.dim),
+        key_norm_bias=norm(shape.dim),
+        head_weights=empty(shape.heads, hidden),
+        query_up=empty(shape.heads * shape.dim, rank),
     )
 
 

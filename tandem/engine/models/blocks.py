@@ -21,6 +21,7 @@ from tandem.engine.kernels.layers import (
     DenseLayer,
     Experts,
     ExpertsLayer,
+    IndexQueries,
     InputNorm,
     LatentLayer,
     LayerNorm,
@@ -29,6 +30,7 @@ from tandem.engine.kernels.layers import (
     RecurrentLayer,
 )
 from tandem.engine.kernels.reference import activate, rms_norm
+from tandem.engine.models.indexer import Indexer
 from tandem.engine.models.parameters import AttentionParameters, DenseParameters, LatentParameters, StateParameters
 
 
@@ -38,6 +40,12 @@ class Queries(NamedTuple):
     q: Tensor
     gate: Tensor | None = None
     """[T, heads·v_dim], the output gate before the sigmoid; None without one."""
+    indexed: IndexQueries | None = None
+    """The inputs of the layer's indexer; None without one."""
+
+
+_INDEX_NORM_EPS = 1e-6
+"""The epsilon of the norm of index keys, which config.json does not have."""
 
 
 def normed_linear(products: Products, hidden: Tensor, norm: InputNorm, linear: Linear) -> Tensor:
@@ -129,13 +137,15 @@ class LatentBlock:
         *,
         rope: Tensor,
         query_factors: Tensor | None,
+        shared_indexer: Indexer | None,
         kernels: Kernels,
         products: Products,
     ) -> None:
         """Prepare the weights for the kernels.
 
         `rope` is the table of `LatentLayer.rope`, `index` the layer's index in the KV cache. `query_factors`
-        [max_context] are those of `LatentAttention.query_scaling`, or None.
+        [max_context] are those of `LatentAttention.query_scaling`, or None. `shared_indexer` is the indexer of the last
+        layer before this one that has its own, or None.
         """
         self.output = products.prepare(Linear(weights.output, weights.output_bias))
         self._norm, self._kernels, self._products = norm, kernels, products
@@ -145,20 +155,40 @@ class LatentBlock:
         self._query_norm = None if weights.query_norm is None else Norm(weights.query_norm, spec.norm_eps)
         self.cache_index = index
         """The layer's index in the pages of its KV group."""
-        self._layer = LatentLayer(index, spec.shape, rope, Norm(weights.latent_norm, spec.norm_eps), weights.kv_up)
+        own = weights.indexer
+        index_norm = None if own is None else LayerNorm(own.key_norm, own.key_norm_bias, _INDEX_NORM_EPS)
+        latent_norm = Norm(weights.latent_norm, spec.norm_eps)
+        self._layer = LatentLayer(index, spec.shape, rope, latent_norm, weights.kv_up, index_norm)
+        self._indexer: Indexer | None = None
+        if own is not None and self._query_norm is not None:
+            self._indexer = Indexer(own, norm, self._query_norm, kernels=kernels, products=products)
+        self.indexer = self._indexer or shared_indexer
+        """The indexer that chooses the tokens of this layer, and of the next if that shares the choice; None = all."""
+        self._sparse = spec.sparse
 
     def store(self, hidden: Tensor, layout: StepLayout, cache: GroupCache) -> Queries:
         """Store the latents of the step's tokens in `cache`, and return the rotated queries [T, heads, nope + rope]."""
-        cached = self._layer.shape.cached
+        projected = self._layer.shape.projected
         down = self._products.norm_linear(hidden, self._norm, self._down)
-        q, latents = down[:, :-cached], down[:, -cached:]
+        q, latents = down[:, :-projected], down[:, -projected:]
+        index = None
+        if self._indexer is not None:
+            index = self._indexer.store(hidden, q.contiguous(), self._layer, unquantized(cache), layout)
         if self._query_up is not None and self._query_norm is not None:
             q = self._products.norm_linear(q.contiguous(), self._query_norm, self._query_up)
         q = self._kernels.latent_store(q, latents, self._layer, unquantized(cache), layout)
-        return Queries(_scaled(q, self._query_factors, layout))
+        return Queries(_scaled(q, self._query_factors, layout), indexed=index)
 
     def attend(self, queries: Queries, layout: StepLayout, cache: GroupCache) -> Tensor:
         """Return the output [T, heads·v_dim] of the attention heads, before the output projection."""
+        if self._sparse:
+            assert self.indexer is not None
+            held, index = unquantized(cache), queries.indexed
+            if index is None:
+                chosen = self.indexer.last_choice
+            else:
+                chosen = self.indexer.choose(index, self._layer, held, layout)
+            return self._kernels.sparse_attention(queries.q, chosen, self._layer, held, layout)
         return self._kernels.latent_attention(queries.q, self._layer, unquantized(cache), layout)
 
 

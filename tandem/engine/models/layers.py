@@ -21,6 +21,7 @@ from tandem.engine.expert_tokens import ExpertTokens
 from tandem.engine.kernels.base import Kernels, Products
 from tandem.engine.kernels.layers import Experts, LayerNorm, Norm
 from tandem.engine.models.blocks import AttentionBlock, DenseBlock, ExpertsBlock, LatentBlock, StateBlock
+from tandem.engine.models.indexer import Indexer
 from tandem.engine.models.layer_embedding import EmbeddingBlock
 from tandem.engine.models.parameters import (
     AttentionParameters,
@@ -92,8 +93,10 @@ def prepare_layers(
     }
     shared = {number: source for number, layer in enumerate(spec.layers) if (source := kv_layer_of(layer)) is not None}
     slots |= {number: slots[source] for number, source in shared.items()}
-    return [
-        _prepare_layer(
+    layers: list[DecoderLayer] = []
+    indexer: Indexer | None = None
+    for number, weights in enumerate(parameters.layers):
+        layer = _prepare_layer(
             spec,
             number,
             slots[number],
@@ -103,9 +106,12 @@ def prepare_layers(
             table=table,
             factors=factors,
             expert_tokens=expert_tokens,
+            indexer=indexer,
         )
-        for number, weights in enumerate(parameters.layers)
-    ]
+        if isinstance(layer.attention, LatentBlock):
+            indexer = layer.attention.indexer
+        layers.append(layer)
+    return layers
 
 
 def _prepare_layer(
@@ -119,6 +125,7 @@ def _prepare_layer(
     table: RopeTable,
     factors: QueryFactors,
     expert_tokens: ExpertTokens,
+    indexer: Indexer | None,
 ) -> DecoderLayer:
     layer = spec.layers[number]
     attention, feed_forward = layer.attention, layer.feed_forward
@@ -162,6 +169,7 @@ def _prepare_layer(
             outer,
             rope=rope,
             query_factors=factors(attention.query_scaling),
+            shared_indexer=indexer,
             kernels=kernels,
             products=products,
         )

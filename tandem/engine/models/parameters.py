@@ -50,6 +50,21 @@ class AttentionParameters:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerParameters:
+    """The weights of the indexer of sparse attention; each rank has all of them."""
+
+    index_key: Weight
+    """The projection of the hidden state to the index key: [dim, H]."""
+    key_norm: Tensor
+    """The weight of the LayerNorm of index keys: [dim]."""
+    key_norm_bias: Tensor
+    head_weights: Tensor
+    """The projection of the hidden state to the weights of the heads: [heads, H]."""
+    query_up: Weight
+    """The projection of the query latent to the index queries: [heads·dim, query_rank]."""
+
+
+@dataclass(frozen=True, slots=True)
 class LatentParameters:
     """The weights of latent attention.
 
@@ -73,6 +88,8 @@ class LatentParameters:
     output: Weight
     """The output projection: [H, heads·v_dim]."""
     output_bias: Tensor | None
+    indexer: IndexerParameters | None
+    """The indexer of sparse attention; None without one."""
 
 
 @dataclass(frozen=True, slots=True)

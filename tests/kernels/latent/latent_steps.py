@@ -109,7 +109,7 @@ def make_latent_step(
         layout=layout,
         cache=cache,
         q=random(total, shape.heads * shape.query),
-        latents=random(total, shape.cached),
+        latents=random(total, shape.projected),
         kv_up=random(shape.heads, shape.nope + shape.v_dim, shape.latent, scale=shape.latent**-0.5),
         norm=random(shape.latent),
         rope=torch.cat((angles.cos(), angles.sin()), dim=-1).float(),

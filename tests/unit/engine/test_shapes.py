@@ -17,6 +17,7 @@ BILLIONS = {
     "deepseek-v2-lite": 15.7,
     "deepseek-v3": 671.0,
     "deepseek-v3-4-layers": 15.1,
+    "deepseek-v3.2-4-layers": 15.2,
     "gemma-3-12b": 11.8,
     "gemma-3-27b": 27.0,
     "gpt-oss-20b": 20.9,

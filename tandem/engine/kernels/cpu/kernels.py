@@ -41,6 +41,7 @@ from tandem.engine.kernels.layers import (
     AttentionLayer,
     Experts,
     ExpertsLayer,
+    IndexQueries,
     LatentLayer,
     Linear,
     Norm,
@@ -214,6 +215,22 @@ class CpuKernels(Kernels):
     def latent_attention(self, q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
         """Compute absorbed attention of one-token rows, and expanded attention of longer rows."""
         return cpu_latent.latent_attention(q, layer, cache, layout)
+
+    def index_store(
+        self, queries: Tensor, keys: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout
+    ) -> Tensor:
+        """Store the normed and rotated index keys, and rotate the index queries."""
+        return self._plain.index_store(queries, keys, layer, cache, layout)
+
+    def choose_tokens(self, index: IndexQueries, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
+        """Compute the scores of each row's cached tokens, and choose the highest."""
+        return self._plain.choose_tokens(index, layer, cache, layout)
+
+    def sparse_attention(
+        self, q: Tensor, chosen: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout
+    ) -> Tensor:
+        """Attend to copies of the chosen latents."""
+        return self._plain.sparse_attention(q, chosen, layer, cache, layout)
 
     def mix_states(self, projected: Tensor, layer: RecurrentLayer, cache: StateCache, layout: StepLayout) -> Tensor:
         """Compute one-token rows together and longer rows one after the other, in PyTorch."""

@@ -14,9 +14,11 @@ from tandem.engine.kernels.latent.absorbed import AbsorbedAttention
 from tandem.engine.kernels.latent.absorbed_plan import absorbed_tokens, group_tokens
 from tandem.engine.kernels.latent.block_attention import BlockAttention
 from tandem.engine.kernels.latent.expanded import ExpandedAttention
+from tandem.engine.kernels.latent.sparse import SparseAttention
 from tandem.engine.kernels.latent.token_groups import group_chunks
+from tandem.engine.kernels.latent.triton_index import index_store
 from tandem.engine.kernels.latent.triton_store import latent_store
-from tandem.engine.kernels.layers import LatentLayer
+from tandem.engine.kernels.layers import IndexQueries, LatentLayer
 
 _ABSORBED_ROWS = 8
 """Factor on `absorbed_tokens`: absorbed attention computes at most this multiple of chunk tokens in a step.
@@ -34,18 +36,26 @@ class LatentKernels:
     def __init__(
         self,
         shapes: Iterable[LatentShape],
+        sparse: Iterable[LatentShape],
         device: torch.device,
         dtype: torch.dtype,
         pdl: bool,
         blocks: Future[BlockAttention],
     ) -> None:
-        """Prepare the layers of `shapes`; `blocks`, the attention of expanded latents, may not be compiled yet."""
+        """Prepare the layers of `shapes`, and those of the shapes `sparse`, which attend to chosen tokens.
+
+        `blocks`, the attention of expanded latents, may not be compiled yet.
+        """
         self._pdl = pdl
         self._blocks = blocks
         self._shapes = tuple(shapes)
         self._single = {shape: AbsorbedAttention(shape, 1, device, dtype, pdl) for shape in self._shapes}
         self._chunks = {
             shape: AbsorbedAttention(shape, group_tokens(shape), device, dtype, pdl) for shape in self._shapes
+        }
+        self._sparse = {
+            shape: SparseAttention(shape, device, dtype, pdl, _ABSORBED_ROWS * absorbed_tokens(shape))
+            for shape in sparse
         }
 
     @cached_property
@@ -60,7 +70,7 @@ class LatentKernels:
         A graph of longer prompts would launch kernels for each block of the longest possible context, even if the rows
         have shorter ones.
         """
-        return min(map(absorbed_tokens, self._shapes), default=None)
+        return min(map(absorbed_tokens, (*self._shapes, *self._sparse)), default=None)
 
     def begin_step(self, cache: KvCache, layout: StepLayout, single: int) -> None:
         """Plan a step. Called once before a step's first layer; the first `single` rows have one token each."""
@@ -79,6 +89,20 @@ class LatentKernels:
     def store(self, q: Tensor, latents: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
         """Apply norm and rotary embedding and store the latents, in one launch; see `Kernels.latent_store`."""
         return latent_store(q, latents, layer, cache, layout, pdl=self._pdl)
+
+    def index_store(
+        self, queries: Tensor, keys: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout
+    ) -> Tensor:
+        """Store index keys and rotate index queries, in one launch; see `Kernels.index_store`."""
+        return index_store(queries, keys, layer, cache, layout, pdl=self._pdl)
+
+    def choose(self, index: IndexQueries, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
+        """Compute `Kernels.choose_tokens`."""
+        return self._sparse[layer.shape].choose(index, layer, cache, layout)
+
+    def attend(self, q: Tensor, chosen: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
+        """Compute `Kernels.sparse_attention`."""
+        return self._sparse[layer.shape].attend(q, chosen, layer, cache, layout)
 
     def attention(self, q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout, single: int) -> Tensor:
         """Compute `Kernels.latent_attention` for a step that began with the same number of `single` rows."""

@@ -28,7 +28,7 @@ def absorb(q: Tensor, kv_up: Tensor, shape: LatentShape, *, pdl: bool) -> Tensor
     q [T, heads, nope + rope], rows may be strided; kv_up [heads, nope + v_dim, latent].
     """
     tokens = len(q)
-    out = q.new_empty(tokens, shape.heads, shape.cached)
+    out = q.new_empty(tokens, shape.heads, shape.projected)
     tile, columns, warps = _tile(tokens, shape.latent, q.dtype)
     _absorb[(triton.cdiv(tokens, tile), shape.heads, triton.cdiv(shape.latent, columns))](
         q,

@@ -43,6 +43,7 @@ def latent_store(
         ROPE=shape.rope,
         HALF_PADDED=triton.next_power_of_2(shape.rope // 2),
         PAGE_TOKENS=cache.shape[4],
+        WIDTH=shape.cached,
         HEADS_TILE=HEADS_TILE,
         PDL=pdl,
         num_warps=WARPS,
@@ -73,6 +74,7 @@ def _latent_store(
     ROPE: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
     HEADS_TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -92,20 +94,20 @@ def _latent_store(
         if part == 0:
             dim = tl.arange(0, LATENT_PADDED)
             source = latents_ptr + token * latents_stride
-            target = cache_ptr + slot // PAGE_TOKENS * page_stride + layer_offset + slot % PAGE_TOKENS * (LATENT + ROPE)
+            target = cache_ptr + slot // PAGE_TOKENS * page_stride + layer_offset + slot % PAGE_TOKENS * WIDTH
             x = tl.load(source + dim, mask=dim < LATENT, other=0.0).to(tl.float32)
             weight = tl.load(norm_ptr + dim, mask=dim < LATENT, other=0.0).to(tl.float32)
             normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / LATENT + eps) * weight
             tl.store(target + dim, normed.to(cache_ptr.dtype.element_ty), mask=dim < LATENT)
-            _rotate(source + LATENT + half, target + LATENT + half, cos, sin, inside, HALF)
+            rotate_pairs(source + LATENT + half, target + LATENT + half, cos, sin, inside, HALF)
         else:
             head = (part - 1) * HEADS_TILE + tl.arange(0, HEADS_TILE)
             at = q_ptr + token * q_stride + head[:, None] * (NOPE + ROPE) + NOPE + half[None, :]
-            _rotate(at, at, cos[None, :], sin[None, :], (head < HEADS)[:, None] & inside[None, :], HALF)
+            rotate_pairs(at, at, cos[None, :], sin[None, :], (head < HEADS)[:, None] & inside[None, :], HALF)
 
 
 @triton.jit
-def _rotate(source, target, cos, sin, mask, HALF: tl.constexpr):
+def rotate_pairs(source, target, cos, sin, mask, HALF: tl.constexpr):
     """Rotate the pairs (source[i], source[i + HALF]) and store them at `target`, which may be the same pointer."""
     first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)

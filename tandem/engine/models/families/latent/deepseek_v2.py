@@ -126,8 +126,8 @@ def latent_slots(spec: ModelSpec, parameters: Parameters) -> dict[str, Parameter
 
 def _layer_slots(spec: LatentAttention, weights: LatentParameters) -> dict[str, ParameterSlot]:
     shape = spec.shape
-    rotated_key = slice(shape.latent, shape.cached)
-    first = weights.down.shape[0] - shape.cached
+    rotated_key = slice(shape.latent, shape.projected)
+    first = weights.down.shape[0] - shape.projected
     queries = weights.down[:first] if weights.query_up is None else weights.query_up
     name = "q_proj" if weights.query_up is None else "q_b_proj"
     slots = {
@@ -135,7 +135,7 @@ def _layer_slots(spec: LatentAttention, weights: LatentParameters) -> dict[str, 
             ParameterSlot(queries), shape.heads, shape.query, slice(shape.nope, shape.query)
         ),
         "kv_a_proj_with_mqa.weight": permute_rope_rows(
-            ParameterSlot(weights.down[first:]), 1, shape.cached, rotated_key
+            ParameterSlot(weights.down[first:]), 1, shape.projected, rotated_key
         ),
         "kv_a_layernorm.weight": ParameterSlot(weights.latent_norm),
         "kv_b_proj.weight": ParameterSlot(weights.kv_up.view(-1, shape.latent)),
@@ -148,7 +148,7 @@ def _layer_slots(spec: LatentAttention, weights: LatentParameters) -> dict[str, 
         }
     if weights.down_bias is not None and weights.output_bias is not None:
         slots["kv_a_proj_with_mqa.bias"] = permute_rope_rows(
-            ParameterSlot(weights.down_bias[first:]), 1, shape.cached, rotated_key
+            ParameterSlot(weights.down_bias[first:]), 1, shape.projected, rotated_key
         )
         slots["o_proj.bias"] = ParameterSlot(weights.output_bias, summed=True)
         if weights.query_norm is not None:
