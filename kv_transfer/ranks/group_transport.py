@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from kv_transfer.base import NoticeHandler, PageRanges, PageWrite, RankTransport, Transport, WriteDone
 from kv_transfer.rank_plan import ByteRange, RankedPages, even_stages, plan_handoff, pool_page_bytes
-from kv_transfer.ranks.remote_transport import STATUS_S
+from kv_transfer.ranks.transport_server import STATUS_S
 from tandem.protocol.errors import FailedPrecondition
 from tandem.protocol.messages import PeerDescription, PeerRef, TransferNotice
 

@@ -84,7 +84,7 @@ class WorkerSupervisor:
         self.fleet = Fleet(self._keeper, self._new_slot, self._workers.release)
         calls = WorkerCalls(config.token)
         self._assignments = Assignments(
-            registry, Topology.of(cluster), {}, calls.set_assignment, cluster.engine.pipeline_parallel_size
+            registry, Topology.of(cluster), {}, calls.set_assignment, cluster.prefill_only_option
         )
         self.operator = Operator(registry, self._assignments, self.fleet, calls, node_is_up)
         self.adapters = Adapters(

@@ -164,6 +164,12 @@ class Roofline:
     ceilings: Ceilings
     collectives: StepCollectives | None = None
     """The collective operations of a worker with several GPUs, whose `sizes` are those of one GPU's part."""
+    token_ranks: int = 1
+    """The number of ranks that divide the tokens of steps with prompts; each has the whole model."""
+
+    def step_flops(self, work: StepWork) -> float:
+        """Return the floating-point operations of one rank in a step of its group."""
+        return self.sizes.step_flops(work) / (self.token_ranks if work.prefill_tokens else 1)
 
 
 def guess(sizes: ModelSizes, device: Ceilings, grid: StepGrid = EACH_TOKEN) -> CostParameters:

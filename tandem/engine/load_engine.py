@@ -15,7 +15,15 @@ from tandem.engine.adapters.slots import AdapterSlots
 from tandem.engine.cache.paged_cache import PagedCache, page_bytes
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.model import ModelSpec
-from tandem.engine.config.sharding import ALONE, PagePart, Rank, computed_spec, own_spec, page_parts
+from tandem.engine.config.sharding import (
+    ALONE,
+    PagePart,
+    Rank,
+    check_token_division,
+    computed_spec,
+    own_spec,
+    page_parts,
+)
 from tandem.engine.cuda.step_graph import StepGraph
 from tandem.engine.device import (
     check_weights,
@@ -151,16 +159,8 @@ class _Setting:
         spec, page_tokens = parse_pages(config, device, spec)
         dtype, kv_dtype = parse_dtype(config, device, spec), parse_kv_dtype(config, device, spec)
         check_weights(device, spec)
-        if collectives is not None and collectives.rank.divides_tokens and spec.has_states:
-            raise InvalidArgument(
-                "context_parallel_size",
-                "a state depends on all earlier tokens, so the tokens of a model with state layers cannot be divided;"
-                " choose 1, or a tensor parallel size.",
-            )
-        if collectives is not None and collectives.rank.divides_tokens and spec.layer_embedding:
-            raise InvalidArgument(
-                "context_parallel_size", "embeddings of each layer are computed by one rank only; use 1."
-            )
+        if collectives is not None and collectives.rank.divides_tokens:
+            check_token_division(spec, collectives.rank.count)
         return cls(spec, device, page_tokens, dtype, kv_dtype, kernels, collectives)
 
     @property

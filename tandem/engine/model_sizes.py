@@ -171,6 +171,17 @@ def step_collectives(spec: ModelSpec, ranks: int, item_bytes: int, device: Ceili
     return StepCollectives(ranks, sums, hidden, rows * item_bytes, device.link_bytes_per_s)
 
 
+def context_collectives(
+    spec: ModelSpec, ranks: int, item_bytes: int, kv_element_bytes: float, device: Ceilings
+) -> StepCollectives:
+    """Return the collective operations of each step of `ranks` > 1 ranks that divide the tokens of prompts.
+
+    The embeddings are broadcast, and the KV of each layer is gathered. `kv_element_bytes` is the size of a KV element.
+    """
+    hidden, kv = spec.hidden_size * item_bytes, kv_bytes_per_token(spec, kv_element_bytes)
+    return StepCollectives(ranks, 1, hidden, 0, device.link_bytes_per_s, len(spec.layers), kv)
+
+
 def cost_guess(spec: ModelSpec, cache: PagedCache, item_bytes: int) -> CostParameters:
     """Return the predicted cost of steps on this device, which is used until steps have been measured."""
     limits, grid = roofline(spec, cache, item_bytes), step_grid(spec, cache.device)

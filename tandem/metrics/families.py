@@ -319,7 +319,8 @@ WORKER_INFO = gauge(
     "dtype",
 )
 WORKER_RANKS = gauge(
-    "worker_ranks", "Number of the worker's ranks: GPUs, or processes on CPUs, among which its model is divided."
+    "worker_ranks",
+    "Number of the worker's ranks: GPUs, or processes on CPUs, among which its model or its prompts are divided.",
 )
 MODEL_INFO = gauge(
     "model_info", "1; the worker's model: parameters, KV cache, attention and experts, as text.", "summary"

@@ -301,6 +301,17 @@ class ClusterSettings(Settings):
         """The number of ranks that divide the tokens of prompts on workers of this role; only prefill has several."""
         return self.engine.context_parallel_size if role.value == "prefill" else 1
 
+    def step_tokens_of(self, role: "Role") -> int:
+        """The maximum number of tokens of a step of workers of this role; each rank that divides tokens has a part."""
+        return self.engine.max_step_tokens * self.context_ranks_of(role)
+
+    @property
+    def prefill_only_option(self) -> str:
+        """The option with which prefill workers cannot decode: several stages, or ranks that divide tokens; or ""."""
+        if self.engine.context_parallel_size > 1:
+            return "--prefill-context-parallel-size"
+        return "--prefill-pipeline-size" if self.engine.pipeline_parallel_size > 1 else ""
+
     def tensor_ranks_of(self, role: "Role") -> int:
         """The number of ranks of each stage of workers of this role: the role's own setting, or that of all workers."""
         by_role = {"prefill": self.prefill_tensor_parallel_size, "decode": self.decode_tensor_parallel_size}

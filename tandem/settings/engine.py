@@ -147,7 +147,8 @@ class EngineSettings(Settings):
     """Size of the KV page pool in bytes, including one scratch page, rounded down to whole pages."""
     max_step_tokens: int = setting(
         2048,
-        help="Maximum tokens of one step over all its rows: the chunk size of prefill.",
+        help="Maximum tokens of one step over all its rows: the chunk size of prefill. With"
+        " --prefill-context-parallel-size, those of each rank.",
         topic=Topic.ENGINE,
         aliases=("--max-num-batched-tokens",),
         least=1,

@@ -6,6 +6,7 @@ rank learns from `ended_rank`, or from an error of the next step, that a followe
 one hangs.
 """
 
+import contextlib
 import ctypes
 import itertools
 import logging
@@ -14,6 +15,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -23,13 +25,16 @@ from pathlib import Path
 import torch
 
 from kv_transfer.ranks.page_sums import GroupPageSums
-from kv_transfer.ranks.remote_transport import RemoteTransport, serve_transport
+from kv_transfer.ranks.rank_messages import ReceivedMessages
+from kv_transfer.ranks.remote_transport import RemoteTransport
+from kv_transfer.ranks.transport_server import STATUS_S, serve_transport
+from tandem.cost_model.step_collectives import StepCollectives, with_divided_tokens
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.sharding import Rank
 from tandem.engine.device import parse_device
 from tandem.engine.kernels.base import is_cpu
 from tandem.engine.model_runner import Follower, ModelRunner
-from tandem.engine.model_sizes import step_collectives
+from tandem.engine.model_sizes import context_collectives, step_collectives
 from tandem.engine.parallel.adapter_stream import AdapterSender, write_adapters
 from tandem.engine.parallel.collectives import Collectives, GlooCollectives
 from tandem.engine.parallel.step_stream import StepSender, received_steps
@@ -78,32 +83,18 @@ class RankGroup:
         self._config, self.ranks, self._stages = config, ranks * stages, stages
         self._divides_tokens = divides_tokens
         self._transports: list[RemoteTransport] = []
+        self._reports: list[ReceivedMessages] = []
+        """The reports of followers that divide tokens, which have no transport."""
         setting = "tensor_parallel_size" if stages == 1 else "pipeline_parallel_size"
         _check_devices(config.device, self.ranks, "context_parallel_size" if divides_tokens else setting)
         members = [replace(Rank.of(n, ranks, stages), divides_tokens=divides_tokens) for n in range(self.ranks)]
         # A file without a name ends with this process. The followers open it through this process's descriptor.
         self._meeting = os.memfd_create("meeting")
         meeting = Path(f"/proc/{os.getpid()}/fd/{self._meeting}")
-        context = multiprocessing.get_context("spawn")
         self._processes: list[SpawnProcess] = []
-        leading_ends: list[tuple[socket.socket, socket.socket]] = []
-        for number in range(1, self.ranks):
-            (steps, following_steps), (adapters, following_adapters) = socket.socketpair(), socket.socketpair()
-            calls, following_calls = context.Pipe()
-            leading_ends.append((steps, adapters))
-            connections = _Connections(following_steps, following_adapters, following_calls)
-            process = context.Process(
-                target=_follow,
-                args=(self.config_of(number), members[number], meeting, connections, transfer),
-                kwargs={"log_config": log_config or LogConfig()},
-                name=f"rank {number}",
-                daemon=True,
-            )
-            process.start()
-            for end in (following_steps, following_adapters, following_calls):
-                end.close()
-            self._transports.append(RemoteTransport(calls, number))
-            self._processes.append(process)
+        leading_ends = [
+            self._start_follower(member, meeting, transfer, log_config or LogConfig()) for member in members[1:]
+        ]
         self._steps = StepSender([steps for steps, _ in leading_ends])
         self._adapters = AdapterSender([adapters for _, adapters in leading_ends])
         self._open = True
@@ -114,6 +105,32 @@ class RankGroup:
             self._end_followers()
             reason = first_line(error) if ended is None else f"rank {ended} has ended, see its log"
             raise Unavailable(f"the {self.ranks} ranks of this worker have not joined: {reason}") from error
+
+    def _start_follower(
+        self, member: Rank, meeting: Path, transfer: RankTransfer | None, log_config: LogConfig
+    ) -> tuple[socket.socket, socket.socket]:
+        """Start a follower, and return the first rank's ends of its connections for steps and for adapters."""
+        number, context = member.world_number, multiprocessing.get_context("spawn")
+        (steps, following_steps), (adapters, following_adapters) = socket.socketpair(), socket.socketpair()
+        calls, following_calls = context.Pipe()
+        connections = _Connections(following_steps, following_adapters, following_calls)
+        process = context.Process(
+            target=_follow,
+            args=(self.config_of(number), member, meeting, connections, transfer),
+            kwargs={"log_config": log_config},
+            name=f"rank {number}",
+            daemon=True,
+        )
+        process.start()
+        for end in (following_steps, following_adapters, following_calls):
+            end.close()
+        if member.divides_tokens:
+            self._reports.append(ReceivedMessages(calls))
+            threading.Thread(target=self._reports[-1].ignore, name=f"from rank {number}", daemon=True).start()
+        else:
+            self._transports.append(RemoteTransport(calls, number))
+        self._processes.append(process)
+        return steps, adapters
 
     def load(self, progress: Progress | None = None) -> ModelRunner:
         """Load the first rank's part of the model, and return the runner of the group's steps.
@@ -126,21 +143,28 @@ class RankGroup:
         runner.adapters.on_write = self._adapters.write
         runner.device_name = f"{self.ranks} ranks, {runner.device_name}"
         if self._divides_tokens:
-            return runner
-        pages = ranked_pages(runner.cache, runner.page_parts, self.ranks, self._stages)
-        runner.page_sums = GroupPageSums(pages, runner.page_sums, [rank.sums for rank in self._transports])
-        tensor_ranks = self.ranks // self._stages
-        if not config.on_cpu and tensor_ranks > 1:
-            limits = runner.roofline
-            collectives = step_collectives(runner.spec, tensor_ranks, runner.dtype.itemsize, limits.ceilings)
-            runner.roofline = replace(limits, collectives=collectives)
+            runner.roofline = replace(runner.roofline, token_ranks=self.ranks)
+            runner.cost_guess = with_divided_tokens(runner.cost_guess, self.ranks)
+        else:
+            pages = ranked_pages(runner.cache, runner.page_parts, self.ranks, self._stages)
+            runner.page_sums = GroupPageSums(pages, runner.page_sums, [rank.sums for rank in self._transports])
+        if not config.on_cpu and self.ranks > self._stages:
+            collectives = self._step_collectives(runner)
+            runner.roofline = replace(runner.roofline, collectives=collectives)
             runner.cost_guess = collectives.added_to(runner.cost_guess)
         return runner
+
+    def _step_collectives(self, runner: ModelRunner) -> StepCollectives:
+        """Return the collective operations of each step on GPUs."""
+        item_bytes, ceilings = runner.dtype.itemsize, runner.roofline.ceilings
+        if self._divides_tokens:
+            return context_collectives(runner.spec, self.ranks, item_bytes, runner.cache.element_bytes, ceilings)
+        return step_collectives(runner.spec, self.ranks // self._stages, item_bytes, ceilings)
 
     @property
     def open_transports(self) -> list[OpenTransport]:
         """The functions that open the transports of the followers that have one, in the order of their numbers."""
-        return [] if self._divides_tokens else [rank.open for rank in self._transports]
+        return [rank.open for rank in self._transports]
 
     def ended_rank(self) -> int | None:
         """Return the number of a follower that has ended; None if all are alive."""
@@ -149,10 +173,12 @@ class RankGroup:
     def silent_rank(self) -> int | None:
         """Return the number of a follower that has been silent for `HANG_S` seconds; None if there is none.
 
-        Followers report from the time at which their transports are open.
+        Followers report from the time at which their transports are open, or their parts of the model are loaded if
+        they divide tokens.
         """
         most_s = HANG_ON_CPU_S if is_cpu(parse_device(self._config.device)) else HANG_S
-        return next((number for number, rank in enumerate(self._transports, 1) if rank.silent_s() >= most_s), None)
+        silences_s = [rank.silent_s() for rank in self._transports] + [reports.silent_s for reports in self._reports]
+        return next((number for number, silent_s in enumerate(silences_s, 1) if silent_s >= most_s), None)
 
     def kill(self) -> None:
         """Kill the followers, because one of them hangs or has ended."""
@@ -233,7 +259,7 @@ class _Connections:
     adapters: socket.socket
     """The adapters that the follower has to load at runtime."""
     calls: Connection
-    """The calls of the follower's transport."""
+    """The calls of the follower's transport or, if it has none, its reports."""
 
 
 def _follow(
@@ -259,12 +285,22 @@ def _follow(
             if transfer is not None:
                 opener = transfer.opener(rank.world_number, follower.cache)
                 _start_thread(serve_transport, connections.calls, opener, follower.page_sums)
+            if rank.divides_tokens:
+                _start_thread(_report, connections.calls)
             _start_thread(write_adapters, connections.adapters, follower.adapters)
             follower.run(received_steps(connections.steps, parse_device(config.device)))
         except (TandemError, RuntimeError):
             log.exception("rank %d has ended", rank.world_number)
             raise SystemExit(1) from None
         collectives.close()
+
+
+def _report(pipe: Connection) -> None:
+    """Report every `STATUS_S` seconds that this process runs, until the first rank closes its end."""
+    with contextlib.suppress(OSError):
+        while True:
+            pipe.send(None)
+            time.sleep(STATUS_S)
 
 
 def _start_thread(run: Callable[..., None], *arguments: object) -> None:

@@ -46,21 +46,20 @@ async def struck_amid(cluster: Any, pid: int, fault: signal.Signals) -> list[Str
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("role", "ranks"),
+    [
+        ("decode", {"decode_tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+        ("prefill", {"context_parallel_size": 2}),
+    ],
+)
 def test_no_answer_is_lost_when_a_rank_hangs_or_dies_and_all_ranks_restart(
-    running_cluster: Callable[..., Any], small_model: Path
+    role: str, ranks: dict[str, int], running_cluster: Callable[..., Any], small_model: Path
 ) -> None:
-    cluster = running_cluster(
-        model=small_model,
-        dtype="float32",
-        prefill=1,
-        decode=1,
-        decode_tensor_parallel_size=2,
-        pipeline_parallel_size=2,
-        kv_cache_bytes=1 << 27,
-    )
+    cluster = running_cluster(model=small_model, dtype="float32", prefill=1, decode=1, kv_cache_bytes=1 << 27, **ranks)
     expected = asyncio.run(undisturbed(cluster.grpc_address, [*QUESTIONS, LATER]))
     for fault in (signal.SIGSTOP, signal.SIGKILL):
-        before = cluster.worker("decode")
+        before = cluster.worker(role)
         (follower,) = followers(before.pid)
         struck = follower.pid if fault is signal.SIGSTOP else before.pid
         streams = asyncio.run(struck_amid(cluster, struck, fault))

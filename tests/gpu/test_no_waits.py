@@ -34,12 +34,12 @@ class _Watched:
         self.asynchronous, self.page_tokens = runner.asynchronous, runner.page_tokens
 
     def launch(self, batch: StepBatch) -> PendingStep:
-        with _no_waits():
+        with no_waits():
             return self.runner.launch(batch)
 
 
 @contextmanager
-def _no_waits() -> Iterator[None]:
+def no_waits() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -76,5 +76,5 @@ def test_no_launch_waits(model_folder: Path, schedule: list[list[tuple[int, int]
 
 def test_a_wait_would_be_seen() -> None:
     """The check detects a wait; otherwise the test above could not fail."""
-    with pytest.raises(RuntimeError), _no_waits():
+    with pytest.raises(RuntimeError), no_waits():
         torch.ones(1, device="cuda").item()

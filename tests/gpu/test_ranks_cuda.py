@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.multiprocessing import start_processes
 
 from tandem.engine.config import EngineConfig
+from tandem.engine.config.sharding import Rank
 from tandem.engine.model_runner import ModelRunner
+from tandem.engine.parallel.cuda_collectives import CudaCollectives
 from tandem.engine.steps.batch import PendingStep, StepBatch, StepRow
 from tandem.protocol.errors import InvalidArgument
 from tandem.settings.parsing import NamedPath
@@ -19,6 +22,8 @@ from tandem.worker.rank_group import RankGroup
 from tests.adapters import ATTENTION, TinyAdapter
 from tests.factories import greedy_answer, write_tiny_model
 from tests.gpu.test_engine_cuda import CACHE, GREEDY, PROMPTS, greedy
+from tests.gpu.test_no_waits import no_waits
+from tests.rank_sums import check_sums
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 
@@ -26,6 +31,7 @@ SIZES = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512,
 TOKENS = [[token % 150 for token in prompt] for prompt in PROMPTS]
 CHUNK, PAGES = 50, 9
 """Tokens of a chunk, and pages of a prompt."""
+MOST_BYTES = 1 << 21
 WHOLE_EXPERTS = {"moe_intermediate_size": 129, "head_dim": 64}
 
 
@@ -49,10 +55,15 @@ def first_tokens_of(runner: ModelRunner) -> list[list[int]]:
     return sampled
 
 
-def lead(config: EngineConfig, stages: int, answers: SimpleQueue[list[list[int]]]) -> None:
-    group = RankGroup(config, 2 // stages, stages=stages)
+def lead(config: EngineConfig, stages: int, divides_tokens: bool, answers: SimpleQueue[list[list[int]]]) -> None:
+    group = RankGroup(config, 2 // stages, stages=stages, divides_tokens=divides_tokens)
     try:
-        answers.put(answers_of(group.load()) if stages == 1 else first_tokens_of(group.load()))
+        runner = group.load()
+        answers.put(first_tokens_of(runner) if stages > 1 or divides_tokens else answers_of(runner))
+        if divides_tokens:
+            with no_waits():
+                result = runner.launch(StepBatch([StepRow(TOKENS[-1][:CHUNK], 0, range(PAGES), GREEDY)]))
+            result()
     finally:
         group.close()
 
@@ -95,14 +106,52 @@ def test_two_pipeline_stages_give_the_first_tokens_of_one_gpu(graphs: bool, tmp_
     assert of_two_gpus(config, stages=2) == first_tokens_of(ModelRunner.load(config))
 
 
-def of_two_gpus(config: EngineConfig, stages: int) -> list[list[int]]:
+@pytest.mark.parametrize(("graphs", "step_tokens"), [(True, 2048), (True, 63), (False, 2048)])
+def test_two_gpus_that_divide_tokens_give_the_first_tokens_of_one(
+    graphs: bool, step_tokens: int, tmp_path: Path
+) -> None:
+    """All steps with graphs, which are not divided; divided prompts beside graphs of decode steps; and no graphs.
+
+    The launch of a divided step does not wait for the device.
+    """
+    folder = write_tiny_model(tmp_path, "llama3", **SIZES, max_position_embeddings=512)
+    config = EngineConfig.of(
+        folder,
+        device="cuda",
+        dtype="float32",
+        kv_cache_bytes=CACHE,
+        page_tokens=16,
+        max_batch_requests=8,
+        max_step_tokens=step_tokens,
+        cuda_graphs=graphs,
+    )
+    wanted = first_tokens_of(ModelRunner.load(config))
+    assert of_two_gpus(config, stages=1, divides_tokens=True) == wanted
+
+
+def of_two_gpus(config: EngineConfig, stages: int, *, divides_tokens: bool = False) -> list[list[int]]:
     context = multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
-    leader = context.Process(target=lead, args=(config, stages, answers))
+    leader = context.Process(target=lead, args=(config, stages, divides_tokens, answers))
     leader.start()
     leader.join()
     assert leader.exitcode == 0
     return answers.get()
+
+
+def check_rank(number: int, ranks: int, meeting: Path, checked: SimpleQueue[list[int]]) -> None:
+    device = torch.device("cuda", number)
+    collectives = CudaCollectives(Rank(number, ranks), meeting, 120.0, device, most_bytes=MOST_BYTES)
+    checked.put(check_sums(collectives.sums, number, ranks, MOST_BYTES, device))
+    collectives.close()
+
+
+@pytest.mark.parametrize("ranks", range(2, torch.cuda.device_count() + 1))
+def test_every_rank_gets_the_sum_in_the_order_of_the_ranks(ranks: int, tmp_path: Path) -> None:
+    checked: SimpleQueue[list[int]] = multiprocessing.get_context("spawn").SimpleQueue()
+    start_processes(check_rank, (ranks, tmp_path / "meeting", checked), ranks, daemon=True)
+    words = [checked.get() for _ in range(ranks)]
+    assert words == [words[0]] * ranks
 
 
 def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:

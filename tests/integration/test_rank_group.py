@@ -67,6 +67,25 @@ def test_a_group_that_divides_tokens_answers_with_adapters_as_one_rank(tmp_path:
         for adapter in range(3):
             assert greedy_answer(runner, PROMPT, 12, adapter) == greedy_answer(alone, PROMPT, 12, adapter)
         assert group.open_transports == []
+        assert runner.roofline.token_ranks == 2
+        assert runner.cost_guess.token_s == alone.cost_guess.token_s / 2, "what routers predict with from the start"
+    finally:
+        group.close()
+
+
+def test_a_hung_rank_that_divides_tokens_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.worker.rank_group.HANG_ON_CPU_S", 1.0)
+    group = RankGroup(tiny_engine_config(write_tiny_model(tmp_path, "smollm2")), 3, divides_tokens=True)
+    try:
+        group.load()
+        follower = psutil.Process(group._processes[1].pid)
+        follower.suspend()
+        while group.silent_rank() is None:
+            time.sleep(0.01)
+        assert group.silent_rank() == 2
+        follower.resume()
+        while group.silent_rank() is not None:
+            time.sleep(0.01)
     finally:
         group.close()
 

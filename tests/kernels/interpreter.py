@@ -1,4 +1,4 @@
-"""Triton's interpreter for these tests: fixes for NumPy 2.4 and float8, and without redundant work."""
+"""Triton's interpreter for these tests: fixes for NumPy 2.4 and for rounding, and without redundant work."""
 
 import inspect
 from dataclasses import replace
@@ -19,6 +19,7 @@ _init_block, _broadcast = tl.core.block_type.__init__, TritonSemantic.broadcast_
 is_builtin, constexpr = tl.core.is_builtin, tl.core.constexpr
 SCALAR = tl.core.tuple([]), constexpr(1)
 """The shape and the number of elements of a scalar."""
+ROUNDED = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn}
 
 
 def mend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,11 +108,12 @@ def splat(semantic: Any, scalar: Any, like: Any) -> Any:
 
 
 def convert_float(numbers: Any, given: Any, wanted: Any, rounding: Any) -> Any:
-    """Rounds to float8 as a GPU does: the interpreter truncates, and small numbers become large ones."""
-    if (given, wanted) == (tl.float32, tl.float8e4nv):
-        floats = torch.from_numpy(np.ascontiguousarray(numbers).view(np.float32))
-        return floats.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-    return _convert_float(numbers, given, wanted, rounding)
+    """Rounds to bfloat16 and float8 as a GPU does: the interpreter truncates, and small float8 become large ones."""
+    rounded = ROUNDED.get(wanted)
+    if given != tl.float32 or rounded is None:
+        return _convert_float(numbers, given, wanted, rounding)
+    floats = torch.from_numpy(np.ascontiguousarray(numbers).view(np.float32))
+    return floats.to(rounded).view(torch.uint8 if rounded.itemsize == 1 else torch.uint16).numpy()
 
 
 def get_np_dtype(dtype: Any) -> Any:

@@ -1,46 +1,40 @@
-"""The one-shot all-reduce of one rank, to which the other ranks' parts have been sent already."""
+"""The all-reduce of several ranks, each in a process, over memory that they share."""
 
 from __future__ import annotations
+
+import mmap
+import multiprocessing
+import warnings
+from multiprocessing.queues import SimpleQueue
 
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing import start_processes
 
-from tandem.engine.kernels.rowwise.triton_all_reduce import OneShot, buffer_bytes
+from tandem.engine.kernels.rowwise import triton_all_reduce
+from tandem.engine.kernels.rowwise.triton_all_reduce import AllReduce, buffer_bytes
+from tandem.engine.kernels.triton_launch import INTERPRETED
+from tests.rank_sums import check_sums
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-RANKS, NUMBER = 3, 1
-MOST_BYTES = 1 << 14
-
-
-def slot(memory: Tensor, call: int, sender: int) -> Tensor:
-    """The 64-bit words in a rank's memory to which `sender` writes its part in this call."""
-    return memory.view(2, RANKS, MOST_BYTES // 4)[call % 2, sender]
+MOST_BYTES = 1 << 13
+CPU = torch.device("cpu")
 
 
-def sent(part: Tensor, call: int) -> Tensor:
-    return (part.view(torch.int32).long() & 0xFFFFFFFF) | call << 32
+def check_rank(number: int, addresses: Tensor, checked: SimpleQueue[list[int]]) -> None:
+    checked.put(check_sums(AllReduce(number, addresses, MOST_BYTES), number, len(addresses), MOST_BYTES, CPU))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_parts_are_added_in_the_order_of_the_ranks_and_the_own_part_is_sent(dtype: torch.dtype) -> None:
-    memory = [torch.zeros(buffer_bytes(MOST_BYTES, RANKS) // 8, dtype=torch.int64, device=DEVICE) for _ in range(RANKS)]
-    one_shot = OneShot(NUMBER, torch.tensor([part.data_ptr() for part in memory], device=DEVICE), MOST_BYTES)
-    generator = torch.Generator().manual_seed(0)
-    for call, count in enumerate((MOST_BYTES // dtype.itemsize, 6, 2500), 1):
-        # Small whole numbers, whose sums every dtype has.
-        parts = [torch.randint(-40, 40, (count,), generator=generator).to(DEVICE, dtype) for _ in range(RANKS)]
-        for sender in (0, 2):
-            words = sent(parts[sender], call)
-            slot(memory[NUMBER], call, sender)[: len(words)] = words
-        expected, mine = sum(parts, torch.zeros_like(parts[0])), parts[NUMBER].clone()
-        if call == 2:
-            one_shot.add_sum(mine, None)
-            assert torch.equal(mine, expected)
-        else:
-            total = torch.full_like(mine, 3)
-            one_shot.add_sum(mine, total)
-            assert torch.equal(total, expected + 3)
-        for other in (0, 2):
-            words = sent(parts[NUMBER], call)
-            assert torch.equal(slot(memory[other], call, NUMBER)[: len(words)], words)
+@pytest.mark.skipif(not INTERPRETED, reason="several GPUs sum in tests/gpu/test_ranks_cuda.py")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_rank_gets_the_sum_in_the_order_of_the_ranks(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes are forked, so that the memory has the same addresses in each. A program has several pieces."""
+    monkeypatch.setattr(triton_all_reduce, "PROGRAMS", 3)
+    memory = [torch.frombuffer(mmap.mmap(-1, buffer_bytes(MOST_BYTES, ranks)), dtype=torch.uint8) for _ in range(ranks)]
+    addresses = torch.tensor([part.data_ptr() for part in memory])
+    checked: SimpleQueue[list[int]] = multiprocessing.get_context("fork").SimpleQueue()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks while threads run; nothing here waits for them
+        start_processes(check_rank, (addresses, checked), ranks, daemon=True, start_method="fork")
+    words = [checked.get() for _ in range(ranks)]
+    assert words == [words[0]] * ranks

@@ -31,6 +31,8 @@ class PlanInputs:
     """Number of workers; None = the smallest number that leaves headroom."""
     compares_stages: bool = False
     """True if `with_fewest_gpus` also tries prefill workers with pipeline stages."""
+    compares_context_ranks: bool = False
+    """True if `with_fewest_gpus` also tries prefill workers whose ranks divide the tokens of prompts."""
 
     @property
     def one_kind(self) -> bool:
@@ -75,14 +77,16 @@ class PlanInputs:
     def with_fewest_gpus(self) -> PlanInputs:
         """Return the input with the numbers of `WorkerKind.group_sizes` that serve the load with the fewest GPUs.
 
-        All workers of one kind have equally many. Prefill workers have pipeline stages if that takes fewer GPUs. If no
-        number is sufficient, the load ratio decides. Raises InvalidArgument, as `check` does, if no number can serve
-        the load within its targets.
+        All workers of one kind have equally many. The ranks of prefill workers divide the tokens of prompts, or the
+        workers have pipeline stages, if that takes fewer GPUs. If no number is sufficient, the load ratio decides.
+        Raises InvalidArgument, as `check` does, if no number can serve the load within its targets.
         """
         if self.one_kind:
             pairs = [(kind, kind) for kind in self.prefill.groups()]
         else:
             pairs = [*product(self.prefill.groups(), self.decode.groups())]
+        if self.compares_context_ranks:
+            pairs += product(self.prefill.context_groups(), self.decode.groups())
         best = self._best(pairs)
         if not self.compares_stages:
             return best

@@ -28,7 +28,7 @@ from tandem.cost_model.step_cost import StepCost
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.config.quantization import Codes
-from tandem.engine.config.sharding import Rank, local_experts_spec, own_spec
+from tandem.engine.config.sharding import Rank, check_token_division, local_experts_spec, own_spec
 from tandem.engine.memory import GIB
 from tandem.engine.model_sizes import matrix_bytes
 from tandem.engine.models.load_spec import quantized_at_load
@@ -56,8 +56,8 @@ class WorkerKind:
     """Workers of one kind: each has a model that is divided among `gpus` GPUs.
 
     With `expert_parallel`, these are the GPUs of several hosts: each holds a part of the experts, all other weights and
-    the KV of its own requests. Otherwise they are ranks of one host, in pipeline stages of equally many ranks (tensor
-    parallelism).
+    the KV of its own requests. Otherwise they are ranks of one host: in pipeline stages of equally many ranks (tensor
+    parallelism), or with the whole model each, dividing the tokens of prompts (context parallelism).
     """
 
     name: str
@@ -66,6 +66,8 @@ class WorkerKind:
     gpus: int = 1
     stages: int = 1
     """Number of pipeline stages among which the layers are divided; decode workers have 1."""
+    context_ranks: int = 1
+    """Number of ranks among which the tokens of prompts are divided; decode workers have 1."""
     group_sizes: tuple[int, ...] = ()
     """The numbers of GPUs among which `PlanInputs.with_fewest_gpus` chooses; empty = `gpus` is given."""
     cost: CostParameters | None = None
@@ -93,15 +95,20 @@ class WorkerKind:
     def _roofline(self, model: ModelSpec, kv_element_bytes: float) -> CostParameters:
         ceilings = self.device.ceilings
         if not self.expert_parallel:
-            return roofline(model, ceilings, kv_element_bytes, self.tensor_ranks)
+            return roofline(model, ceilings, kv_element_bytes, self.tensor_ranks, context_ranks=self.context_ranks)
         return expert_parallel_roofline(
             model, ceilings, kv_element_bytes, self.gpus, two_batch_overlap=self.two_batch_overlap
         )
 
     @property
     def tensor_ranks(self) -> int:
-        """The number of ranks of each pipeline stage."""
-        return self.gpus // self.stages
+        """The number of ranks among which the layers of each pipeline stage are divided."""
+        return self.gpus // (self.stages * self.context_ranks)
+
+    @property
+    def step_tokens(self) -> int:
+        """The maximum number of tokens of a step, of which each rank that divides tokens has the default's."""
+        return SETTINGS.max_step_tokens * self.context_ranks
 
     @property
     def replicas(self) -> float:
@@ -115,6 +122,7 @@ class WorkerKind:
         model, _ = paged(model, self.kv_element_bytes)
         if self.expert_parallel:
             return local_experts_spec(model, self.gpus)
+        check_token_division(model, self.context_ranks)
         return own_spec(model, Rank(0, self.tensor_ranks, 0, self.stages))
 
     def draft_step_ratio(self, demand: Demand) -> float:
@@ -148,7 +156,7 @@ class WorkerKind:
     def facts(self, demand: Demand) -> WorkerFacts:
         """Return the costs and capacity of one worker, or of each GPU of an expert-parallel worker."""
         kv_tokens, longest = self.memory(demand).kv_tokens, self.model.max_context
-        step_tokens = SETTINGS.max_step_tokens
+        step_tokens = self.step_tokens
         return WorkerFacts(self.costs, kv_tokens, GPU_BATCH_REQUESTS, step_tokens, longest, replicas=self.replicas)
 
     def hardware(self, demand: Demand) -> Hardware:
@@ -170,6 +178,7 @@ class WorkerKind:
             kv_element_bytes=self.kv_element_bytes,
             drafts=drafts,
             links=links,
+            step_tokens=self.step_tokens,
         )
 
     def quantized_forms(self, demand: Demand) -> Iterator[Quantized]:
@@ -202,13 +211,13 @@ class WorkerKind:
     def groups(self) -> list[WorkerKind]:
         """Return these workers with each number of `group_sizes` that divides the model, or with the given number.
 
-        The number of stages stays the same; if it divides none of `group_sizes`, each stage has one GPU. Raises
-        InvalidArgument if no number divides the model.
+        The number of stages stays the same; if it divides none of `group_sizes`, each stage has one GPU. Ranks that
+        divide tokens have one GPU each. Raises InvalidArgument if no number divides the model.
         """
-        sizes = [gpus for gpus in self.group_sizes if gpus % self.stages == 0]
+        sizes = [gpus for gpus in self.group_sizes if gpus % self.stages == 0 and self.context_ranks == 1]
         kinds: list[WorkerKind] = []
         refused: InvalidArgument | None = None
-        for gpus in sizes or [self.stages if self.group_sizes else self.gpus]:
+        for gpus in sizes or [self.stages * self.context_ranks if self.group_sizes else self.gpus]:
             kind = replace(self, gpus=gpus)
             try:
                 kind._part(self.model)
@@ -219,6 +228,15 @@ class WorkerKind:
         if refused is not None and not kinds:
             raise refused
         return kinds
+
+    def context_groups(self) -> list[WorkerKind]:
+        """Return these workers with each number of `GROUP_SIZES` above 1 of ranks that divide the tokens of prompts.
+
+        There is none if the tokens of the model cannot be divided.
+        """
+        if self.model.has_states:
+            return []
+        return [replace(self, gpus=ranks, context_ranks=ranks, group_sizes=()) for ranks in GROUP_SIZES[1:]]
 
     def _fits(self, demand: Demand, memory: Memory) -> bool:
         return memory.kv_tokens >= demand.kv_tokens
@@ -277,7 +295,7 @@ class WorkerKind:
 
     def check_prefill(self, demand: Demand, targets: LatencyTargets) -> None:
         """Raise InvalidArgument if even a prompt that is computed alone misses its TTFT target."""
-        alone_s = demand.lone_prompt_seconds(StepCost(self.costs), SETTINGS.max_step_tokens)
+        alone_s = demand.lone_prompt_seconds(StepCost(self.costs), self.step_tokens)
         if alone_s > targets.ttft_s:
             message = f"a prompt of {demand.computed_tokens:.0f} tokens alone takes {alone_s * 1e3:.0f} ms to compute"
             raise InvalidArgument("--slo-ttft", f"{message}; {_HELPS}")

@@ -10,6 +10,7 @@ import torch
 from tandem.capacity.simulation.drafts import Drafts
 from tandem.capacity.simulation.spec import Device
 from tandem.cost_model.roofline import GPU, guess
+from tandem.cost_model.step_collectives import with_divided_tokens
 from tandem.cost_model.step_cost import CostParameters, StepCost
 from tandem.cost_model.step_grid import gpu_grid
 from tandem.engine.cache.paged_cache import choose_pages, page_bytes
@@ -18,6 +19,7 @@ from tandem.engine.config.model import ModelSpec
 from tandem.engine.config.sharding import Rank, computed_spec, rank_spec
 from tandem.engine.device import quantized_kv_dtype
 from tandem.engine.model_sizes import (
+    context_collectives,
     expert_exchange,
     kv_bytes_per_token,
     local_experts_sizes,
@@ -31,7 +33,7 @@ from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.kv_pages import KvPages
 from tandem.protocol.messages import ModelFacts
 from tandem.settings.ceilings import Ceilings
-from tandem.settings.engine import GPU_PAGE_TOKENS
+from tandem.settings.engine import GPU_PAGE_TOKENS, EngineSettings
 
 ITEM_BYTES = 2
 """Bytes of an element of KV or weights that are not quantized."""
@@ -52,6 +54,8 @@ class Hardware:
     """The draft tokens of workers that decode; None = no speculative decoding."""
     links: float = 1.0
     """Number of network links of a worker, see `Device.links`."""
+    step_tokens: int = EngineSettings().max_step_tokens
+    """The maximum number of tokens of a step."""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -121,16 +125,25 @@ def _kv_dtype(element_bytes: float) -> torch.dtype:
 
 
 def roofline(
-    model: ModelSpec, device: Ceilings = GPU, kv_element_bytes: float = ITEM_BYTES, ranks: int = 1
+    model: ModelSpec,
+    device: Ceilings = GPU,
+    kv_element_bytes: float = ITEM_BYTES,
+    ranks: int = 1,
+    *,
+    context_ranks: int = 1,
 ) -> CostParameters:
     """Return the step cost at the device's ceilings, marked as measured so that policies rely on it.
 
-    If the model is divided among several ranks, the cost is that of a rank's part, plus the collective operations.
+    If the model is divided among several ranks, the cost is that of a rank's part, plus the collective operations. If
+    `context_ranks` ranks with the whole model divide the tokens of prompts, it is that of a rank's tokens, plus those.
     """
     part = computed_spec(model, Rank(0, ranks))
     cost = guess(model_sizes(part, ITEM_BYTES, kv_element_bytes), device, gpu_grid(part.heads))
     if ranks > 1:
         cost = step_collectives(model, ranks, ITEM_BYTES, device).added_to(cost)
+    if context_ranks > 1:
+        gathers = context_collectives(model, context_ranks, ITEM_BYTES, kv_element_bytes, device)
+        cost = gathers.added_to(with_divided_tokens(cost, context_ranks))
     return replace(cost, observed=1000)
 
 

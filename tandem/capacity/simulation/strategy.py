@@ -50,7 +50,9 @@ class Strategy:
                 WorkerConfig(
                     worker_id=f"{role.value}-{number}",
                     role=role,
-                    engine=EngineConfig.of(folder, max_batch_requests=GPU_BATCH_REQUESTS),
+                    engine=EngineConfig.of(
+                        folder, max_batch_requests=GPU_BATCH_REQUESTS, max_step_tokens=machines[role].step_tokens
+                    ),
                     step_policy=self.step_policy,
                     step_budget=self.step_budget,
                 ),

@@ -98,6 +98,8 @@ def size(inputs: PlanInputs, split: Split) -> str:
     prefill, decode = _count(inputs.prefill.gpus, "GPU"), _count(inputs.decode.gpus, "GPU")
     if inputs.prefill.stages > 1:
         prefill += f" in {inputs.prefill.stages} stages"
+    if inputs.prefill.context_ranks > 1:
+        prefill += ", which divide the tokens of prompts,"
     workers = (
         f"{_count(split.prefill, 'prefill worker')} of {prefill} + {_count(split.decode, 'decode worker')} of {decode}"
     )
@@ -210,8 +212,9 @@ def plan(
             name=shape.name,
             model=model,
             device=device,
-            gpus=experts or (ranks or 1) * stages,
+            gpus=experts or (ranks or 1) * stages * context_ranks,
             stages=stages,
+            context_ranks=context_ranks,
             group_sizes=GROUP_SIZES if searched and experts is None and ranks is None else (),
             expert_parallel=experts is not None,
             two_batch_overlap=gpu.two_batch_overlap,
@@ -219,19 +222,28 @@ def plan(
             kv_element_bytes=shape.kv_element_bytes(model),
             draft=shape.draft_memory(model),
         )
-        for device, experts, ranks, stages in zip(
+        for device, experts, ranks, stages, context_ranks in zip(
             gpu.kinds(),
             gpu.expert_parallel_sizes,
             gpu.tensor_parallel_sizes,
             (gpu.prefill_pipeline_size or 1, 1),
+            (gpu.prefill_context_parallel_size or 1, 1),
             strict=True,
         )
     ]
     drafting = Drafting.parse("0.7,3" if speculate is None else speculate, kinds[1].draft_step_ratio(demand))
     if speculate is not None:
         kinds = [replace(kind, drafting=drafting) for kind in kinds]
-    free = gpu.prefill_pipeline_size is None and bool(kinds[0].group_sizes) and workers != 1
-    inputs = PlanInputs(kinds[0], kinds[1], demand, targets, workers, compares_stages=free)
+    free = bool(kinds[0].group_sizes) and workers != 1
+    inputs = PlanInputs(
+        kinds[0],
+        kinds[1],
+        demand,
+        targets,
+        workers,
+        compares_stages=free and gpu.prefill_pipeline_size is None and kinds[0].context_ranks == 1,
+        compares_context_ranks=free and gpu.prefill_context_parallel_size is None and kinds[0].stages == 1,
+    )
     _check_kinds(inputs, fitted=fitted is not None, compares=check is not None)
     if check is None:
         _answer(inputs.with_fewest_gpus(), drafting, simulate=simulate)
@@ -245,6 +257,7 @@ def _check_kinds(inputs: PlanInputs, *, fitted: bool, compares: bool) -> None:
     from tandem.protocol.errors import InvalidArgument
 
     stages, most = inputs.prefill.stages > 1, GROUP_SIZES[-1]
+    context = inputs.prefill.context_ranks > 1
     too_many = any(kind.gpus > most and not kind.expert_parallel for kind in (inputs.prefill, inputs.decode))
     wide = inputs.prefill.expert_parallel or inputs.decode.expert_parallel
     special = wide or not inputs.one_kind
@@ -264,7 +277,18 @@ def _check_kinds(inputs: PlanInputs, *, fitted: bool, compares: bool) -> None:
             stages and bool(inputs.prefill.draft.weight_bytes),
             "excludes --prefill-pipeline-size; leave one out",
         ),
+        (
+            "--prefill-context-parallel-size",
+            context and (stages or inputs.prefill.tensor_ranks > 1 or inputs.prefill.expert_parallel),
+            "excludes prefill workers that divide the model; give them tensor and pipeline sizes of 1",
+        ),
+        (
+            "--draft",
+            context and bool(inputs.prefill.draft.weight_bytes),
+            "excludes --prefill-context-parallel-size; leave one out",
+        ),
         ("--workers", inputs.workers == 1 and stages, "1 worker decodes, too, and has one stage; give 2"),
+        ("--workers", inputs.workers == 1 and context, "1 worker decodes, too, and divides no tokens; give 2"),
         ("--workers", inputs.workers == 1 and not inputs.one_kind, "1 worker cannot have two kinds of GPUs; give 2"),
         ("--two-batch-overlap", inputs.decode.two_batch_overlap and not wide, "is for expert parallelism"),
     ):

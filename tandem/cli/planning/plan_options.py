@@ -113,6 +113,14 @@ class GpuOptions:
             min=1, help="Pipeline stages of each prefill worker; default: 1, or 2 with which fewer GPUs serve the load."
         ),
     ] = None
+    prefill_context_parallel_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="GPUs of each prefill worker that divide the tokens of prompts, with the whole model each; default: 1,"
+            " or 2, 4 or 8 with which fewer GPUs serve the load.",
+        ),
+    ] = None
     prefill_expert_parallel_size: Annotated[
         int | None,
         typer.Option(min=1, help="GPUs over several hosts of each prefill worker, which divide the experts."),

@@ -215,9 +215,7 @@ def check_weights(config: ClusterSettings) -> None:
 
 def _ranks_option(config: ClusterSettings) -> str:
     """Return the option that decides how many ranks the workers with the most ranks have."""
-    if config.engine.context_parallel_size > 1:
-        return "--prefill-context-parallel-size"
-    return "--tensor-parallel-size" if config.engine.pipeline_parallel_size == 1 else "--prefill-pipeline-size"
+    return config.prefill_only_option or "--tensor-parallel-size"
 
 
 def _workers_of(config: ClusterSettings) -> str:

@@ -50,17 +50,18 @@ class Assignments:
         topology: Topology,
         roles: Mapping[str, Role],
         send: SendAssignment,
-        prefill_stages: int = 1,
+        prefill_only: str = "",
     ) -> None:
         """Start with `roles`, the initial role of each worker; `send` sends an assignment to a worker.
 
-        Prefill workers have `prefill_stages` pipeline stages; with several, they cannot decode.
+        `prefill_only` is the option with which prefill workers cannot decode
+        (`ClusterSettings.prefill_only_option`); "" if they can.
         """
         self.topology = topology
         """The current topology of the cluster."""
         self._registry = registry
         self._send = send
-        self._prefill_stages = prefill_stages
+        self._prefill_only = prefill_only
         self._wanted = {worker_id: topology.assignment(role) for worker_id, role in roles.items()}
         self._absent: dict[str, Role] = {}
         """The workers that do not serve and are not counted in `topology`, with the role that each returns to."""
@@ -131,7 +132,7 @@ class Assignments:
     async def set_mode(self, change: ModeChange) -> None:
         """Change the mode; return when every serving worker has its new assignment.
 
-        Raises InvalidArgument for an impossible change, FailedPrecondition if prefill workers have pipeline stages, and
+        Raises InvalidArgument for an impossible change, FailedPrecondition if prefill workers cannot decode, and
         DeadlineExceeded if workers do not adopt their assignments in time. If the needed schedulers did not open in
         time, nothing has changed; otherwise the mode has changed, and the remaining workers adopt their assignments
         when they can.
@@ -144,7 +145,7 @@ class Assignments:
         """Turn `into_prefill` decode workers into prefill workers; a negative number turns prefill into decode workers.
 
         It has no effect unless the mode is disaggregated. Raises FailedPrecondition if a role would be left without
-        workers or if prefill workers have pipeline stages; other errors are those of `set_mode`.
+        workers or if prefill workers cannot decode; other errors are those of `set_mode`.
         """
         async with self._one_at_a_time:
             if self.topology.mode is not Mode.DISAGGREGATED or not into_prefill:
@@ -160,10 +161,10 @@ class Assignments:
 
         Returns once the schedulers that the topology needs are open; the others close later.
         """
-        if self._prefill_stages > 1:
+        if self._prefill_only:
             raise FailedPrecondition(
-                f"prefill workers have {self._prefill_stages} pipeline stages and cannot decode; to change roles, start"
-                " the cluster with --prefill-pipeline-size 1"
+                f"prefill workers cannot decode with this {self._prefill_only}; to change roles, start the cluster with"
+                f" {self._prefill_only} 1"
             )
         before = self._here()
         assignments = assign(topology, {worker_id: assignment.role for worker_id, assignment in before.items()})
@@ -179,7 +180,7 @@ class Assignments:
     async def cover_role_of(self, worker_id: str) -> None:
         """Mark a worker as absent; if no other worker has its role, all present workers open both schedulers.
 
-        Workers with pipeline stages keep their role: while the only decode worker is absent, requests wait for it. Does
+        Workers that cannot decode keep their role: while the only decode worker is absent, requests wait for it. Does
         nothing if the worker is absent already. Raises DeadlineExceeded, with everything unchanged, if the workers do
         not open the schedulers in time.
         """
@@ -225,7 +226,7 @@ class Assignments:
         """Return the assignments with both roles for every worker that can have both."""
         return {
             worker_id: assignment
-            if assignment.role is Role.PREFILL and self._prefill_stages > 1
+            if assignment.role is Role.PREFILL and self._prefill_only
             else replace(assignment, role=Role.BOTH)
             for worker_id, assignment in assignments.items()
         }

@@ -126,6 +126,7 @@ class WorkerActors:
             tensor_parallel_size=cluster.tensor_ranks_of(slot.role),
             pipeline_parallel_size=cluster.stages_of(slot.role),
             context_parallel_size=cluster.context_ranks_of(slot.role),
+            max_step_tokens=cluster.step_tokens_of(slot.role),
             max_batch_requests=cluster.engine.batch_requests,
             quantization=cluster.quantization_of(assignment.role),
             # With runtime adapters the controller makes workers load the adapters after their start

@@ -141,6 +141,18 @@ def rank_spec(spec: ModelSpec, ranks: int, number: int = 0) -> ModelSpec:
     return replace(spec, layers=tuple(layers), page_layers=page_layers(spec))
 
 
+def check_token_division(spec: ModelSpec, ranks: int) -> None:
+    """Raise InvalidArgument if `ranks` ranks with the whole model cannot divide the tokens of prompts among them."""
+    if ranks > 1 and spec.has_states:
+        raise InvalidArgument(
+            "context_parallel_size",
+            "a state depends on all earlier tokens, so the tokens of a model with state layers cannot be divided;"
+            " choose 1, or a tensor parallel size.",
+        )
+    if ranks > 1 and spec.layer_embedding:
+        raise InvalidArgument("context_parallel_size", "embeddings of each layer are computed by one rank only; use 1.")
+
+
 def own_spec(spec: ModelSpec, rank: Rank) -> ModelSpec:
     """Return the spec of the part of a model that `rank` holds: `rank_spec`, with the layers of the rank's stage only.
 

@@ -216,7 +216,9 @@ def _every_size(config: EngineConfig, model: DecoderModel, group: Collectives | 
     rows, verify = graph_sizes(config.batch_requests), _verify_sizes(config, model)
     if not model.kernels.prompts_capturable:
         return _Sizes(rows, [], verify)
-    prompts = prompt_graph_sizes(model.spec, config.max_step_tokens, config.batch_requests)
+    divides_tokens = group is not None and group.rank.divides_tokens
+    limits = config.max_step_tokens, config.batch_requests
+    prompts = prompt_graph_sizes(model.spec, *limits, divides_tokens=divides_tokens)
     most = model.kernels.capturable_tokens
     prompts = [size for size in prompts if most is None or size.tokens <= most]
     if group is not None:

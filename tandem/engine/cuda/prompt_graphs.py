@@ -41,6 +41,12 @@ _LONGEST_LAYER_S = 1.5e-3
 The host takes 0.45 ms to launch a layer, and twice that next to a busy event loop. The gaps between the layer's kernels
 cost 45 us, 3 % of the longest layer.
 """
+_LONGEST_UNDIVIDED_LAYER_S = _LONGEST_LAYER_S / 2
+"""As `_LONGEST_LAYER_S`, on ranks that divide the tokens of the steps without a graph (`parallel/context_model.py`).
+
+With a graph every rank computes the whole step. Without one, a layer takes at least as long as the host's launches,
+0.45 to 0.9 ms, however many ranks there are.
+"""
 _DEVICE_FLOPS = 600e12
 """The assumed rate of a GPU at large matrix products, in FLOP/s."""
 
@@ -146,13 +152,16 @@ class PromptGraphs:
         return words, compute, sizes
 
 
-def prompt_graph_sizes(spec: ModelSpec, max_step_tokens: int, max_answers: int) -> list[PromptSize]:
+def prompt_graph_sizes(
+    spec: ModelSpec, max_step_tokens: int, max_answers: int, *, divides_tokens: bool = False
+) -> list[PromptSize]:
     """Return the step sizes that get a graph, with up to `max_answers` decode rows.
 
-    The narrower the model's layers, the more tokens these steps may have.
+    The narrower the model's layers, the more tokens these steps may have. `divides_tokens` is `Rank.divides_tokens`.
     """
     a_layer = (active_weights(spec) - spec.vocab_size * spec.hidden_size) / len(spec.layers)
-    most = min(_LONGEST_LAYER_S * _DEVICE_FLOPS / (2 * a_layer), max_step_tokens)
+    longest_s = _LONGEST_UNDIVIDED_LAYER_S if divides_tokens else _LONGEST_LAYER_S
+    most = min(longest_s * _DEVICE_FLOPS / (2 * a_layer), max_step_tokens)
     totals = step_sizes(max_step_tokens)
     alone = [PromptSize(0, tokens) for tokens in sorted((*_HALF_TILES, *totals)) if tokens <= most]
     beside = [PromptSize(slots, total - slots) for slots in answer_slots(max_answers) for total in totals]

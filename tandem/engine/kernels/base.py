@@ -63,6 +63,7 @@ class StepLayout:
     draft_groups  the rows that attention computes together, if all rows of the step have one token and some rows verify
                   draft tokens; else None
 
+    host_starts   `row_starts` in host memory, None in the steps that CUDA graphs compute: their rows differ by replay
     state_pages   [R, 2] for a group of state layers, else None: the page from which each row's state is read, -1 if the
                   row has no earlier token (its state is zero), and the page to which the new state is written
 
@@ -82,6 +83,7 @@ class StepLayout:
     group: int = 0
     adapters: Tensor | None = None
     draft_groups: DraftGroups | None = None
+    host_starts: Tensor | None = None
     state_pages: Tensor | None = None
 
     @property
@@ -121,26 +123,26 @@ class Products(ABC):
         """
 
     @abstractmethod
-    def norm_linear(self, hidden: Tensor, norm: Norm, linear: Linear) -> Tensor:
-        """Return RMSNorm(hidden) · weightᵀ + bias → [T, out]; used for the q/k/v product and the output layer."""
+    def norm_linear(self, hidden: Tensor, norm: Norm | None, linear: Linear) -> Tensor:
+        """Return RMSNorm(hidden) · weightᵀ + bias → [T, out]; used for the q/k/v product and the output layer.
+
+        Without `norm` this is the plain product. It differs from `linear` on several ranks, see there.
+        """
 
     @abstractmethod
-    def norm_gate_up(self, hidden: Tensor, norm: Norm, gate_up: Linear, activation: str = "silu") -> Tensor:
+    def norm_gate_up(self, hidden: Tensor, norm: Norm | None, gate_up: Linear, activation: str = "silu") -> Tensor:
         """Return activation(g) · u with [g | u] = RMSNorm(hidden) · gate_upᵀ (gate rows first) → [T, intermediate].
 
-        `activation` is one of `DenseFeedForward.activation`.
+        Without `norm`, `hidden` is normalized already. `activation` is one of `DenseFeedForward.activation`.
         """
 
     @abstractmethod
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        """Return x · weightᵀ + bias → [T, out], without a norm."""
+        """Return x · weightᵀ + bias → [T, out].
 
-    def column_linear(self, x: Tensor, linear: Linear) -> Tensor:
-        """Return x · weightᵀ + bias → [T, out], where all ranks have the whole x and each has rows of the weight.
-
-        `linear`, which is the default, differs on several ranks: there x is divided, and the products are summed.
+        On several ranks x is divided, and the products are summed; the input of `norm_linear` is whole on every rank,
+        and each has rows of the weight.
         """
-        return self.linear(x, linear)
 
     @abstractmethod
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
@@ -162,6 +164,13 @@ class Products(ABC):
         """
         active = self.norm_gate_up(hidden, layer.norm, layer.gate_up, layer.activation)
         self.linear_add(active, layer.down, hidden)
+
+    def norms_apart(self, hidden: Tensor, linear: Linear) -> bool:
+        """Return True if `norm_linear` and `norm_gate_up` launch the norm of `hidden` as a kernel of its own.
+
+        Another kernel may then compute the norm instead. The default is False.
+        """
+        return False
 
 
 class Kernels(Products):

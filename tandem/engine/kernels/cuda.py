@@ -199,53 +199,38 @@ class CudaKernels(Kernels):
         sources, drawn = (None, None) if feed is None else (feed.sources, feed.drawn)
         return embed(token_ids, sources, drawn, table, pdl=self._pdl)
 
-    def norm_linear(self, hidden: Tensor, norm: Norm, linear: Linear) -> Tensor:
-        """Compute RMSNorm and the product; the kernel is chosen as in `linear`."""
+    def norm_linear(self, hidden: Tensor, norm: Norm | None, linear: Linear) -> Tensor:
+        """Compute RMSNorm and the product: with a streaming kernel for few tokens, else with cuBLAS.
+
+        A packed weight has kernels of its own (`packed/products.py`), or is dequantized first for many tokens.
+        """
         linear = dequantized_for(len(hidden), linear, self._dtype)
         if isinstance(linear.weight, PackedWeight):
             return products.products_of(linear.weight).norm_linear(hidden, norm, linear, pdl=self._pdl)
-        if not _streams(hidden, linear):
-            return _product(rms_norm(hidden, norm, pdl=self._pdl), linear)
-        x, due = self._normed(hidden, norm)
-        return triton_linear.norm_linear(x, due, linear, pdl=self._pdl)
+        x, due = self._normed(hidden, norm, linear)
+        if _streams(x, linear):
+            return triton_linear.norm_linear(x, due, linear, pdl=self._pdl)
+        return _product(x, linear)
 
-    def norm_gate_up(self, hidden: Tensor, norm: Norm, gate_up: Linear, activation: str = "silu") -> Tensor:
-        """Compute RMSNorm and the gated product; the kernel is chosen as in `linear`."""
+    def norm_gate_up(self, hidden: Tensor, norm: Norm | None, gate_up: Linear, activation: str = "silu") -> Tensor:
+        """Compute RMSNorm and the gated product; the kernel is chosen as in `norm_linear`."""
         gate_up = dequantized_for(len(hidden), gate_up, self._dtype)
         if isinstance(gate_up.weight, PackedWeight):
-            return self._gate_up(hidden, norm, gate_up, activation)
-        x, due = self._normed(hidden, norm, streamed=_streams(hidden, gate_up))
-        return self._gate_up(x, due, gate_up, activation)
-
-    def _gate_up(self, x: Tensor, norm: Norm | None, gate_up: Linear, activation: str = "silu") -> Tensor:
-        """Return activation(g) · u with [g | u] = RMSNorm(x) · weightᵀ + bias, or x · weightᵀ + bias without `norm`.
-
-        `norm` must be None unless the weight is packed or a streaming kernel computes the product.
-        """
-        gate_up = dequantized_for(len(x), gate_up, self._dtype)
-        if isinstance(gate_up.weight, PackedWeight):
             packed = products.products_of(gate_up.weight)
-            return packed.norm_gate_up(x, norm, gate_up, pdl=self._pdl, activation=activation)
+            return packed.norm_gate_up(hidden, norm, gate_up, pdl=self._pdl, activation=activation)
+        x, due = self._normed(hidden, norm, gate_up)
         if _streams(x, gate_up):
-            return triton_linear.norm_gate_up(x, norm, gate_up, pdl=self._pdl, activation=activation)
+            return triton_linear.norm_gate_up(x, due, gate_up, pdl=self._pdl, activation=activation)
         if activation == "gelu_tanh":
             return gelu_mul(_product(x, gate_up), pdl=self._pdl)
         return self._gated(x, gate_up)
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        """Compute the product: with a streaming kernel for few tokens, else with cuBLAS.
-
-        A packed weight has kernels of its own (`packed/products.py`), or is dequantized first for many tokens.
-        """
-        linear = dequantized_for(len(x), linear, self._dtype)
-        if isinstance(linear.weight, PackedWeight):
-            return products.products_of(linear.weight).norm_linear(x, None, linear, pdl=self._pdl)
-        if _streams(x, linear):
-            return triton_linear.norm_linear(x, None, linear, pdl=self._pdl)
-        return _product(x, linear)
+        """Compute the product as `norm_linear` does."""
+        return self.norm_linear(x, None, linear)
 
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
-        """Compute the product and add it to `hidden`; the kernel is chosen as in `linear`."""
+        """Compute the product and add it to `hidden`; the kernel is chosen as in `norm_linear`."""
         linear = dequantized_for(len(x), linear, self._dtype)
         if isinstance(linear.weight, PackedWeight):
             products.products_of(linear.weight).linear_add(x, linear, hidden, pdl=self._pdl)
@@ -273,7 +258,7 @@ class CudaKernels(Kernels):
         x, experts = self._experts.add(hidden, layer, slots, out), layer.experts
         if experts.shared_gate_up is None or experts.shared_down is None:
             return
-        inner = self._gate_up(x, None, experts.shared_gate_up)
+        inner = self.norm_gate_up(x, None, experts.shared_gate_up)
         if experts.shared_gate is not None:
             self._experts.gate(inner, x, experts.shared_gate)
         self.linear_add(inner, experts.shared_down, out)
@@ -311,12 +296,16 @@ class CudaKernels(Kernels):
         decode_delta(projected, layer, cache, layout.state_pages, out, pdl=self._pdl)
         return out
 
-    def _normed(self, hidden: Tensor, norm: Norm, *, streamed: bool = True) -> tuple[Tensor, Norm | None]:
-        """Return the input of a product, and the norm that a streaming kernel still has to apply, or None.
+    def norms_apart(self, hidden: Tensor, linear: Linear) -> bool:
+        """Return True unless the product's kernel applies the norm: a streaming one, with few tokens or in float32."""
+        if isinstance(linear.weight, PackedWeight):
+            return products.products_of(linear.weight).norms_apart(hidden)
+        fused = len(hidden) <= FUSED_NORM_TOKENS or hidden.dtype == torch.float32
+        return not (fused and _streams(hidden, linear))
 
-        With few tokens, or in float32, a `streamed` product applies the norm itself; else it is applied here.
-        """
-        if streamed and (len(hidden) <= FUSED_NORM_TOKENS or hidden.dtype == torch.float32):
+    def _normed(self, hidden: Tensor, norm: Norm | None, linear: Linear) -> tuple[Tensor, Norm | None]:
+        """Return the input of a product, and the norm that the product's kernel still has to apply, or None."""
+        if norm is None or not self.norms_apart(hidden, linear):
             return hidden, norm
         return rms_norm(hidden, norm, pdl=self._pdl), None
 

@@ -37,11 +37,11 @@ class ReferenceKernels(Kernels):
             token_ids = feed.tokens(token_ids)
         return F.embedding(token_ids, table)
 
-    def norm_linear(self, hidden: Tensor, norm: Norm, linear: Linear) -> Tensor:
+    def norm_linear(self, hidden: Tensor, norm: Norm | None, linear: Linear) -> Tensor:
         """Apply RMSNorm, then the product."""
-        return self.linear(rms_norm(hidden, norm.weight, norm.eps), linear)
+        return self.linear(hidden if norm is None else rms_norm(hidden, norm.weight, norm.eps), linear)
 
-    def norm_gate_up(self, hidden: Tensor, norm: Norm, gate_up: Linear, activation: str = "silu") -> Tensor:
+    def norm_gate_up(self, hidden: Tensor, norm: Norm | None, gate_up: Linear, activation: str = "silu") -> Tensor:
         """Apply RMSNorm, the product, then activation(gate) · up."""
         return activate(self.norm_linear(hidden, norm, gate_up), activation)
 

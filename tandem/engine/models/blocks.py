@@ -50,11 +50,9 @@ _INDEX_NORM_EPS = 1e-6
 
 def normed_linear(products: Products, hidden: Tensor, norm: InputNorm, linear: Linear) -> Tensor:
     """Return norm(hidden) · weightᵀ + bias → [T, out]; RMSNorm is fused with the product where the kernels do that."""
-    if isinstance(norm, Norm):
-        return products.norm_linear(hidden, norm, linear)
-    if norm is not None:
-        hidden = F.layer_norm(hidden, hidden.shape[-1:], norm.weight, norm.bias, norm.eps)
-    return products.column_linear(hidden, linear)
+    if isinstance(norm, LayerNorm):
+        hidden, norm = F.layer_norm(hidden, hidden.shape[-1:], norm.weight, norm.bias, norm.eps), None
+    return products.norm_linear(hidden, norm, linear)
 
 
 class AttentionBlock:
@@ -79,10 +77,10 @@ class AttentionBlock:
         [max_context] are those of `GroupedQueryAttention.query_scaling`, or None. `norm_eps` is the epsilon of the
         norms of queries and keys.
         """
-        self.output = products.prepare(Linear(weights.output, weights.output_bias))
-        self._norm, self._kernels, self._products = norm, kernels, products
+        self.norm, self.output = norm, products.prepare(Linear(weights.output, weights.output_bias))
+        self._kernels, self._products = kernels, products
         self._query_factors = query_factors
-        self._qkv = products.prepare(Linear(weights.qkv, weights.qkv_bias))
+        self.input = products.prepare(Linear(weights.qkv, weights.qkv_bias))
         q_norm, k_norm = weights.q_norm, weights.k_norm
         if spec.qk_norm and not spec.qk_norm_weights:
             q_norm = k_norm = torch.ones(spec.qk_norm, device=rope.device)
@@ -105,7 +103,7 @@ class AttentionBlock:
 
     def store(self, hidden: Tensor, layout: StepLayout, cache: GroupCache) -> Queries:
         """Store the keys and values, if the layer has its own, of the step's tokens in `cache`; return the queries."""
-        qkv = normed_linear(self._products, hidden, self._norm, self._qkv)
+        qkv = normed_linear(self._products, hidden, self.norm, self.input)
         gate = None
         if self._gate_size:
             gate, qkv = qkv[:, : self._gate_size], qkv[:, self._gate_size :].contiguous()
@@ -147,10 +145,10 @@ class LatentBlock:
         [max_context] are those of `LatentAttention.query_scaling`, or None. `shared_indexer` is the indexer of the last
         layer before this one that has its own, or None.
         """
-        self.output = products.prepare(Linear(weights.output, weights.output_bias))
-        self._norm, self._kernels, self._products = norm, kernels, products
+        self.norm, self.output = norm, products.prepare(Linear(weights.output, weights.output_bias))
+        self._kernels, self._products = kernels, products
         self._query_factors = query_factors
-        self._down = products.prepare(Linear(weights.down, weights.down_bias))
+        self.input = products.prepare(Linear(weights.down, weights.down_bias))
         self._query_up = None if weights.query_up is None else products.prepare(Linear(weights.query_up))
         self._query_norm = None if weights.query_norm is None else Norm(weights.query_norm, spec.norm_eps)
         self.cache_index = index
@@ -169,7 +167,7 @@ class LatentBlock:
     def store(self, hidden: Tensor, layout: StepLayout, cache: GroupCache) -> Queries:
         """Store the latents of the step's tokens in `cache`, and return the rotated queries [T, heads, nope + rope]."""
         projected = self._layer.shape.projected
-        down = self._products.norm_linear(hidden, self._norm, self._down)
+        down = self._products.norm_linear(hidden, self.norm, self.input)
         q, latents = down[:, :-projected], down[:, -projected:]
         index = None
         if self._indexer is not None:
@@ -210,9 +208,9 @@ class StateBlock:
 
         `norm_eps` is the epsilon of the output norm.
         """
-        self.output = products.prepare(Linear(weights.output, weights.output_bias))
-        self._norm, self._kernels, self._products = norm, kernels, products
-        self._projections = products.prepare(Linear(weights.projections, weights.projections_bias))
+        self.norm, self.output = norm, products.prepare(Linear(weights.output, weights.output_bias))
+        self._kernels, self._products = kernels, products
+        self.input = products.prepare(Linear(weights.projections, weights.projections_bias))
         self._layer = RecurrentLayer(
             index,
             spec,
@@ -226,7 +224,7 @@ class StateBlock:
 
     def store(self, hidden: Tensor, layout: StepLayout, cache: GroupCache) -> Queries:
         """Advance the states of the step's rows, and return the output [T, inner] before the output projection."""
-        projected = normed_linear(self._products, hidden, self._norm, self._projections)
+        projected = normed_linear(self._products, hidden, self.norm, self.input)
         return Queries(self._kernels.mix_states(projected, self._layer, states_of(cache), layout))
 
     def attend(self, queries: Queries, layout: StepLayout, cache: GroupCache) -> Tensor:
@@ -240,30 +238,30 @@ class DenseBlock:
     def __init__(
         self, spec: DenseFeedForward, norm: InputNorm, weights: DenseParameters, *, kernels: Kernels, products: Products
     ) -> None:
-        self._norm, self._kernels, self._products = norm, kernels, products
-        self._gate_up = products.prepare(Linear(weights.gate_up, weights.gate_up_bias))
-        self._down = products.prepare(Linear(weights.down, weights.down_bias))
+        self.norm, self._kernels, self._products = norm, kernels, products
+        self.input = products.prepare(Linear(weights.gate_up, weights.gate_up_bias))
+        self.output = products.prepare(Linear(weights.down, weights.down_bias))
         self._activation = spec.activation
         self._layer: DenseLayer | None = None
         """The layer for fused kernels; None if the network has another norm than RMSNorm, or no gate."""
         if isinstance(norm, Norm) and spec.gated:
-            self._layer = DenseLayer(norm, self._gate_up, self._down, spec.activation)
+            self._layer = DenseLayer(norm, self.input, self.output, spec.activation)
 
     def add(self, hidden: Tensor, slots: Tensor, output_norm: Norm | None) -> None:
         """Add the network's output to `hidden` in place; if `output_norm` is given, the output is normalized first."""
         products = self._products
         if output_norm is not None:
-            self._kernels.norm_add(products.linear(self._active(hidden), self._down), output_norm, hidden)
+            self._kernels.norm_add(products.linear(self._active(hidden), self.output), output_norm, hidden)
         elif self._layer is not None:
             products.feed_forward(hidden, self._layer)
         else:
-            products.linear_add(self._active(hidden), self._down, hidden)
+            products.linear_add(self._active(hidden), self.output, hidden)
 
     def _active(self, hidden: Tensor) -> Tensor:
         """Return the network's inner elements [T, I], after the activation."""
         if (layer := self._layer) is not None:
             return self._products.norm_gate_up(hidden, layer.norm, layer.gate_up, layer.activation)
-        return activate(normed_linear(self._products, hidden, self._norm, self._gate_up), self._activation)
+        return activate(normed_linear(self._products, hidden, self.norm, self.input), self._activation)
 
 
 class ExpertsBlock:
@@ -282,7 +280,7 @@ class ExpertsBlock:
         self._products = products
         # LayerNorm without a bias is RMSNorm of the input minus its mean.
         self._centred = isinstance(norm, LayerNorm)
-        self._layer = ExpertsLayer(Norm(norm.weight, norm.eps), kernels.prepare_experts(weights), spec)
+        self.layer = ExpertsLayer(Norm(norm.weight, norm.eps), kernels.prepare_experts(weights), spec)
 
     def add(self, hidden: Tensor, slots: Tensor, output_norm: Norm | None) -> None:
         """Add the output of the experts to `hidden` in place.
@@ -291,7 +289,7 @@ class ExpertsBlock:
         """
         assert output_norm is None
         source = hidden - hidden.mean(-1, keepdim=True) if self._centred else hidden
-        self._products.experts(source, self._layer, slots, hidden)
+        self._products.experts(source, self.layer, slots, hidden)
 
 
 def _scaled(q: Tensor, factors: Tensor | None, layout: StepLayout) -> Tensor:

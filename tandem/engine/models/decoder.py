@@ -11,7 +11,7 @@ from tandem.engine.kernels.base import DeferredTokens, Kernels, Products, StepLa
 from tandem.engine.kernels.kv_cache import GroupCache, kv_of
 from tandem.engine.kernels.layers import Linear
 from tandem.engine.kernels.lora.adapted_products import AdaptedProducts
-from tandem.engine.models.blocks import normed_linear
+from tandem.engine.models.blocks import Queries, normed_linear
 from tandem.engine.models.layer_embedding import LayerEmbeddings, embedded
 from tandem.engine.models.layers import DecoderLayer, input_norm, prepare_layers
 from tandem.engine.models.parameters import Parameters
@@ -82,7 +82,7 @@ class DecoderModel:
         """
         layer = self._layers[number]
         layout, cache = layouts[layer.group], caches[layer.group]
-        q = layer.attention.store(hidden, layout, cache)
+        q = self._store(layer, hidden, layout, cache)
         self._finish(layer, layer.attention.attend(q, layout, cache), hidden, layouts[0].slots, embedding)
 
     def forward(
@@ -107,6 +107,18 @@ class DecoderModel:
 
         If D = 0, returns None as soon as the KV of the last layer is stored.
         """
+        hidden = self._drawn_states(token_ids, layouts, caches, drawn, feed)
+        return None if hidden is None else self._step_logits(hidden, scoring)
+
+    def _drawn_states(
+        self,
+        token_ids: Tensor,
+        layouts: Sequence[StepLayout],
+        caches: Sequence[GroupCache],
+        drawn: Tensor | None,
+        feed: DeferredTokens | None,
+    ) -> Tensor | None:
+        """Run a step as `forward` does, up to the hidden states [D, H] after the last layer."""
         hidden = self._begin_step(token_ids, layouts, caches, feed)
         embeddings: Sequence[Tensor | None] = [None] * len(self._layers)
         if self._layer_embeddings is not None:
@@ -115,7 +127,7 @@ class DecoderModel:
             self.run_layer(number, hidden, layouts, caches, embedding)
         last = self._layers[-1]
         layout, cache = layouts[last.group], caches[last.group]
-        q = last.attention.store(hidden, layout, cache)
+        q = self._store(last, hidden, layout, cache)
         if drawn is not None and len(drawn) == 0:
             # No row needs logits, so the last layer's attention and feed-forward network have no effect.
             return None
@@ -127,7 +139,7 @@ class DecoderModel:
             hidden, mixed, slots = hidden[drawn], mixed[drawn], slots[drawn]
             embedding = None if embedding is None else embedding[drawn]
         self._finish(last, mixed, hidden, slots, embedding)
-        return self._logits(hidden) if scoring is None else scoring.logits(hidden, self._logits)
+        return hidden
 
     def _begin_step(
         self,
@@ -150,6 +162,10 @@ class DecoderModel:
     def _embed(self, token_ids: Tensor, feed: DeferredTokens | None) -> Tensor:
         return embedded(self.kernels, self._embedding, token_ids, feed, self.dtype)
 
+    def _store(self, layer: DecoderLayer, hidden: Tensor, layout: StepLayout, cache: GroupCache) -> Queries:
+        """Store the KV of the step's tokens in one layer, and return their queries."""
+        return layer.attention.store(hidden, layout, cache)
+
     def _finish(
         self, layer: DecoderLayer, mixed: Tensor, hidden: Tensor, slots: Tensor, embedding: Tensor | None = None
     ) -> None:
@@ -168,6 +184,10 @@ class DecoderModel:
             layer.embedding.add(hidden, embedding)
         if layer.scale is not None:
             hidden *= layer.scale
+
+    def _step_logits(self, hidden: Tensor, scoring: StepPieces | None) -> Tensor | None:
+        """Return the logits of hidden states; the scored positions, which are the last ones, only give their scores."""
+        return self._logits(hidden) if scoring is None else scoring.logits(hidden, self._logits)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         spec = self.spec

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tandem.engine.config.sharding import Rank
+from tandem.engine.kernels.layers import Norm
 from tandem.protocol.errors import Unavailable
 
 _BARRIER_ELEMENTS = 8
@@ -31,10 +32,14 @@ class Collectives(ABC):
     def all_reduce(self, part: Tensor) -> None:
         """Replace `part` by its sum over the stage's ranks; the result is bitwise equal on all of them."""
 
-    def all_reduce_add(self, part: Tensor, total: Tensor) -> None:
-        """Add the sum of `part` over the stage's ranks to `total` in place; `part` may be overwritten."""
+    def all_reduce_add(self, part: Tensor, total: Tensor, norm: Norm | None = None) -> Tensor | None:
+        """Add the sum of `part` over the stage's ranks to `total` in place; `part` may be overwritten.
+
+        Returns RMSNorm(total) if `norm` is given and one kernel computes both, else None, as the default does.
+        """
         self.all_reduce(part)
         total += part
+        return None
 
     def sums_in_place(self, total: Tensor) -> bool:
         """Return True if one term should be added to `total` on one rank, and `total` then summed over the ranks.

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tandem.engine.config.sharding import Rank
-from tandem.engine.kernels.base import DeferredTokens, StepLayout
+from tandem.engine.kernels.base import DeferredTokens, StepLayout, is_cpu
 from tandem.engine.kernels.kv_cache import GroupCache, kv_of, tensors_of
 from tandem.engine.models.blocks import AttentionBlock, Queries, StateBlock
 from tandem.engine.models.layers import DecoderLayer
@@ -45,71 +46,83 @@ def row_parts(row_starts: Sequence[int], rank: Rank) -> list[RowPart]:
     return sorted(parts, key=lambda part: part.end - part.start > 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _TokenDivision:
-    """The division of one step's tokens among the ranks.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PartLayout(StepLayout):
+    """The layout of this rank's tokens of a step in one group of layers, and how their KV is exchanged.
 
-    tokens   [n] int64: the indices in the step of the tokens of this rank
-    layouts  the layouts of these tokens, one for each group of layers
-    stored   [N · most] int64: the indices of the tokens of all ranks in the order in which their KV is gathered; the
-             last token of a rank with fewer than `most` tokens is repeated
-    most     the number of tokens of the rank with the most
+    tokens           [n] int64: the indices in the step of the tokens of this rank
+    sent             two int64 tensors [most]: the page, and the place in it, of the KV of each of them; `most` is the
+                     number of tokens of the rank with the most, and a rank with fewer repeats its last token
+    received         two int64 tensors [N · most]: those of the tokens of all ranks, in the order of the ranks
     """
 
     tokens: Tensor
-    layouts: tuple[StepLayout, ...]
-    stored: Tensor
-    most: int
-
-    @classmethod
-    def of(cls, layouts: Sequence[StepLayout], rank: Rank) -> "_TokenDivision":
-        """Divide a step. On a GPU this waits for the copy of the step to the device."""
-        device = layouts[0].slots.device
-        row_starts = layouts[0].row_starts.tolist()
-        parts = [row_parts(row_starts, replace(rank, number=number)) for number in range(rank.count)]
-        indices = [[token for part in own for token in range(part.start, part.end)] for own in parts]
-        most = max(map(len, indices))
-        stored = [token for own in indices for token in own + own[-1:] * (most - len(own))]
-        tokens = torch.tensor(indices[rank.number], device=device)
-        own = tuple(_part_of(layout, tokens, parts[rank.number], row_starts) for layout in layouts)
-        return cls(tokens, own, torch.tensor(stored, device=device), most)
-
-    def places(self, count: int) -> Tensor:
-        """Return for each of the step's `count` tokens its index in `tokens`, or -1 if another rank computes it."""
-        places = self.tokens.new_full((count,), -1)
-        places[self.tokens] = torch.arange(len(self.tokens), device=places.device)
-        return places
+    sent: tuple[Tensor, Tensor]
+    received: tuple[Tensor, Tensor]
 
 
-def _part_of(layout: StepLayout, tokens: Tensor, parts: Sequence[RowPart], row_starts: Sequence[int]) -> StepLayout:
-    """Return the layout of the rows `parts`, whose tokens have the indices `tokens`."""
-    device, lengths = tokens.device, [part.end - part.start for part in parts]
-    rows = torch.tensor([part.row for part in parts], device=device)
-    later = torch.tensor([row_starts[part.row + 1] - part.end for part in parts], device=device, dtype=torch.int32)
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    earlier = max(part.start - row_starts[part.row] for part in parts)
-    return replace(
-        layout,
-        positions=layout.positions[tokens],
-        slots=layout.slots[tokens],
-        row_starts=torch.tensor(starts, device=device, dtype=torch.int32),
-        context_lens=layout.context_lens[rows] - later,
-        page_table=layout.page_table[rows],
-        max_row_tokens=max(lengths),
-        single_rows=lengths.count(1),
-        # The tokens of the step that come before a part are in the cache when its queries attend.
-        max_cached=None if layout.max_cached is None else layout.max_cached + earlier,
-        adapters=None if layout.adapters is None else layout.adapters[tokens],
+def _divided(
+    layouts: Sequence[StepLayout], caches: Sequence[GroupCache], rank: Rank, starts: Sequence[int]
+) -> tuple[_PartLayout, ...]:
+    """Return the layouts of this rank's tokens, one for each group of layers, without waiting for the device."""
+    parts = [row_parts(starts, replace(rank, number=number)) for number in range(rank.count)]
+    indices = [np.concatenate([np.arange(part.start, part.end) for part in own]) for own in parts]
+    most = max(map(len, indices))
+    own = parts[rank.number]
+    lengths = [part.end - part.start for part in own]
+    tokens, stored, rows, later, row_starts = _on_device(
+        layouts[0].slots.device,
+        indices[rank.number],
+        np.concatenate([np.pad(numbers, (0, most - len(numbers)), "edge") for numbers in indices]),
+        np.array([part.row for part in own]),
+        np.array([starts[part.row + 1] - part.end for part in own]),
+        np.cumsum([0, *lengths]),
     )
+    # The tokens of the step that come before a part are in the cache when its queries attend.
+    earlier = max(part.start - starts[part.row] for part in own)
+    first = layouts[0]
+    positions, row_starts, context_lens = first.positions[tokens], row_starts.int(), first.context_lens[rows] - later
+    context_lens, adapters = context_lens.int(), None if first.adapters is None else first.adapters[tokens]
+    divided = []
+    for layout, cache in zip(layouts, caches, strict=True):
+        page_tokens = kv_of(cache).shape[4]
+        received = layout.slots[stored]
+        sent = received[rank.number * most : (rank.number + 1) * most]
+        divided.append(
+            _PartLayout(
+                positions=positions,
+                slots=layout.slots[tokens],
+                row_starts=row_starts,
+                context_lens=context_lens,
+                page_table=layout.page_table[rows],
+                max_row_tokens=max(lengths),
+                max_context=layout.max_context,
+                single_rows=lengths.count(1),
+                max_cached=None if layout.max_cached is None else layout.max_cached + earlier,
+                group=layout.group,
+                adapters=adapters,
+                tokens=tokens,
+                sent=(sent // page_tokens, sent % page_tokens),
+                received=(received // page_tokens, received % page_tokens),
+            )
+        )
+    return tuple(divided)
+
+
+def _on_device(device: torch.device, *arrays: np.ndarray) -> Sequence[Tensor]:
+    """Return int64 tensors of these arrays on `device`, by one copy, which is only launched."""
+    packed = torch.from_numpy(np.concatenate(arrays))
+    # PyTorch's allocator of pinned memory reuses it only after the device has read it.
+    packed = packed if is_cpu(device) else packed.pin_memory()
+    return packed.to(device, non_blocking=True).split_with_sizes([len(array) for array in arrays])
 
 
 class ContextModel(GroupModel):
     """A whole decoder model on each rank of a group, which divides the tokens of prefill steps.
 
-    Steps without a prompt chunk, and those of fewer tokens than two for each rank, are computed by every rank as a
-    whole. The first rank embeds the tokens and gets the logits; the result of `forward` on other ranks has no meaning.
+    Every rank computes as a whole the steps without a prompt chunk, those of fewer tokens than two for each rank, and
+    those of CUDA graphs, whose rows the host does not know. The first rank embeds the tokens and gets the logits; the
+    result of `forward` on other ranks has no meaning.
     """
 
     def forward(
@@ -123,58 +136,45 @@ class ContextModel(GroupModel):
         scoring: StepPieces | None = None,
     ) -> Tensor | None:
         """Run this rank's part of a step. It ends on each rank only after the KV of all tokens is in its cache."""
-        if layouts[0].decode_only or len(token_ids) < 2 * self._rank.count:
+        starts, count = layouts[0].host_starts, len(token_ids)
+        if starts is None or layouts[0].decode_only or count < 2 * self._rank.count:
             return super().forward(token_ids, layouts, caches, drawn, feed, scoring=scoring)
-        division = _TokenDivision.of(layouts, self._rank)
-        own = division.layouts
-        hidden = self._begin_step(token_ids, own, caches, feed)[division.tokens]
-        for layer in self._layers[:-1]:
-            q = self._store(layer, hidden, layouts, division, caches)
-            mixed = layer.attention.attend(q, own[layer.group], caches[layer.group])
-            self._finish(layer, mixed, hidden, own[0].slots)
-        last = self._layers[-1]
-        q = self._store(last, hidden, layouts, division, caches)
-        if drawn is not None and len(drawn) == 0:
-            return None
-        mixed = last.attention.attend(q, own[last.group], caches[last.group])
-        drawn = torch.arange(len(token_ids), device=token_ids.device) if drawn is None else drawn
+        own = _divided(layouts, caches, self._rank, starts.tolist())
         # Every rank computes one row for each drawn token, also for those of other ranks, whose result is zeroed. So
         # the host does not have to know which rank has which.
-        places = division.places(len(token_ids))[drawn]
-        rows = places.clamp(min=0)
-        if self._updates is not None:
-            self._updates.keep_tokens(rows)
-        hidden, mixed, slots = hidden[rows], mixed[rows], own[0].slots[rows]
-        self._finish(last, mixed, hidden, slots)
-        hidden = torch.where(places.unsqueeze(1) < 0, 0, hidden)
+        places = own[0].tokens.new_full((count,), -1)
+        places[own[0].tokens] = torch.arange(len(own[0].tokens), device=places.device)
+        places = places if drawn is None else places[drawn]
+        hidden = self._drawn_states(token_ids, own, caches, places.clamp(min=0), feed)
+        if hidden is None:
+            return None
+        hidden.masked_fill_(places.unsqueeze(1) < 0, 0)  # a new tensor, of the rows in `places`
         self._collectives.all_reduce(hidden)
-        return self._logits(hidden) if scoring is None else scoring.logits(hidden, self._logits)
+        return self._step_logits(hidden, scoring)
 
-    def _store(
+    def _begin_step(
         self,
-        layer: DecoderLayer,
-        hidden: Tensor,
+        token_ids: Tensor,
         layouts: Sequence[StepLayout],
-        division: _TokenDivision,
         caches: Sequence[GroupCache],
-    ) -> Queries:
-        """Store the KV of this rank's tokens, and copy that of all ranks into the cache of every rank.
+        feed: DeferredTokens | None,
+    ) -> Tensor:
+        """Return the hidden states of this rank's tokens; the first rank embeds those of all ranks."""
+        hidden, layout = super()._begin_step(token_ids, layouts, caches, feed), layouts[0]
+        return hidden[layout.tokens] if isinstance(layout, _PartLayout) else hidden
 
-        `layouts` are those of the whole step. Returns the queries of this rank's tokens.
-        """
-        block, group = layer.attention, layer.group
-        assert not isinstance(block, StateBlock)
-        own, cache = division.layouts[group], kv_of(caches[group])
-        queries = block.store(hidden, own, cache)
-        if isinstance(block, AttentionBlock) and not block.stores_kv:
+    def _store(self, layer: DecoderLayer, hidden: Tensor, layout: StepLayout, cache: GroupCache) -> Queries:
+        """Store the KV of this rank's tokens, and copy that of all ranks into the cache of every rank."""
+        queries = super()._store(layer, hidden, layout, cache)
+        if not isinstance(layout, _PartLayout):
             return queries
-        missing = division.most - len(own.slots)
-        sent = torch.cat((own.slots, own.slots[-1:].expand(missing)))
-        received = layouts[group].slots[division.stored]
-        for tensor in tensors_of(cache):
-            page_tokens = tensor.shape[4]
-            # [n, parts, heads, ...]
-            values = tensor[sent // page_tokens, block.cache_index, :, :, sent % page_tokens].contiguous()
+        assert not isinstance(layer.attention, StateBlock)
+        if isinstance(layer.attention, AttentionBlock) and not layer.attention.stores_kv:
+            return queries
+        number = layer.attention.cache_index
+        for tensor in tensors_of(kv_of(cache)):
+            # [most, parts, heads, ...]
+            values = tensor[layout.sent[0], number, :, :, layout.sent[1]].contiguous()
             gathered = self._collectives.all_gather(values).flatten(0, 1)
-            tensor[received // page_tokens, block.cache_index, :, :, received % page_tokens] = gathered
+            tensor[layout.received[0], number, :, :, layout.received[1]] = gathered
         return queries

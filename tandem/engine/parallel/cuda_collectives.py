@@ -1,4 +1,4 @@
-"""Collective operations between GPUs of one host: one-shot all-reduce for small tensors, NCCL for the others."""
+"""Collective operations between GPUs of one host: small tensors are summed by a kernel of ours, others by NCCL."""
 
 import os
 from collections.abc import Iterator
@@ -12,15 +12,37 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from tandem.engine.config.sharding import Rank
-from tandem.engine.kernels.rowwise.triton_all_reduce import OneShot, buffer_bytes
+from tandem.engine.kernels.layers import Norm
+from tandem.engine.kernels.rowwise.triton_all_reduce import AllReduce, buffer_bytes
 from tandem.engine.parallel.collectives import Collectives, padded_columns, stage_group
 
-ONE_SHOT_BYTES = 1 << 21
-"""Maximum size in bytes of a tensor that two ranks sum in one shot.
+SENT_BYTES = 1 << 21
+"""Maximum number of bytes that a rank sends in a sum that NCCL does not compute.
 
 On two H200, NCCL is faster for more: 35 us against 36 for 4 MiB, but 29 against 18 for 2 MiB
 (docs/decisions/tensor_parallelism.md).
 """
+TRIP_BYTES = 200 << 10
+"""The number of bytes that a rank sends in the time of one more trip over NVLink.
+
+On two H200, two more trips take 2.8 us for 8 KiB, and a rank sends 143 KiB in a microsecond (the same table).
+"""
+
+
+def shots_for(size: int, ranks: int) -> int:
+    """Return in how many shots a tensor of `size` bytes is summed: 1, 2, or 0 if NCCL sums it.
+
+    A rank sends (N - 1) · S bytes in one shot, and 2 · (N - 1) / N · S in two, which take one more trip.
+    """
+    one, two = (ranks - 1) * size, 2 * (ranks - 1) * size // ranks + TRIP_BYTES
+    if min(one, two) > SENT_BYTES:
+        return 0
+    return 1 if one <= two else 2
+
+
+def most_summed(ranks: int) -> int:
+    """Return the maximum size in bytes of a tensor that NCCL does not sum, rounded down to whole 32-bit words."""
+    return max(SENT_BYTES // (ranks - 1), (SENT_BYTES - TRIP_BYTES) * ranks // (2 * (ranks - 1))) // 4 * 4
 
 
 class CudaCollectives(Collectives):
@@ -37,13 +59,12 @@ class CudaCollectives(Collectives):
         timeout_s: float,
         device: torch.device,
         *,
-        one_shot_bytes: int | None = None,
+        most_bytes: int | None = None,
     ) -> None:
         """Join the group as `GlooCollectives` does; `device` is this rank's GPU.
 
-        Tensors of up to `one_shot_bytes` bytes are summed in one shot; the same number on all ranks. None = what was
-        measured for two ranks, over the number of other ranks of the stage, because a rank sends its part to each of
-        them.
+        `most_bytes` is the maximum size of a tensor that NCCL does not sum, the same on all ranks; None = that of
+        `shots_for`.
         """
         super().__init__(rank)
         torch.cuda.set_device(device)
@@ -62,10 +83,12 @@ class CudaCollectives(Collectives):
         )
         self._stage, self._links = stage_group(rank), _links(rank)
         self._suspended = False
+        self.shots_for = shots_for
+        """How tensors are summed; the same on all ranks. A measurement replaces it."""
         if rank.count > 1:
-            self.one_shot_bytes = ONE_SHOT_BYTES // (rank.count - 1) if one_shot_bytes is None else one_shot_bytes
-            self._memory, addresses = self._shared(buffer_bytes(self.one_shot_bytes, rank.count))
-            self._one_shot = OneShot(rank.number, addresses, self.one_shot_bytes)
+            most_bytes = most_summed(rank.count) if most_bytes is None else most_bytes
+            self._memory, addresses = self._shared(buffer_bytes(most_bytes, rank.count))
+            self.sums = AllReduce(rank.number, addresses, most_bytes)
         # The memory of all ranks is 0 before the first rank writes to it.
         torch.cuda.synchronize()
         dist.barrier()
@@ -92,26 +115,29 @@ class CudaCollectives(Collectives):
         """Sum the tensors of the ranks of the stage."""
         self._reduce(part, None)
 
-    def all_reduce_add(self, part: Tensor, total: Tensor) -> None:
-        """Add the sum to `total`; in one shot, one kernel does both."""
-        self._reduce(part, total)
+    def all_reduce_add(self, part: Tensor, total: Tensor, norm: Norm | None = None) -> Tensor | None:
+        """Add the sum to `total`, and compute the norm; unless NCCL sums, one kernel does all."""
+        return self._reduce(part, total, norm)
 
     def sums_in_place(self, total: Tensor) -> bool:
-        """Return True for tensors that NCCL sums; the kernel of one-shot sums adds to `total` itself."""
-        return not self._suspended and total.nbytes > self.one_shot_bytes
+        """Return True for tensors that NCCL sums; the kernel of the others adds to `total` itself."""
+        return not self._suspended and self._shots(total) == 0
 
-    def _reduce(self, part: Tensor, total: Tensor | None) -> None:
-        if not self._suspended and part.nbytes <= self.one_shot_bytes:
-            self._one_shot.add_sum(part, total)
-            return
+    def _shots(self, tensor: Tensor) -> int:
+        return self.shots_for(tensor.nbytes, self.rank.count)
+
+    def _reduce(self, part: Tensor, total: Tensor | None, norm: Norm | None = None) -> Tensor | None:
+        if not self._suspended and (shots := self._shots(part)):
+            return self.sums.add_sum(part, total, norm, shots=shots)
         if not self._suspended:
             dist.all_reduce(part, group=self._stage)
         if total is not None:
             total += part
+        return None
 
     def broadcast(self, values: Tensor) -> None:
-        """Replace `values` by the tensor of the stage's first rank; a small tensor is added to zeros, in one shot."""
-        if values.nbytes > self.one_shot_bytes and not self._suspended:
+        """Replace `values` by the tensor of the stage's first rank; a small tensor is added to zeros."""
+        if not self._suspended and self._shots(values) == 0:
             dist.broadcast(values, group=self._stage, group_src=0)
             return
         if self.rank.number > 0:
@@ -157,7 +183,7 @@ class CudaCollectives(Collectives):
         """Leave the group."""
         torch.cuda.synchronize()
         if self.rank.count > 1:
-            del self._memory, self._one_shot
+            del self._memory, self.sums
         dist.destroy_process_group()
 
 

@@ -1,7 +1,8 @@
 """The decoder model of one rank of a group, and its matrix products."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from tandem.engine.kernels.base import DeferredTokens, Kernels, Products, StepLa
 from tandem.engine.kernels.kv_cache import GroupCache
 from tandem.engine.kernels.layers import ExpertsLayer, Linear, Norm
 from tandem.engine.kernels.lora.adapted_products import AdaptedProducts
+from tandem.engine.models.blocks import ExpertsBlock
+from tandem.engine.models.layers import DecoderLayer
 from tandem.engine.models.parameters import Parameters
 from tandem.engine.parallel.collectives import Collectives
 from tandem.engine.parallel.group_model import GroupModel
@@ -26,18 +29,31 @@ class RankProducts(Products):
 
     def __init__(self, base: Products, collectives: Collectives) -> None:
         self._base, self._collectives = base, collectives
+        self.readers: Mapping[int, _Reader] = {}
+        """The reader of the residual stream directly after each sum, see `_readers`; empty until the layers exist."""
+        self._normed: tuple[Norm, Tensor] | None = None
+        """The result of a norm that was computed with the last sum, and is due to that norm's product."""
 
     def prepare(self, linear: Linear) -> Linear:
         """Prepare the weight as `base` does."""
         return self._base.prepare(linear)
 
-    def norm_linear(self, hidden: Tensor, norm: Norm, linear: Linear) -> Tensor:
+    def norm_linear(self, hidden: Tensor, norm: Norm | None, linear: Linear) -> Tensor:
         """Return the outputs of this rank's rows of the weight, without communication."""
-        return self._base.norm_linear(hidden, norm, linear)
+        x, due = self._input(hidden, norm)
+        return self._base.norm_linear(x, due, linear)
 
-    def norm_gate_up(self, hidden: Tensor, norm: Norm, gate_up: Linear, activation: str = "silu") -> Tensor:
+    def norm_gate_up(self, hidden: Tensor, norm: Norm | None, gate_up: Linear, activation: str = "silu") -> Tensor:
         """Return this rank's inner elements of the feed-forward network, without communication."""
-        return self._base.norm_gate_up(hidden, norm, gate_up, activation)
+        x, due = self._input(hidden, norm)
+        return self._base.norm_gate_up(x, due, gate_up, activation)
+
+    def _input(self, hidden: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
+        """Return the input of a product, and the norm that the product must still apply, or None."""
+        if self._normed is None or self._normed[0] is not norm:
+            return hidden, norm
+        (_, normed), self._normed = self._normed, None
+        return normed, None
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         """Compute this rank's term, and return the sum of the terms of all ranks."""
@@ -45,14 +61,10 @@ class RankProducts(Products):
         self._collectives.all_reduce(term)
         return term
 
-    def column_linear(self, x: Tensor, linear: Linear) -> Tensor:
-        """Return the outputs of this rank's rows of the weight, without communication."""
-        return self._base.column_linear(x, linear)
-
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
         """Add the sum of the terms of all ranks to `hidden` in place."""
         if not self._collectives.sums_in_place(hidden):
-            self._collectives.all_reduce_add(self._base.linear(x, linear), hidden)
+            self._add_sum(self._base.linear(x, linear), hidden, linear)
             return
         if self._collectives.rank.number > 0:
             # The term of the stage's first rank has the residual stream, which the sum must have once.
@@ -64,7 +76,44 @@ class RankProducts(Products):
         """Compute this rank's term of the experts' output, and add the sum over all ranks to `out` in place."""
         term = torch.zeros_like(out)
         self._base.experts(hidden, layer, slots, term)
-        self._collectives.all_reduce_add(term, out)
+        self._add_sum(term, out, layer)
+
+    def _add_sum(self, term: Tensor, hidden: Tensor, product: Linear | ExpertsLayer) -> None:
+        """Add the sum of the terms of all ranks to `hidden`.
+
+        If the norm that follows would have a kernel of its own, that of the sum computes it, too.
+        """
+        reader = self.readers.get(id(product))
+        apart = reader is not None and self._base.norms_apart(hidden, reader.linear)
+        norm = reader.norm if reader is not None and apart else None
+        normed = self._collectives.all_reduce_add(term, hidden, norm)
+        self._normed = None if norm is None or normed is None else (norm, normed)
+
+
+class _Reader(NamedTuple):
+    """A product that reads the residual stream, and the norm of its input."""
+
+    norm: Norm
+    linear: Linear
+
+
+def _readers(layers: Sequence[DecoderLayer]) -> dict[int, _Reader]:
+    """Return the product that reads the residual stream directly after each product that is added to it.
+
+    The keys are the `id` of the added product. Experts read the stream with their router, which applies the norm.
+    """
+    readers: dict[int, _Reader] = {}
+    added: Linear | ExpertsLayer | None = None
+    for layer in layers:
+        # The output of attention is added last if the feed-forward network has the same input.
+        for block in (layer.attention, None if layer.parallel else layer.feed_forward):
+            if isinstance(block, ExpertsBlock):
+                added = block.layer
+            elif block is not None:
+                if added is not None and isinstance(block.norm, Norm):
+                    readers[id(added)] = _Reader(block.norm, block.input)
+                added = block.output
+    return readers
 
 
 class RankModel(GroupModel):
@@ -95,6 +144,8 @@ class RankModel(GroupModel):
             rows = rank.rows(spec.vocab_size)
             parameters = replace(parameters, lm_head=parameters.lm_head[: len(rows)])
         super().__init__(spec, parameters, kernels, max_context, collectives=collectives, adapted=adapted)
+        if isinstance(self._products, RankProducts):
+            self._products.readers = _readers(self._layers)
         if rank.stage > 0:
             self._embedding_scale = None  # the first stage has scaled what this one receives
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from tandem.engine.kernels.base import is_cpu
 from tandem.engine.steps.prompt_scoring import StepPieces
 from tandem.engine.steps.step_buffer import StepSizes
-from tandem.engine.steps.step_packer import PackedStep, view_step
+from tandem.engine.steps.step_packer import PackedStep, view_step, with_host_words
 from tandem.protocol.errors import Unavailable
 
 _HEADER = 14
@@ -103,14 +103,16 @@ def received_steps(leader: socket.socket, device: torch.device) -> Iterator[Rank
             if graph != _NONE:
                 yield GraphStep(graph, read(words))
                 continue
+            packed = read(words)
             step = view_step(
-                read(words).to(device, non_blocking=True),
+                packed.to(device, non_blocking=True),
                 StepSizes(*sizes),
                 max_row_tokens=row_tokens,
                 max_context=context,
                 single_rows=singles,
                 max_cached=None if cached == _NONE else cached,
             )
+            step = with_host_words(step, packed)
             if drawn == _AS_PACKED:
                 yield step
             elif drawn == _NONE:

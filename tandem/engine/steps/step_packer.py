@@ -21,6 +21,7 @@ from tandem.engine.steps.step_buffer import (
     StepLimits,
     StepSizes,
     Words,
+    bounds_of,
     decode_error,
     fill_rows,
 )
@@ -160,7 +161,15 @@ def unpack(words: Tensor, sizes: StepSizes, batch: StepBatch, device: torch.devi
     cached = max((row.start for row in chunks), default=0)
     copy = words.to(device, non_blocking=True)
     step = view_step(copy, sizes, max_row_tokens=longest, max_context=context, single_rows=single, max_cached=cached)
-    return replace(step, words=words)
+    return with_host_words(step, words)
+
+
+def with_host_words(step: PackedStep, words: Tensor) -> PackedStep:
+    """Return a packed step whose tensors are on the device, with `words`, their source in host memory."""
+    sizes = step.sizes
+    starts = words[sum(sizes.int64_capacity) :].view(torch.int32)[bounds_of(sizes).row_starts]
+    layouts = tuple(replace(layout, host_starts=starts) for layout in step.layouts)
+    return replace(step, layouts=layouts, words=words)
 
 
 def view_step(

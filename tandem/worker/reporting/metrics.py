@@ -48,7 +48,7 @@ class Utilization:
 
         `given` replaces the measured ceilings of the device.
         """
-        self._sizes = roofline.sizes
+        self._roofline = roofline
         self._given = given is not None
         self.ceilings = (given or roofline.ceilings).shared(ranks)
         self.busy_s = self.bytes = self.flops = 0.0
@@ -58,8 +58,8 @@ class Utilization:
     def step(self, work: StepWork, seconds: float) -> None:
         """Add a step that has ended."""
         self.busy_s += seconds
-        self.bytes += self._sizes.step_bytes(work)
-        self.flops += self._sizes.step_flops(work)
+        self.bytes += self._roofline.sizes.step_bytes(work)
+        self.flops += self._roofline.step_flops(work)
         if self.busy_s - self._marks[-1][0] >= _MARK_S:
             self._mark()
 

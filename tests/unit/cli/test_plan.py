@@ -161,6 +161,14 @@ def test_prefill_workers_have_pipeline_stages_where_that_takes_fewer_gpus() -> N
     assert gpus[0] < gpus[1]
 
 
+def test_prefill_workers_divide_the_tokens_of_long_prompts_where_that_takes_fewer_gpus() -> None:
+    load = ["--shape", "llama-3.1-8b", "--prompt-tokens", "32000", "--slo-ttft", "600", "--rate", "0.3"]
+    chosen, given = size_of(*load), size_of(*load, "--prefill-context-parallel-size", "8")
+    assert "prefill workers of 2 GPUs, which divide the tokens of prompts, + 1 decode worker of 1 GPU" in chosen
+    assert "of 8 GPUs, which divide the tokens of prompts, + " in given
+    assert "divide" not in size_of(*load, "--prefill-context-parallel-size", "1")
+
+
 def test_stages_have_the_measured_throughput_and_a_part_of_the_layers() -> None:
     from dataclasses import replace
 
@@ -287,6 +295,15 @@ def test_fitted_costs_take_the_place_of_the_roofline(tmp_path: Path) -> None:
         (["--prefill-pipeline-size", "2", "--workers", "1"], "--workers: 1 worker decodes, too, and has one stage"),
         (["--prefill-pipeline-size", "2", "--prefill-expert-parallel-size", "8"], "excludes expert parallelism"),
         (["--shape", "gemma-3-12b", "--prefill-pipeline-size", "7"], "48 layers"),
+        (
+            ["--prefill-context-parallel-size", "2", "--prefill-pipeline-size", "2"],
+            "--prefill-context-parallel-size: excludes prefill workers that divide the model",
+        ),
+        (
+            ["--prefill-context-parallel-size", "2", "--workers", "1"],
+            "--workers: 1 worker decodes, too, and divides no",
+        ),
+        (["--prefill-context-parallel-size", "16"], "one host, which has up to 8; give fewer"),
         (["--decode-pipeline-size", "2"], "No such option"),
         (["--prefill-gpu", "H800X"], "--prefill-gpu"),
         (["--decode-gpu", "H100", "--workers", "1"], "--workers: 1 worker cannot have two kinds of GPUs"),

@@ -29,14 +29,14 @@ CONFIG = ClusterSettings.of(Path("model"))
 class Workers:
     """Workers that take their assignments as fast as the test says, and a log of the memberships meanwhile."""
 
-    def __init__(self, roles: dict[str, Role], topology: Topology, prefill_stages: int = 1) -> None:
+    def __init__(self, roles: dict[str, Role], topology: Topology, prefill_only: str = "") -> None:
         self.registry = Registry()
         self.busy: set[str] = set()
         """The workers whose halves do not become empty."""
         self.deaf: set[str] = set()
         self.seen: list[tuple[str, dict[str, Role | None]]] = []
         self.infos: dict[str, WorkerInfo] = {}
-        self.assignments = Assignments(self.registry, topology, roles, self._send_assignment, prefill_stages)
+        self.assignments = Assignments(self.registry, topology, roles, self._send_assignment, prefill_only)
         for worker_id, role in roles.items():
             self.start(worker_id, 1, topology.assignment(role))
         self._tasks = [asyncio.ensure_future(self._note()), asyncio.ensure_future(self.assignments.run())]

@@ -140,7 +140,7 @@ async def test_who_takes_too_long_follows_later(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_a_prefill_worker_with_pipeline_stages_is_not_asked_to_decode() -> None:
-    workers = Workers({"a": P, "b": D}, DISAGGREGATED, prefill_stages=2)
+    workers = Workers({"a": P, "b": D}, DISAGGREGATED, prefill_only="--prefill-pipeline-size")
     await workers.assignments.cover_role_of("b")
     workers.die("b")
     assert workers.assignments.wanted("a").role is P
@@ -157,7 +157,7 @@ async def test_a_prefill_worker_with_pipeline_stages_is_not_asked_to_decode() ->
 
 
 async def test_after_a_takeover_without_decode_workers_pipeline_stages_do_not_decode() -> None:
-    workers = Workers({"a": P, "b": D}, DISAGGREGATED, prefill_stages=2)
+    workers = Workers({"a": P, "b": D}, DISAGGREGATED, prefill_only="--prefill-pipeline-size")
     workers.assignments.inherit(DISAGGREGATED, {"a": P, "b": D}, drained=["b"])
     assert workers.assignments.wanted("a").role is P
     await workers.stop()

@@ -1,5 +1,6 @@
 """Limits of options are named in errors, and roles become slots."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tandem.protocol.policy_name import PolicyName
 from tandem.protocol.speculation_method import SpeculationMethod
 from tandem.settings.cluster import ClusterSettings
 from tandem.settings.planner import PlannerMode, PlannerSettings
+from tandem.worker.assignment import check_role
 from tandem.worker.config import WorkerConfig
 
 
@@ -112,7 +114,9 @@ def test_prefill_workers_alone_divide_the_tokens_of_prompts() -> None:
     config = ClusterSettings.of(model=Path("m"), prefill=1, decode=1, device="cuda", context_parallel_size=3)
     slots = plan(config, gpus=8)
     assert [list(slot.gpus) for slot in slots] == [[0, 1, 2], [3]]
-    assert [worker_config(config, slot).engine.context_parallel_size for slot in slots] == [3, 1]
+    engines = [worker_config(config, slot).engine for slot in slots]
+    assert [engine.context_parallel_size for engine in engines] == [3, 1]
+    assert [engine.max_step_tokens for engine in engines] == [3 * 2048, 2048], "those of each rank"
 
 
 def test_on_other_hosts_ray_gives_each_worker_a_gpu() -> None:
@@ -259,6 +263,24 @@ def test_on_other_hosts_ray_gives_each_worker_all_its_gpus() -> None:
     )
     assert bundle(plan(config, gpus=0)[0]) == {"prefill": 1.0, "decode": 1.0, "GPU": 2.0}
     assert offer(config)["GPU"] == 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "option"),
+    [
+        ({}, ""),
+        ({"tensor_parallel_size": 2}, ""),
+        ({"pipeline_parallel_size": 2}, "--prefill-pipeline-size"),
+        ({"context_parallel_size": 2}, "--prefill-context-parallel-size"),
+    ],
+)
+def test_the_option_with_which_prefill_workers_cannot_decode(sizes: dict[str, Any], option: str) -> None:
+    """They refuse the role of decode workers, so they must not be asked to stand in for one."""
+    config = ClusterSettings.of(model=Path("m"), prefill=1, decode=1, **sizes)
+    assert config.prefill_only_option == option
+    engine = worker_config(config, plan(config, gpus=0)[0]).engine
+    with pytest.raises(InvalidArgument) if option else nullcontext():
+        check_role(Role.BOTH, engine)
 
 
 def test_a_chosen_gpu_is_kept() -> None:

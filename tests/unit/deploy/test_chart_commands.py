@@ -65,6 +65,13 @@ def test_prefill_workers_with_pipeline_stages_get_the_gpus_of_all_stages(chart: 
     check_places(manifests)
 
 
+def test_prefill_workers_that_divide_tokens_get_the_gpus_of_all_ranks(chart: Chart) -> None:
+    sizes = "serving.prefillContextParallelSize=4,groups.prefill.gpu.count=4"
+    manifests = chart.render("--set", sizes)
+    assert parsed(driver(manifests)["command"])[1]["prefill_context_parallel_size"] == 4
+    check_places(manifests)
+
+
 def check_places(manifests: Sequence[Manifest]) -> None:
     """Checks that `tandem up` needs as many Ray resources as all pods have."""
     name, options = parsed(driver(manifests)["command"])
@@ -80,6 +87,7 @@ def check_places(manifests: Sequence[Manifest]) -> None:
         prefill_tensor_parallel_size=options["prefill_tensor_parallel_size"],
         decode_tensor_parallel_size=options["decode_tensor_parallel_size"],
         pipeline_parallel_size=options["prefill_pipeline_size"],
+        context_parallel_size=options["prefill_context_parallel_size"],
         ray_address=options["address"],
         places_timeout_s=options["places_timeout"],
         start_timeout_s=options["start_timeout"],

@@ -46,6 +46,20 @@ GATEWAY = "gateway.enabled=true,gateway.parentRefs[0].name=public"
             "serving.prefillPipelineSize=2,serving.draft=/models/x",
             r"serving.prefillPipelineSize excludes serving.draft",
         ),
+        ("serving.prefillContextParallelSize=0", r"'/serving/prefillContextParallelSize': minimum: got 0, want 1"),
+        ("serving.prefillContextParallelSize=2", r"groups.prefill: the workers of a pod need 2 GPUs"),
+        (
+            "serving.prefillContextParallelSize=2,planner.mode=on",
+            r"prefillContextParallelSize excludes planner.mode on",
+        ),
+        (
+            "serving.prefillContextParallelSize=2,serving.prefillTensorParallelSize=2",
+            r"serving.prefillContextParallelSize excludes prefill workers that divide the model",
+        ),
+        (
+            "serving.prefillContextParallelSize=2,serving.prefillPipelineSize=2",
+            r"serving.prefillContextParallelSize excludes prefill workers that divide the model",
+        ),
         (
             f"{GROUPS},groups.both.gpu.count=7",
             r"groups.both: the workers of a pod need 8 GPUs .*, gpu.count is 7",

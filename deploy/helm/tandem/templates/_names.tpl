@@ -73,16 +73,21 @@ tandem/release: {{ .Release.Name }}
 {{- fail (printf "serving.%s is for serving.mode disaggregated: set serving.tensorParallelSize" $setting) -}}
 {{- end -}}
 {{- end -}}
-{{- if gt (int .Values.serving.prefillPipelineSize) 1 -}}
-{{- if ne .Values.serving.mode "disaggregated" -}}
-{{- fail "serving.prefillPipelineSize is for serving.mode disaggregated, whose decode workers have one stage: set it to 1" -}}
+{{- range $setting := list "prefillPipelineSize" "prefillContextParallelSize" -}}
+{{- if gt (int (index $.Values.serving $setting)) 1 -}}
+{{- if ne $.Values.serving.mode "disaggregated" -}}
+{{- fail (printf "serving.%s is for serving.mode disaggregated, whose decode workers have none of it: set it to 1" $setting) -}}
 {{- end -}}
-{{- if eq .Values.planner.mode "on" -}}
-{{- fail "serving.prefillPipelineSize excludes planner.mode on, which changes the roles of workers: set one of them to 1 or off" -}}
+{{- if eq $.Values.planner.mode "on" -}}
+{{- fail (printf "serving.%s excludes planner.mode on, which changes the roles of workers: set one of them to 1 or off" $setting) -}}
 {{- end -}}
-{{- if .Values.serving.draft -}}
-{{- fail "serving.prefillPipelineSize excludes serving.draft: set one of them to 1 or empty" -}}
+{{- if $.Values.serving.draft -}}
+{{- fail (printf "serving.%s excludes serving.draft: set one of them to 1 or empty" $setting) -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if and (gt (int .Values.serving.prefillContextParallelSize) 1) (or (gt (int (.Values.serving.prefillTensorParallelSize | default .Values.serving.tensorParallelSize)) 1) (gt (int .Values.serving.prefillPipelineSize) 1)) -}}
+{{- fail "serving.prefillContextParallelSize excludes prefill workers that divide the model: set prefillTensorParallelSize and prefillPipelineSize to 1" -}}
 {{- end -}}
 {{- if eq .Values.serving.mode "disaggregated" -}}
 {{- range $role := list "prefill" "decode" -}}
@@ -97,13 +102,13 @@ tandem/release: {{ .Release.Name }}
 {{- $all := $.Values.serving.tensorParallelSize -}}
 {{- $gpus := mul $all (max $group.places.prefill $group.places.decode) -}}
 {{- if eq $.Values.serving.mode "disaggregated" -}}
-{{- $gpus = add (mul $group.places.prefill ($.Values.serving.prefillTensorParallelSize | default $all) $.Values.serving.prefillPipelineSize) (mul $group.places.decode ($.Values.serving.decodeTensorParallelSize | default $all)) -}}
+{{- $gpus = add (mul $group.places.prefill ($.Values.serving.prefillTensorParallelSize | default $all) $.Values.serving.prefillPipelineSize $.Values.serving.prefillContextParallelSize) (mul $group.places.decode ($.Values.serving.decodeTensorParallelSize | default $all)) -}}
 {{- end -}}
 {{- if lt (int (include "tandem.maxReplicas" $group)) (int $group.replicas) -}}
 {{- fail (printf "groups.%s.maxReplicas is less than replicas, %d" $name (int $group.replicas)) -}}
 {{- end -}}
 {{- if and (gt (int (include "tandem.maxReplicas" $group)) 0) (eq $.Values.serving.device "cuda") (gt (int $gpus) (int $group.gpu.count)) -}}
-{{- fail (printf "groups.%s: the workers of a pod need %d GPUs (places × tensor parallel size × prefill pipeline size), gpu.count is %d" $name (int $gpus) (int $group.gpu.count)) -}}
+{{- fail (printf "groups.%s: the workers of a pod need %d GPUs (places × tensor parallel size × prefill pipeline or context parallel size), gpu.count is %d" $name (int $gpus) (int $group.gpu.count)) -}}
 {{- end -}}
 {{- end -}}
 {{- if gt (add .Values.drain.seconds 60) (int .Values.drain.gracePeriodSeconds) -}}

@@ -25,6 +25,9 @@
 {{- if gt (int .Values.serving.prefillPipelineSize) 1 }}
 - --prefill-pipeline-size={{ .Values.serving.prefillPipelineSize | int }}
 {{- end }}
+{{- if gt (int .Values.serving.prefillContextParallelSize) 1 }}
+- --prefill-context-parallel-size={{ .Values.serving.prefillContextParallelSize | int }}
+{{- end }}
 {{- if eq .Values.serving.mode "disaggregated" }}
 - --prefill={{ include "tandem.places" (dict "root" . "role" "prefill") }}
 - --decode={{ include "tandem.places" (dict "root" . "role" "decode") }}

@@ -124,16 +124,20 @@ class CpuKernels(Kernels):
             raise Internal("On CPUs the tokens of a step are known before it starts.")
         return F.embedding(token_ids, table)
 
-    def norm_linear(self, hidden: Tensor, norm: Norm, linear: Linear) -> Tensor:
+    def norm_linear(self, hidden: Tensor, norm: Norm | None, linear: Linear) -> Tensor:
         """Compute RMSNorm as a job, then the product, with PyTorch or as a job like `linear`."""
+        if norm is None:
+            return self.linear(hidden, linear)
         if _is_long(hidden, linear):
             return self.linear(self._norm(hidden, norm), linear)
         out = torch.empty(len(hidden), len(linear.weight), dtype=self._dtype)
         self._product(cpu_jobs.NORM_LINEAR, hidden, self._normed_memory(hidden.numel()), norm, linear, out)
         return out
 
-    def norm_gate_up(self, hidden: Tensor, norm: Norm, gate_up: Linear, activation: str = "silu") -> Tensor:
+    def norm_gate_up(self, hidden: Tensor, norm: Norm | None, gate_up: Linear, activation: str = "silu") -> Tensor:
         """Compute RMSNorm as a job, then the gated product, with PyTorch or as a job like `linear`."""
+        if norm is None:
+            return self.gate_up(hidden, gate_up, activation)
         if _is_long(hidden, gate_up):
             return self._long.gate_up(self._norm(hidden, norm), gate_up, activation)
         if not _halves_are_apart(gate_up.weight):

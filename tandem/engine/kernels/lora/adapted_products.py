@@ -63,7 +63,7 @@ class AdaptedProducts(Products):
         """Prepare the weight with `base`, and attach the weight's LoRA tables."""
         return replace(self._base.prepare(linear), adapters=self._tables.get(id(linear.weight)))
 
-    def norm_linear(self, hidden: Tensor, norm: Norm, linear: Linear) -> Tensor:
+    def norm_linear(self, hidden: Tensor, norm: Norm | None, linear: Linear) -> Tensor:
         """Compute the product, and add the LoRA update."""
         update = self._start(hidden, norm, linear)
         out = self._base.norm_linear(hidden, norm, linear)
@@ -71,7 +71,7 @@ class AdaptedProducts(Products):
             update.add_to(out)
         return out
 
-    def norm_gate_up(self, hidden: Tensor, norm: Norm, gate_up: Linear, activation: str = "silu") -> Tensor:
+    def norm_gate_up(self, hidden: Tensor, norm: Norm | None, gate_up: Linear, activation: str = "silu") -> Tensor:
         """Compute the product, add the LoRA update, and apply the activation."""
         update = self._start(hidden, norm, gate_up)
         if update is None:
@@ -103,6 +103,10 @@ class AdaptedProducts(Products):
             self._base.feed_forward(hidden, layer)
         else:
             super().feed_forward(hidden, layer)
+
+    def norms_apart(self, hidden: Tensor, linear: Linear) -> bool:
+        """Answer for the base product; the kernels of the updates compute the norm themselves."""
+        return self._base.norms_apart(hidden, linear)
 
     def _start(self, x: Tensor, norm: Norm | None, linear: Linear) -> LoraUpdate | None:
         return None if linear.adapters is None else self.updates.start(x, norm, linear.adapters)

@@ -67,6 +67,11 @@ def fuses(tokens: int, weight: PackedWeight) -> bool:
     return tokens <= (min(_NARROW_FUSED_TOKENS, FUSED_TOKENS) if narrow else FUSED_TOKENS)
 
 
+def norms_apart(hidden: Tensor) -> bool:
+    """Return True for many tokens, and for float16, which cannot represent x ∘ norm for every x."""
+    return len(hidden) > FUSED_NORM_TOKENS or hidden.dtype == torch.float16
+
+
 def dequantized_for(tokens: int, linear: Linear, dtype: torch.dtype) -> Linear:
     """Return the linear layer with a dequantized weight if a step of `tokens` tokens needs one, else unchanged."""
     weight = linear.weight
@@ -193,11 +198,8 @@ def _is_float(weight: PackedWeight) -> bool:
 
 
 def _normed(hidden: Tensor, norm: Norm | None, pdl: bool) -> tuple[Tensor, Norm | None]:
-    """Return the input of a product, and the norm that the product's kernel still has to apply, or None.
-
-    float16 cannot represent x ∘ norm for every x, so the norm of float16 inputs is always applied here.
-    """
-    if norm is None or (len(hidden) <= FUSED_NORM_TOKENS and hidden.dtype != torch.float16):
+    """Return the input of a product, and the norm that the product's kernel still has to apply, or None."""
+    if norm is None or not norms_apart(hidden):
         return hidden, norm
     return rms_norm(hidden, norm, pdl=pdl), None
 

@@ -14,7 +14,7 @@ from tandem.engine.kernels.unpacked import unpacked
 
 
 class PackedProducts(Protocol):
-    """Interface of the products with one form of prepared weight; like `base.Products`, but the norm may be None."""
+    """Interface of the products with one form of prepared weight, as in `base.Products`."""
 
     def norm_linear(self, hidden: Tensor, norm: Norm | None, linear: Linear, *, pdl: bool) -> Tensor:
         """Return RMSNorm(hidden) · weightᵀ + bias."""
@@ -26,6 +26,9 @@ class PackedProducts(Protocol):
 
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor, *, pdl: bool) -> None:
         """Add x · weightᵀ + bias to `hidden` in place."""
+
+    def norms_apart(self, hidden: Tensor) -> bool:
+        """Return True if the products launch the norm of `hidden` as a kernel of its own."""
 
 
 def products_of(weight: PackedWeight) -> PackedProducts:

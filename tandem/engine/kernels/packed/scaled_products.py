@@ -99,6 +99,11 @@ def linear_add(x: Tensor, linear: Linear, hidden: Tensor, *, pdl: bool) -> None:
     _add(quantized(x, None, _scaled(linear), pdl=pdl), linear, hidden, pdl=pdl)
 
 
+def norms_apart(hidden: Tensor) -> bool:
+    """Return False: the kernel that quantizes the input applies the norm."""
+    return False
+
+
 def feed_forward(hidden: Tensor, layer: DenseLayer, *, pdl: bool) -> None:
     """Add a feed-forward network to hidden [T, H] in place, see `Products.feed_forward`.
 

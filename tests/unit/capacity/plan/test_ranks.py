@@ -20,11 +20,13 @@ from tandem.cost_model.step_collectives import StepCollectives
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import StepWork, chunk_pairs
 from tandem.engine.config.sharding import rank_spec
+from tandem.engine.models.load_spec import load_spec
 from tandem.engine.models.shapes import shape_config
 from tandem.protocol.cost_parameters import CostParameters
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.mode import Mode
 from tandem.settings.slo import SloClass
+from tests.factories import write_tiny_model
 
 RESULTS = Path(__file__).parents[4] / "benchmarks" / "results"
 FREE = CostParameters(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -79,6 +81,30 @@ def test_more_ranks_are_faster_and_never_as_much_as_they_are_more() -> None:
         assert alone.token_s / ranks < group.token_s < alone.token_s
     slow = replace(DEVICES["H200"], link_bytes_per_s=DEVICES["L4"].link_bytes_per_s)
     assert roofline(model, slow.ceilings, ranks=2).token_s > 2 * groups[0].token_s, "without NVLink"
+
+
+def test_ranks_that_divide_tokens_have_the_predicted_prompt_time() -> None:
+    """By hand for 8,192 tokens of the 8B model: half of the tokens and pairs, and 32 gathers of 16 MiB of KV."""
+    measured, model = measured_ranks("llama-3-8b"), shape_config("llama-3-8b")
+    alone, two = (StepCost(roofline(model, context_ranks=ranks)) for ranks in (1, 2))
+    work = work_of("prefill_ms_1x8192")
+    link = 0.58 * DEVICES["H200"].link_bytes_per_s
+    gathers_s = 32 * (19e-6 + (16 << 20) / link) + (64 << 20) / link
+    half = StepWork(4096, chunk_pairs(8192, 0) / 2)
+    assert two.seconds(work) == pytest.approx(alone.seconds(half) + gathers_s, rel=0.002)
+    measured_alone_ms = measured["alone_prefill_ms_1x8192"]
+    assert two.seconds(work) / alone.seconds(work) * measured_alone_ms == pytest.approx(105, rel=0.02)
+    assert two.seconds(work) < StepCost(roofline(model, ranks=2)).seconds(work), "sums move eight times as many bytes"
+    decoding = StepWork(decode_rows=8, decode_context_tokens=8192)
+    assert two.seconds(decoding) == pytest.approx(alone.seconds(decoding), rel=0.01), "each rank decodes as a whole"
+
+
+@pytest.mark.parametrize("shape", ["llama-3-8b", "qwen3-30b-a3b"])
+def test_more_ranks_that_divide_tokens_compute_long_prompts_faster(shape: str) -> None:
+    model, work = shape_config(shape), StepWork(32_768, chunk_pairs(32_768, 0))
+    seconds = [StepCost(roofline(model, context_ranks=ranks)).seconds(work) for ranks in (1, 2, 4, 8)]
+    for ranks, group_s in zip((2, 4, 8), seconds[1:], strict=True):
+        assert seconds[0] / ranks < group_s < 1.2 * seconds[0] / ranks
 
 
 def inputs_of(shape: str, gpu: str, targets: LatencyTargets, rate: float, **fields: object) -> PlanInputs:
@@ -150,3 +176,46 @@ def test_a_number_that_does_not_divide_the_model_is_left_out() -> None:
     given = replace(kind, gpus=8, group_sizes=())
     with pytest.raises(InvalidArgument, match="4 attention heads cannot be divided among 8 ranks"):
         replace(inputs_of("llama-3-8b", "H200", LatencyTargets(), 1.0), decode=given).with_fewest_gpus()
+
+
+def long_prompts(shape: str, ttft_s: float) -> PlanInputs:
+    kind = WorkerKind(shape, shape_config(shape), DEVICES["H200"], group_sizes=GROUP_SIZES)
+    demand = Demand(0.3, 32_000, 100)
+    return PlanInputs(kind, kind, demand, LatencyTargets(ttft_s, 0.025), compares_context_ranks=True)
+
+
+def test_long_prompts_with_a_strict_target_are_divided_where_that_takes_fewer_gpus() -> None:
+    strict = long_prompts("llama-3.1-8b", 0.6)
+    chosen, without = strict.with_fewest_gpus(), replace(strict, compares_context_ranks=False).with_fewest_gpus()
+    assert chosen.prefill.context_ranks == chosen.prefill.gpus > 1
+    assert chosen.decode.context_ranks == 1
+    assert chosen.gpus(chosen.split()) < without.gpus(without.split())
+    memory, alone = (kind.memory(strict.demand) for kind in (chosen.prefill, strict.prefill))
+    assert memory.kv_bytes_per_token == alone.kv_bytes_per_token
+    assert memory.weight_bytes == pytest.approx(alone.weight_bytes, rel=1e-3), "each has the whole model"
+    loose = long_prompts("llama-3.1-8b", 20.0).with_fewest_gpus()
+    assert loose.prefill.context_ranks == 1
+
+
+def test_the_tokens_of_models_with_states_are_planned_undivided(tmp_path: Path) -> None:
+    prefill = long_prompts("llama-3.1-8b", 1.0).prefill
+    assert [kind.gpus for kind in prefill.context_groups()] == [2, 4, 8]
+    with_states = replace(prefill, model=load_spec(write_tiny_model(tmp_path, "qwen3_next")))
+    assert with_states.context_groups() == []
+    with pytest.raises(InvalidArgument, match="a state depends on all earlier tokens"):
+        replace(with_states, gpus=2, context_ranks=2).groups()
+
+
+def test_simulated_prompts_take_as_long_as_the_cost_model_says() -> None:
+    """A prompt alone: its chunks follow each other, and the hand-over of the last one adds little."""
+    demand, slo = Demand(0.01, 8000, 20), SloClass("plan", ttft_s=1.0, itl_s=0.025)
+    one = WorkerKind("llama-3.1-8b", shape_config("llama-3.1-8b"), DEVICES["H200"])
+    four = replace(one, gpus=4, context_ranks=4)
+    assert four.hardware(demand).links == 1, "the first rank hands over the KV of all tokens"
+    assert four.hardware(demand).step_tokens == four.facts(demand).chunk_tokens == 4 * 2048
+    apart = Strategy("disaggregated 1:1", Mode.DISAGGREGATED, 1, 1)
+    for kind in (one, four):
+        machine = kind.hardware(demand)
+        trial = Trial(one.hardware(demand), apart, Mix(0.01, 8000, 20, 0.0), slo, Network(), prefill=machine)
+        alone_s = demand.lone_prompt_seconds(StepCost(kind.costs), kind.facts(demand).chunk_tokens)
+        assert trial.load(0.01).ttft_p50_s == pytest.approx(alone_s, rel=0.25)

@@ -115,6 +115,11 @@ def test_wide_layers_are_worth_graphs_of_fewer_tokens(name: str, most: int) -> N
     assert len(sizes) < 75, "each takes its time at the start"
 
 
+def test_ranks_that_divide_tokens_have_graphs_of_the_steps_that_are_too_short_to_divide() -> None:
+    sizes = prompt_graph_sizes(shape_config("llama-3-8b"), 16384, 100, divides_tokens=True)
+    assert max(size.tokens for size in sizes) == 1024
+
+
 def test_a_step_with_answers_fills_tiles() -> None:
     """The cost model relies on it: the chunk that it fits to the end of a tile fills a graph."""
     sizes = prompt_graph_sizes(shape_config("llama-3-8b"), max_step_tokens=16384, max_answers=256)

@@ -19,8 +19,8 @@ from tests.ranks import Boards, ThreadCollectives, group_runner
 
 TOLERANCE = 2e-5
 IDS = [(7 * position + 3) % 157 for position in range(60)]
-FAMILIES = ("llama3", "qwen3_moe", "gpt_oss", "gemma3", "deepseek_v3")
-"""GQA, a mixture of experts, windows with sinks, windows in groups, and latent attention."""
+FAMILIES = ("llama3", "qwen3_moe", "gpt_oss", "gemma3", "gemma4", "mimo_v2_flash", "deepseek_v3", "deepseek_v32")
+"""GQA, a mixture of experts, windows with sinks, windows in groups, latent attention, and that of chosen tokens."""
 
 
 def steps(pages: list[int]) -> list[StepBatch]:
@@ -51,7 +51,8 @@ def stored(cache: PagedCache) -> list[torch.Tensor]:
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(("family", "kv_dtype"), [*((family, "auto") for family in FAMILIES), ("llama3", "int8")])
 def test_logits_and_kv_are_those_of_one_rank(family: str, kv_dtype: str, ranks: int, tmp_path: Path) -> None:
-    config = tiny_engine_config(write_tiny_model(tmp_path, family), kv_cache_bytes=8 << 20, kv_cache_dtype=kv_dtype)
+    folder = write_tiny_model(tmp_path, family, **({"num_kv_shared_layers": 2} if family == "gemma4" else {}))
+    config = tiny_engine_config(folder, kv_cache_bytes=8 << 20, kv_cache_dtype=kv_dtype)
     single = ModelRunner.load(config, kernels=ReferenceKernels())
     wanted = logits_of(single)
     with group_runner(config, ranks, divides_tokens=True) as (runner, followers):

@@ -13,9 +13,9 @@ import torch
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.model import MixtureOfExperts
 from tandem.engine.config.sharding import Rank, rank_spec
-from tandem.engine.kernels.layers import Experts
+from tandem.engine.kernels.layers import Experts, Linear, Norm
 from tandem.engine.kernels.packed_weight import PackedWeight
-from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.kernels.reference import ReferenceKernels, rms_norm
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.models.load_spec import load_spec
 from tandem.engine.models.parameters import tensors_of
@@ -223,6 +223,45 @@ def test_a_term_that_is_added_before_the_sum_counts_once(
     """As on GPUs with long prompts."""
     monkeypatch.setattr(ThreadCollectives, "sums_in_place", lambda _, total: len(total) > 4)
     assert_same_logits(tiny_engine_config(write_tiny_model(tmp_path, "llama3")), 2, stages=stages)
+
+
+@pytest.mark.parametrize(
+    ("family", "fuses"),
+    [
+        *((family, True) for family in ("llama3", "qwen3_moe", "deepseek_v3", "nemotron_h")),
+        *((family, False) for family in ("gemma2", "cohere2", "exaone4")),
+    ],
+)
+def test_a_norm_after_a_sum_is_computed_with_it(
+    family: str, fuses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs with some dozens of tokens. Norms of other kinds, or of the output, do not follow a sum."""
+    with_sum: set[int] = set()
+    with_product: set[int] = set()
+    norm_linear = ReferenceKernels.norm_linear
+
+    def add_sum(self: ThreadCollectives, part: torch.Tensor, total: torch.Tensor, norm: Norm | None) -> Any:
+        self.all_reduce(part)
+        total += part
+        if norm is None:
+            return None
+        with_sum.add(id(norm))
+        return rms_norm(total, norm.weight, norm.eps)
+
+    def apply(self: ReferenceKernels, hidden: torch.Tensor, norm: Norm | None, linear: Linear) -> torch.Tensor:
+        with_product.add(id(norm))
+        return norm_linear(self, hidden, norm, linear)
+
+    config = tiny_engine_config(write_tiny_model(tmp_path, family), kv_cache_bytes=8 << 20)
+    wanted = logits_of(ModelRunner.load(config, kernels=ReferenceKernels()))
+    monkeypatch.setattr(ThreadCollectives, "all_reduce_add", add_sum)
+    monkeypatch.setattr(ReferenceKernels, "norms_apart", lambda *_: True)
+    monkeypatch.setattr(ReferenceKernels, "norm_linear", apply)
+    with group_runner(config, 2) as (runner, _):
+        actual = logits_of(runner)
+    torch.testing.assert_close(actual, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+    assert bool(with_sum) is fuses
+    assert not with_sum & with_product
 
 
 @pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (1, 2)])

@@ -23,7 +23,8 @@ from kv_transfer.layout import KVLayout
 from kv_transfer.rank_plan import RankedPages, even_stages, pool_page_bytes
 from kv_transfer.ranks.group_transport import SLACK_S, GroupTransport, rank_peer
 from kv_transfer.ranks.page_sums import GroupPageSums
-from kv_transfer.ranks.remote_transport import RemoteTransport, serve_transport
+from kv_transfer.ranks.remote_transport import RemoteTransport
+from kv_transfer.ranks.transport_server import serve_transport
 from tandem.engine.cache.page_checksums import page_checksums
 from tandem.engine.cache.paged_cache import kernel_view
 from tandem.engine.config.kv import KvGroup

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -84,9 +85,16 @@ def test_steps_are_counted_by_what_was_in_them(metrics: WorkerMetrics) -> None:
     assert [registry.histogram(f.STEP_OVER_PREDICTED, phase).count for phase in ("prefill", "mixed")] == [1, 1]
 
 
-def test_a_worker_of_several_gpus_reports_their_exchanges(metrics: WorkerMetrics) -> None:
+@pytest.mark.parametrize(
+    "group",
+    [
+        StepCollectives(2, 65, 8192, 128_256, 4.5e11),
+        StepCollectives(2, 1, 8192, 0, 4.5e11, kv_gathers=32, kv_bytes=131_072),
+    ],
+    ids=["tensor parallel", "context parallel"],
+)
+def test_a_worker_of_several_gpus_reports_their_exchanges(group: StepCollectives, metrics: WorkerMetrics) -> None:
     """The time is what the cost model adds to these steps."""
-    group = StepCollectives(2, 65, 8192, 128_256, 4.5e11)
     works = DECODE, PROMPT, StepWork(3, 6.0, 4, 90)
     for work in works:
         metrics.step(work, 1.0, 1.0)
@@ -96,6 +104,16 @@ def test_a_worker_of_several_gpus_reports_their_exchanges(metrics: WorkerMetrics
     assert facts[f.WORKER_RANKS] == 2
     assert facts[f.STEP_COLLECTIVES] == pytest.approx(seconds)
     assert rank_facts(metrics, None, 1) == {f.WORKER_RANKS: 1}
+
+
+def test_a_rank_computes_its_tokens_of_steps_with_prompts() -> None:
+    alone, divided = Utilization(ROOFLINE), Utilization(replace(ROOFLINE, token_ranks=2))
+    for used in (alone, divided):
+        used.step(PROMPT, 1.0)
+    assert (divided.flops, divided.bytes) == (alone.flops / 2, alone.bytes)
+    for used in (alone, divided):
+        used.step(DECODE, 1.0)
+    assert divided.flops - alone.flops / 2 == pytest.approx(4200 / 2), "each rank decodes as a whole"
 
 
 def test_utilization_is_of_the_newest_steps() -> None:
