@@ -101,7 +101,11 @@ def test_drafts_are_refused(tmp_path: Path) -> None:
     assert caught.value.field == "draft"
 
 
-def test_the_tokens_of_models_with_states_are_not_divided(tmp_path: Path) -> None:
-    config = tiny_engine_config(write_tiny_model(tmp_path, "qwen3_next"))
-    with pytest.raises(InvalidArgument, match="a state depends on all earlier tokens"):
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [("qwen3_next", "a state depends on all earlier tokens"), ("gemma4_e2b", "embeddings of each layer")],
+)
+def test_the_tokens_of_some_models_are_not_divided(family: str, reason: str, tmp_path: Path) -> None:
+    config = tiny_engine_config(write_tiny_model(tmp_path, family))
+    with pytest.raises(InvalidArgument, match=reason):
         ModelRunner.load(config, collectives=ThreadCollectives(Rank(0, 2, divides_tokens=True), Boards(2)))
