@@ -16,20 +16,28 @@ from tandem.engine.kernels.experts.triton_experts import ExpertKernels
 from tandem.engine.kernels.layers import Experts, ExpertsLayer, Norm
 from tandem.engine.kernels.packed_weight import PackedWeight
 from tandem.engine.kernels.triton_launch import overlaps_launches
+from tandem.engine.models.allocation import empty_packed
 from tandem.engine.models.shapes import shape_config
 from tandem.engine.weights.quantized.rounding import rounded
+from tandem.engine.weights.random_weights import fill_packed
 
 FORMS = {
     "int8": (Codes.INT8, 0),
     "fp8": (Codes.FLOAT8, 0),
     "fp8_blocks": (Codes.FLOAT8, 128),
     "int4": (Codes.INT4, 128),
+    "mxfp4": (Codes.FLOAT4, 32),
 }
 """The quantized weights that are measured, by name: their type and the columns per group; 0 = one scale per row."""
+_E8M0 = "float8_e8m0fnu"
 
 
 def _packed(weight: Tensor, form: str) -> PackedWeight:
     codes, group = FORMS[form]
+    if codes is Codes.FLOAT4:
+        packed = empty_packed(tuple(weight.shape), Packing(codes, group, offsets=False, scales=_E8M0), weight.device)
+        fill_packed(packed, torch.Generator(weight.device).manual_seed(0), float(weight[0].float().std()))
+        return packed
     packing = Packing(codes, group or weight.shape[-1], offsets=False)
     # A few experts at a time, because they are widened to float32.
     parts = [rounded(experts, packing) for experts in torch.split(weight, 16)]

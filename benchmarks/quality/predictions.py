@@ -19,7 +19,7 @@ from router.text.tokenizer import Tokenizer
 from tandem.cli.quantization.quality_view import quality_table
 from tandem.cli.quantization.sample_text import sample_text, text_hash, token_samples
 from tandem.engine.config import EngineConfig
-from tandem.engine.config.quantization import Codes
+from tandem.engine.config.quantization import AT_LOAD
 from tandem.engine.models.load_spec import load_spec
 from tandem.engine.quality.loading import load_for_comparison
 from tandem.engine.quality.teacher_forced import COMPANY, compare
@@ -34,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, help="the reference: Hugging Face folder or GGUF file")
     parser.add_argument("--candidate", type=Path, help="the model that is compared (the reference's own folder)")
     parser.add_argument("--dtype", choices=_DTYPES, default="auto", help="of the candidate (auto)")
-    parser.add_argument("--quantization", choices=list(Codes), help="of the candidate's 16-bit weights, at load")
+    parser.add_argument("--quantization", choices=AT_LOAD, help="of the candidate's 16-bit weights, at load")
     parser.add_argument("--kv-cache-dtype", default="auto", help="of the candidate: auto, int8 or fp8 (auto)")
     parser.add_argument("--reference-dtype", choices=_DTYPES, default="auto", help="(auto)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (cpu)")

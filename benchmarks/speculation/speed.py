@@ -175,6 +175,8 @@ async def measure_shape(chosen: argparse.Namespace, console: Console) -> dict[st
         kv_cache_bytes=None if on_gpu else KV_BYTES,
         max_batch_requests=max(batches),
         random_weights=True,
+        draft=chosen.draft,
+        mtp=chosen.method == SpeculationMethod.MTP,
         draft_graphs=True,
         threads=chosen.threads,
     )
@@ -182,11 +184,19 @@ async def measure_shape(chosen: argparse.Namespace, console: Console) -> dict[st
     runner = ModelRunner.load(engine)
     start_s = round(time.perf_counter() - began, 1)
     console.print(f"started in {start_s} s")
-    table = StepTable(runner, engine, context=chosen.context, steps=chosen.steps)
+    method = SpeculationMethod(chosen.method)
+    table = StepTable(runner, engine, context=chosen.context, steps=chosen.steps, method=method)
     rows = await table.rows(batches, console)
     console.print(step_table.table_of(rows))
     facts = {"context": chosen.context, "steps": chosen.steps, "start_s": start_s, "drafts": "accepted by chance"}
-    return {"model": chosen.shape, "dtype": runner.facts.dtype, **facts, "rows": rows, **run_facts(chosen.device)}
+    return {
+        "model": chosen.shape,
+        "method": chosen.method,
+        "dtype": runner.facts.dtype,
+        **facts,
+        "rows": rows,
+        **run_facts(chosen.device),
+    }
 
 
 def table_of(rows: Sequence[dict[str, object]]) -> Table:

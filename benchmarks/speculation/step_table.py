@@ -27,7 +27,7 @@ from tandem.protocol.messages import SamplingParams
 from tandem.protocol.speculation_method import SpeculationMethod
 
 CHANCE = DraftSource(ProposerName.NGRAM, 1)
-"""The source of all drafts."""
+"""The source of the drafts of `ChanceProposer`."""
 
 
 class ChanceProposer:
@@ -156,14 +156,19 @@ class StepTable:
         steps: int,
         alphas: Sequence[float] = ALPHAS,
         drafts: Sequence[int] = DRAFTS,
+        method: SpeculationMethod = SpeculationMethod.NGRAM,
     ) -> None:
-        """Store the tokens per prompt, the steps per figure, and the fixed numbers of draft tokens."""
+        """Store the tokens per prompt, the steps per figure, and the fixed numbers of draft tokens.
+
+        With n-grams as `method`, proposing takes no time; with others, the engine's own weights propose.
+        """
         self._runner = runner
         self._engine = engine
         self._context = context
         self._steps = steps
         self._alphas = alphas
         self._drafts = drafts
+        self._method = method
 
     async def rows(self, batches: Sequence[int], console: Console) -> list[Figures]:
         """Return the figures of each batch size and acceptance rate, and print them as they are measured."""
@@ -175,8 +180,9 @@ class StepTable:
                 )
             plain: Figures = {"off_tokens_per_s": round(off_per_s, 1), "off_ms": _ms(off_s), "off_graph_misses": misses}
             chance = Chance(0.0)
-            async with CountingWorker.open(self._runner, self._engine, SpeculationMethod.NGRAM) as drafting:
-                drafting.speculation._proposer = ChanceProposer()
+            async with CountingWorker.open(self._runner, self._engine, self._method) as drafting:
+                if self._method is SpeculationMethod.NGRAM:
+                    drafting.speculation._proposer = ChanceProposer()
                 with chance.accepting():
                     for alpha in self._alphas:
                         chance.alpha = alpha

@@ -32,7 +32,7 @@ from benchmarks.strategies.rows import ADAPTIVE, ALL, NONE
 from benchmarks.strategies.table import as_text, common_load, figures, make_rows
 from tandem.cli.load.run import LoadSettings
 from tandem.cost_model.devices import DEVICES
-from tandem.engine.config.quantization import Codes
+from tandem.engine.config.quantization import AT_LOAD
 from tandem.settings.engine import KV_DTYPES
 
 _OF_ALL_LOADS = ("device", "workers", "set", "seconds", "drain_seconds", "seed", "length_scale", "slowdown", "ask")
@@ -67,7 +67,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     virtual.add_argument("--costs", type=Path, default=None, help="JSON with the fields of CostParameters")
     virtual.add_argument("--misjudged", type=float, default=1.0, help="predicted ÷ true seconds of a step")
     virtual.add_argument("--gpu", default="H200", help=f"of the roofline without --costs: {', '.join(DEVICES)}")
-    virtual.add_argument("--quantization", choices=list(Codes), help="weights rounded at load, as with `tandem up`")
+    virtual.add_argument("--quantization", choices=AT_LOAD, help="weights rounded at load, as with `tandem up`")
     virtual.add_argument("--kv-cache-dtype", choices=KV_DTYPES, default="auto", help="as with `tandem up` (auto)")
     virtual.add_argument("--tensor-parallel-size", type=at_least(1), default=1, help="GPUs of each worker")
     virtual.add_argument("--kv-gib", type=float, default=100.0, help="KV cache of each GPU")

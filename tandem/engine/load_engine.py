@@ -54,7 +54,7 @@ from tandem.engine.speculation.load_draft import (
     MakeProposer,
     ModelWithDraft,
     draft_model_of,
-    eagle_proposer,
+    head_proposer,
     model_with_draft,
     split_kv,
 )
@@ -119,7 +119,7 @@ class LoadedParts:
     allowed_drafts: AllowedDrafts
     """`GrammarMasks.allowed_drafts`: returns how many draft tokens a grammar allows."""
     draft_proposer: MakeProposer | None
-    """Creates the proposer that uses the weights of `EngineConfig.draft`; None without draft weights."""
+    """Creates the proposer that uses the weights of a draft or of the MTP layer; None without such weights."""
     drawn_hidden: Tensor | None
     """The hidden states of sampling rows (`HiddenStateModel.drawn_hidden`); None if nothing reads them."""
 
@@ -189,7 +189,7 @@ class _Setting:
     def kv_memory(self, config: EngineConfig) -> KvMemory:
         """Return the memory of the KV pages, which the target shares with a draft that has KV."""
         default = CPU_KV_CACHE_BYTES if is_cpu(self.device) else None
-        return split_kv(config, self.own_spec, self.page_tokens, self.device, default)
+        return split_kv(config, self.own_spec, self.page_tokens, self.device, default, whole=self.spec)
 
     def weight_bytes(self, config: EngineConfig) -> int:
         """Return the memory in bytes of the weights, the adapter slots, and the draft weights."""
@@ -233,7 +233,7 @@ def load_parts(
     start_head = partial(start, setting=replace(setting, collectives=None))
     proposer = (
         loaded.proposer
-        or eagle_proposer(loaded, start_head, config, page_tokens, kv)
+        or head_proposer(loaded, start_head, config, page_tokens, kv, whole=setting.spec)
         or draft_model_of(load_another, config, spec, page_tokens, kv)
     )
     cache, stepper = start(replace(config, kv_cache_bytes=kv.target), loaded.model, setting=setting, on_step=on_step)
@@ -265,7 +265,7 @@ def load_rank(
     `load_parts` does.
     """
     setting = _Setting.of(config, kernels, collectives)
-    config = replace(config, kv_cache_bytes=setting.kv_memory(config).target, draft=None, keep_hidden=False)
+    config = replace(config, kv_cache_bytes=setting.kv_memory(config).target, draft=None, mtp=False, keep_hidden=False)
     setting.prepare_device(config)
     loaded, adapters = _load_model(config, setting, None)
     cache, stepper = _start(config, loaded.model, setting=setting, masks=None)
@@ -301,6 +301,7 @@ def _load_model(
                 parameters,
                 kernels,
                 setting.kernels,
+                whole=setting.spec,
                 adapted=adapted,
                 collectives=setting.collectives,
             )

@@ -244,7 +244,7 @@ SPECULATION_DRAFTING = counter(
 )
 SPECULATION_MODEL_BYTES = gauge(
     "speculation_model_bytes",
-    "Memory of what proposes drafts: weights, and KV pages of a draft model or EAGLE head.",
+    "Memory of what proposes drafts: weights, and KV pages of a draft model, EAGLE head or MTP layer.",
     "kind",
 )
 SPECULATION_SPEEDUP = gauge(

@@ -15,3 +15,5 @@ class SpeculationMethod(StrEnum):
     """Like `NGRAM`, and proposes also from earlier answers of the same tenant."""
     DRAFT = "draft"
     """Proposes with a model in the folder `--draft`: a small model with the same tokens, or heads on hidden states."""
+    MTP = "mtp"
+    """Proposes with the multi-token prediction layer of the model's own checkpoint."""

@@ -225,9 +225,9 @@ class ClusterSettings(Settings):
             refuse(option, f"is for prefill workers; give --mode {Mode.DISAGGREGATED}")
         if self.planner.actions is PlannerMode.ON:
             refuse(option, "excludes --planner on: workers change roles, and only prefill workers have stages")
-        for other, used in (("--draft", self.engine.draft), ("--lora", self.engine.has_loras)):
-            if used:
-                refuse(other, f"excludes {option}; leave one of them out")
+        self._refuse_draft_weights(option)
+        if self.engine.has_loras:
+            refuse("--lora", f"excludes {option}; leave one of them out")
 
     def _check_context_ranks(self) -> None:
         if self.engine.context_parallel_size == 1:
@@ -240,8 +240,14 @@ class ClusterSettings(Settings):
         tensor_ranks = self.prefill_tensor_parallel_size or self.engine.tensor_parallel_size
         if tensor_ranks > 1 or self.engine.pipeline_parallel_size > 1:
             refuse(option, "excludes prefill workers that divide the model; give them tensor and pipeline sizes of 1")
+        self._refuse_draft_weights(option)
+
+    def _refuse_draft_weights(self, option: str) -> None:
+        """Refuse weights that propose drafts, which exclude `option`."""
         if self.engine.draft is not None:
             refuse("--draft", f"excludes {option}; leave one of them out")
+        if self.worker.speculate is SpeculationMethod.MTP:
+            refuse("--speculate", f"mtp excludes {option}; choose another method, or leave {option} out")
 
     def _check_draft(self) -> None:
         method, draft = self.worker.speculate, self.engine.draft

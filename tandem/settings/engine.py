@@ -159,7 +159,7 @@ class EngineSettings(Settings):
     draft: Path | None = setting(
         None,
         help="Folder of --speculate draft: a small model with the same tokens, which gets a part of the KV cache's"
-        " memory, an EAGLE head, likewise, or Medusa heads; its config.json says which.",
+        " memory, a head of EAGLE-1 or EAGLE-3, likewise, or Medusa heads; its config.json says which.",
         topic=Topic.SPECULATION,
         parse=resolved,
     )

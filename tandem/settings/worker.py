@@ -46,7 +46,8 @@ class WorkerSettings(Settings):
         SpeculationMethod.AUTO,
         help="Speculative decoding: ngram = verify what followed the last tokens when they occurred before, several"
         " tokens a step where that pays; suffix = also in earlier answers of the tenant; draft = what the model or"
-        " heads of --draft propose; off; auto = ngram on a CPU, off on GPUs. Answers are the same.",
+        " heads of --draft propose; mtp = what the multi-token prediction layer of the checkpoint proposes; off; auto ="
+        " ngram on a CPU, off on GPUs. Answers are the same.",
         topic=Topic.SPECULATION,
         choices=SpeculationMethod,
     )

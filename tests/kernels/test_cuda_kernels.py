@@ -21,6 +21,7 @@ from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.messages import SamplingParams
 from tests.eagle_heads import write_eagle
 from tests.factories import write_tiny_model
+from tests.mtp_models import LAYOUTS, write_mtp
 from tests.soak import soak
 
 DRAW = SamplingInput(SamplingParams(max_tokens=1, temperature=0.0), 0)
@@ -76,12 +77,24 @@ def test_logits_of_the_plain_kernels(folder: Path, kv_dtype: torch.dtype | None)
         torch.testing.assert_close(ours.logits(step), plain.logits(step), rtol=tolerance, atol=tolerance)
 
 
-def test_an_eagle_head_guesses_as_with_the_plain_kernels(tmp_path: Path) -> None:
-    shape = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
-    model = write_tiny_model(tmp_path / "model", hidden_size=128, num_hidden_layers=1, vocab_size=67, **shape)
-    head = write_eagle(tmp_path / "head", 128, 67, tokens=[1, 5, 9, 20, 33, 40, 66], **shape)
+@pytest.mark.parametrize("kind", ["EAGLE-1", "EAGLE-3", "glm4_moe", "deepseek_v3"])
+def test_a_head_guesses_as_with_the_plain_kernels(kind: str, tmp_path: Path) -> None:
+    shape: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+    few = [1, 5, 9, 20, 33, 40, 66]
+    if kind in LAYOUTS:
+        if kind == "deepseek_v3":
+            shape = {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 64, "qk_rope_head_dim": 16}
+        model = write_mtp(tmp_path, kind, hidden_size=128, vocab_size=67, **shape)
+        drafting: dict[str, Any] = {"mtp": True}
+    elif kind == "EAGLE-3":
+        model = write_tiny_model(tmp_path / "model", hidden_size=128, num_hidden_layers=3, vocab_size=67, **shape)
+        layers = {"shapes": {"fc.weight": (128, 256)}, "eagle_aux_hidden_state_layer_ids": [1, 2]}
+        drafting = {"draft": write_eagle(tmp_path / "head", 128, 67, third=True, tokens=few, **layers, **shape)}
+    else:
+        model = write_tiny_model(tmp_path / "model", hidden_size=128, num_hidden_layers=1, vocab_size=67, **shape)
+        drafting = {"draft": write_eagle(tmp_path / "head", 128, 67, tokens=few, **shape)}
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = EngineConfig.of(model, device=device, dtype="float32", page_tokens=16, kv_cache_bytes=1 << 20, draft=head)
+    config = EngineConfig.of(model, device=device, dtype="float32", page_tokens=16, kv_cache_bytes=1 << 20, **drafting)
     kernels = CudaKernels(load_spec(model), torch.device(device), torch.float32, 16, 4)
     ours, plain = (drafts(ModelRunner.load(config, kernels=backend)) for backend in (kernels, ReferenceKernels()))
     assert ours == plain

@@ -14,6 +14,7 @@ from tandem.net.address import address_of, is_loopback
 from tandem.net.security.credentials import check_guarded
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.messages import Role
+from tandem.protocol.speculation_method import SpeculationMethod
 from tandem.settings.cluster import ClusterSettings
 from tandem.settings.engine import GIB, GPU_PAGE_TOKENS
 
@@ -125,15 +126,15 @@ def check_page(config: ClusterSettings) -> None:
         return
     engine = _engine(config)
     device = torch.device(config.engine.device)
-    shape = bounded(load_spec(config.served.model), config.engine.max_model_len)
-    shape, page_tokens = parse_pages(engine, device, shape)
+    whole = bounded(load_spec(config.served.model), config.engine.max_model_len)
+    whole, page_tokens = parse_pages(engine, device, whole)
     # The fewer ranks, the larger the page of each.
-    shape = rank_spec(shape, min(config.tensor_ranks_of(role) for role in config.worker_counts()))
+    shape = rank_spec(whole, min(config.tensor_ranks_of(role) for role in config.worker_counts()))
     dtypes = parse_kv_dtype(engine, device, shape), parse_dtype(engine, device, shape)
     needed = cache_bytes(shape, 1, page_tokens, *dtypes)
-    pages = split_kv(engine, shape, page_tokens, device, config.engine.kv_pool_bytes).target or 0
+    pages = split_kv(engine, shape, page_tokens, device, config.engine.kv_pool_bytes, whole=whole).target or 0
     if pages < needed:
-        beside = "" if pages == config.engine.kv_pool_bytes else ", without the draft model's part,"
+        beside = "" if pages == config.engine.kv_pool_bytes else ", without the part of the drafts,"
         raise InvalidArgument(
             "--kv-cache-gib",
             f"{pages / GIB:.4g} GiB{beside} hold no page of {page_tokens} tokens, which takes "
@@ -158,13 +159,22 @@ def check_loras(config: ClusterSettings) -> None:
 
 
 def check_draft(config: ClusterSettings) -> None:
-    """Check the folder of --draft against the model. Raises ModelError, which says what cannot be served."""
-    if config.engine.draft is None:
+    """Check the folder of --draft, or the MTP layer of the checkpoint, against the model.
+
+    Raises ModelError, which says what cannot be served.
+    """
+    engine = _engine(config)
+    if engine.draft is None and not engine.mtp:
         return
     from tandem.engine.models.load_spec import load_spec
-    from tandem.engine.speculation.draft_folder import check_draft_folder
+    from tandem.engine.speculation.draft_folder import check_draft_folder, read_head
+    from tandem.engine.speculation.eagle.mtp import MtpLayer
 
-    check_draft_folder(config.engine.draft, load_spec(config.served.model), config.served.tokenizer_folder)
+    spec = load_spec(config.served.model)
+    if engine.draft is not None:
+        check_draft_folder(engine.draft, spec, config.served.tokenizer_folder)
+    elif isinstance(layer := read_head(engine, spec), MtpLayer):
+        layer.check()
 
 
 def check_weights(config: ClusterSettings) -> None:
@@ -250,7 +260,8 @@ def _divided(config: ClusterSettings, role: Role, stored: "ModelSpec") -> "Model
 
 def _engine(config: ClusterSettings) -> EngineConfig:
     """Return an engine configuration for computing the sizes of weights and pages; it does not serve."""
-    return EngineConfig(config.served, **config.engine.values())
+    mtp = config.worker.speculate is SpeculationMethod.MTP
+    return EngineConfig(config.served, mtp=mtp, **config.engine.values())
 
 
 def warn_if_open(config: ClusterSettings) -> None:

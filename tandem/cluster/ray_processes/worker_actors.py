@@ -137,6 +137,7 @@ class WorkerActors:
             **settings.values(),
             # The router alone knows the model's other names.
             served=replace(cluster.served, served_model_names=(cluster.served.name,)),
+            mtp=cluster.worker.speculate is SpeculationMethod.MTP,
             draft_graphs=cluster.worker.speculate not in {SpeculationMethod.AUTO, SpeculationMethod.OFF},
         )
         steps = {

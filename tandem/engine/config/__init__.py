@@ -20,6 +20,11 @@ class EngineConfig(EngineSettings):
 
     Only workers with speculative decoding need these graphs.
     """
+    mtp: bool = False
+    """True to load the multi-token prediction layer of the model's checkpoint, which proposes draft tokens.
+
+    It excludes `draft`.
+    """
     keep_hidden: bool = False
     """True to keep the hidden states of rows that sample a token even without `draft`, to train heads."""
 

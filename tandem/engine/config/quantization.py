@@ -27,12 +27,19 @@ class WeightFormat(StrEnum):
     """The format of compressed-tensors with one float8_e4m3fn byte per weight."""
     FP8_BLOCKS = "fp8"
     """The format of DeepSeek and Qwen3: one float8_e4m3fn byte per weight, with one scale per block."""
+    MXFP4 = "mxfp4"
+    """The format of gpt-oss: FP4 codes, with one E8M0 scale per 32 columns."""
+    NVFP4 = "nvfp4"
+    """The format of ModelOpt: FP4 codes, with one E4M3 scale per 16 columns and one float32 scale per weight."""
+    NVFP4_PACK_QUANTIZED = "nvfp4-pack-quantized"
+    """The format of compressed-tensors that differs from `NVFP4` only in the reciprocal of the float32 scale."""
     Q8_0 = "Q8_0"
-    """A block type of GGUF, as are Q4_0, Q4_1, Q4_K and Q6_K."""
+    """A block type of GGUF, as are Q4_0, Q4_1, Q4_K, Q6_K and MXFP4."""
     Q4_0 = "Q4_0"
     Q4_1 = "Q4_1"
     Q4_K = "Q4_K"
     Q6_K = "Q6_K"
+    MXFP4_BLOCKS = "MXFP4"
     ROUND_TO_NEAREST = "round-to-nearest"
     """16-bit weights, which are quantized by rounding to nearest while they are loaded."""
 
@@ -43,12 +50,19 @@ class Codes(StrEnum):
     INT8 = "int8"
     FLOAT8 = "fp8"
     INT4 = "int4"
+    FLOAT4 = "fp4"
+    """E2M1: a sign, two bits of exponent and one of mantissa."""
 
 
+AT_LOAD = (Codes.INT8, Codes.FLOAT8, Codes.INT4)
+"""The codes to which 16-bit weights can be rounded while they are loaded."""
 _HALF_SCALES = {WeightFormat.Q8_0, WeightFormat.Q4_0, WeightFormat.Q4_1}
 """Formats whose scales and offsets are kept in float16, as stored; those of other formats are kept in float32."""
+_NVFP4 = {WeightFormat.NVFP4, WeightFormat.NVFP4_PACK_QUANTIZED}
 LEAST_GROUP = 16
 """Minimum number of columns in a group; weights with smaller groups are dequantized at load."""
+_FLOAT4_COLUMNS = 32
+"""A weight of FP4 codes has a multiple of this number of columns, or is dequantized at load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +105,14 @@ class WeightScheme:
 
         A weight is dequantized, to the model's dtype, if the columns of a group are scattered. It is also dequantized
         if the largest group size that divides both the scheme's groups and the row is below `LEAST_GROUP`, or odd for
-        4-bit codes.
+        4-bit codes; and if its codes are FP4, and its columns are no multiple of 32.
         """
+        if self.codes is Codes.FLOAT4:
+            if columns % _FLOAT4_COLUMNS:
+                return None
+            assert self.group is not None
+            scales = "float8_e4m3fn" if self.format in _NVFP4 else "float8_e8m0fnu"
+            return Packing(self.codes, self.group, offsets=False, scales=scales)
         if self.format is WeightFormat.ROUND_TO_NEAREST:
             group = _rounding_group(self.codes, columns)
         else:
@@ -147,7 +167,7 @@ class Quantization:
 def at_load(name: str) -> Quantization:
     """Return the quantization of a model whose 16-bit weights are quantized while they are loaded.
 
-    All linear layers of the decoder layers are quantized. `name` is `int8`, `fp8` or `int4`. With fp8, the inputs of
+    All linear layers of the decoder layers are quantized. `name` is one of `AT_LOAD`. With fp8, the inputs of
     the linear layers are quantized as well.
     """
     codes = Codes(name)

@@ -12,6 +12,10 @@ TILE = 128
 """Number of columns whose 4-bit codes are packed together."""
 CENTRE = 8
 """The 4-bit code that stands for zero in weights without offsets."""
+FLOAT4_TILE = 64
+"""Number of columns whose FP4 codes are packed together."""
+FLOAT4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The numbers of E2M1 without their sign, by their codes 0 to 7; codes 8 to 15 are their negatives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,23 +102,62 @@ class PackedWeight:
         return weight.reshape(*outer, columns).to(dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class Float4Weight(PackedWeight):
+    """A weight [..., N, K] of FP4 codes: weight[n, k] = E2M1(codes[n, k]) · scales[n, k // group] · factors[n].
+
+    codes   [..., N, K / 2] uint8, planar as in `PackedWeight`, but in tiles of `FLOAT4_TILE` columns
+    scales  [..., N, K / group] float8_e8m0fnu (MXFP4, groups of 32) or float8_e4m3fn (NVFP4, groups of 16)
+    offsets None
+    factors [..., N] float32
+
+    An E2M1 number times its scale is exact in bfloat16, and twice an E2M1 number is an integer.
+    """
+
+    factors: Tensor
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """Return the tensors: codes, scales and factors."""
+        return self.codes, self.scales, self.factors
+
+    def _at(self, index: int | slice | Tensor) -> Float4Weight:
+        return Float4Weight(self.codes[index], self.scales[index], None, self.group, self.factors[index])
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [..., N, K] in `dtype`, computed in float32 and rounded once."""
+        weight = float4_numbers(unpack_nibbles(self.codes, FLOAT4_TILE))
+        scales = self.scales.to(torch.float32) * self.factors[..., None]
+        return (torch.unflatten(weight, -1, (-1, self.group)) * scales[..., None]).flatten(-2).to(dtype)
+
+    def as_int8(self) -> PackedWeight:
+        """Return the same weight with 8-bit codes, and scales in float32."""
+        codes = (2 * float4_numbers(unpack_nibbles(self.codes, FLOAT4_TILE))).to(torch.int8)
+        return PackedWeight(codes, self.scales.to(torch.float32) * self.factors[..., None] / 2, None, self.group)
+
+
 Weight = Tensor | PackedWeight
 """A plain tensor, or a packed weight."""
 
 
-def pack_nibbles(codes: Tensor) -> Tensor:
+def float4_numbers(codes: Tensor) -> Tensor:
+    """Return the float32 numbers of E2M1 codes, uint8 with values 0 to 15."""
+    numbers = (*FLOAT4_VALUES, *(-value for value in FLOAT4_VALUES))
+    return torch.tensor(numbers, dtype=torch.float32, device=codes.device)[codes.int()]
+
+
+def pack_nibbles(codes: Tensor, tile: int = TILE) -> Tensor:
     """Pack codes [..., K] of 0 to 15, K even, into the layout of `PackedWeight.codes` → [..., K / 2] uint8."""
 
     def pack(tiles: Tensor) -> Tensor:
         lower, upper = tiles.tensor_split(2, dim=-1)
         return upper << 4 | lower
 
-    return _by_tile(codes.to(torch.uint8), TILE, pack)
+    return _by_tile(codes.to(torch.uint8), tile, pack)
 
 
-def unpack_nibbles(packed: Tensor) -> Tensor:
+def unpack_nibbles(packed: Tensor, tile: int = TILE) -> Tensor:
     """Return the codes [..., K] uint8 that `pack_nibbles` packed."""
-    return _by_tile(packed, TILE // 2, lambda tiles: torch.cat((tiles & 15, tiles >> 4), dim=-1))
+    return _by_tile(packed, tile // 2, lambda tiles: torch.cat((tiles & 15, tiles >> 4), dim=-1))
 
 
 def _by_tile(values: Tensor, tile: int, convert: Callable[[Tensor], Tensor]) -> Tensor:

@@ -26,7 +26,7 @@ from tandem.engine.config.model import (
 from tandem.engine.config.quantization import Codes, Packing, WeightFormat, WeightScheme
 from tandem.engine.kernels.held_weight import held_bytes
 from tandem.engine.kernels.layers import Experts, Linear
-from tandem.engine.kernels.packed_weight import PackedWeight, Weight
+from tandem.engine.kernels.packed_weight import Float4Weight, PackedWeight, Weight
 from tandem.engine.models.families import slots_of
 from tandem.engine.models.parameters import (
     AttentionParameters,
@@ -63,6 +63,9 @@ _PACKED_FIELDS = {
 _PLAIN_FIELDS = {"router", "shared_gate", "head_weights"}
 """The fields that no tool quantizes, even if its configuration includes all linear layers."""
 _CODES = {Codes.INT8: torch.int8, Codes.FLOAT8: torch.float8_e4m3fn, Codes.INT4: torch.uint8}
+"""The dtype of the codes of a `PackedWeight`; those of a `Float4Weight` are uint8."""
+_WITHOUT_SUFFIX = {WeightFormat.MXFP4, WeightFormat.MXFP4_BLOCKS}
+"""Formats of experts that a checkpoint stacks in one tensor, whose name does not end with `.weight`."""
 
 
 class QuantizedWeights(NamedTuple):
@@ -93,7 +96,7 @@ def allocate_parameters(spec: ModelSpec, dtype: torch.dtype, device: torch.devic
         return made[id(shape)]
 
     def empty(shape: Tensor, packing: Packing) -> PackedWeight:
-        return _empty_packed(tuple(shape.shape), packing, device)
+        return empty_packed(tuple(shape.shape), packing, device)
 
     return _mapped(_plain_parameters(spec, dtype, _META), make)
 
@@ -218,7 +221,8 @@ def quantized_weights(spec: ModelSpec) -> QuantizedWeights:
 
 def packing_of(weight: PackedWeight) -> Packing:
     """Return the format of a packed weight."""
-    codes = next(name for name, dtype in _CODES.items() if dtype == weight.codes.dtype)
+    is_float4 = isinstance(weight, Float4Weight)
+    codes = Codes.FLOAT4 if is_float4 else next(name for name, dtype in _CODES.items() if dtype == weight.codes.dtype)
     scales = str(weight.scales.dtype).removeprefix("torch.")
     return Packing(codes, weight.group, weight.offsets is not None, scales, weight.quantized_inputs)
 
@@ -233,13 +237,19 @@ def _scheme(spec: ModelSpec, name: str, slot: ParameterSlot, field: str) -> Weig
         return None
     if scheme.format is WeightFormat.ROUND_TO_NEAREST:
         return scheme if field in _PACKED_FIELDS and scheme.packing(slot.tensor.shape[-1]) else None
-    return scheme if name.endswith(".weight") and slot.shape is None else None
+    named = name.endswith(".weight") or scheme.format in _WITHOUT_SUFFIX
+    return scheme if named and slot.shape is None else None
 
 
-def _empty_packed(shape: tuple[int, ...], packing: Packing, device: torch.device) -> PackedWeight:
+def empty_packed(shape: tuple[int, ...], packing: Packing, device: torch.device) -> PackedWeight:
+    """Return an uninitialized packed weight [..., N, K]."""
     *outer, columns = shape
-    stored = columns // 2 if packing.codes is Codes.INT4 else columns
     scales = partial(torch.empty, (*outer, columns // packing.group), dtype=getattr(torch, packing.scales))
+    if packing.codes is Codes.FLOAT4:
+        codes = torch.empty(*outer, columns // 2, dtype=torch.uint8, device=device)
+        factors = torch.empty(outer, dtype=torch.float32, device=device)
+        return Float4Weight(codes, scales(device=device), None, packing.group, factors)
+    stored = columns // 2 if packing.codes is Codes.INT4 else columns
     return PackedWeight(
         torch.empty(*outer, stored, dtype=_CODES[packing.codes], device=device),
         scales(device=device),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.engine.config.model import ModelSpec, rope_of
-from tandem.engine.config.quantization import Codes, at_load, check_patterns
+from tandem.engine.config.quantization import AT_LOAD, at_load, check_patterns
 from tandem.engine.models.families import family_of, is_supported
 from tandem.engine.models.families.family import Json, parse_eos
 from tandem.engine.models.quantization_config import parse_quantization
@@ -82,13 +82,13 @@ def parse_spec(config: Json, generation: Json | None = None) -> ModelSpec:
 def quantized_at_load(spec: ModelSpec, name: str | None) -> ModelSpec:
     """Return the spec with the layers' weights quantized while they are loaded.
 
-    `name` is one of `Codes`; None = as stored. Raises InvalidArgument for another name, or if the checkpoint is already
-    quantized.
+    `name` is one of `AT_LOAD`; None = as stored. Raises InvalidArgument for another name, or if the checkpoint is
+    already quantized.
     """
     if name is None:
         return spec
-    if name not in set(Codes):
-        raise InvalidArgument("quantization", f"{name!r} is not known; use {', '.join(Codes)}.")
+    if name not in AT_LOAD:
+        raise InvalidArgument("quantization", f"{name!r} is not known; use {', '.join(AT_LOAD)}.")
     if spec.quantization is not None:
         raise InvalidArgument(
             "quantization",

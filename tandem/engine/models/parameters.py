@@ -252,7 +252,7 @@ class StoredPart:
         """
         if not self.ranges:
             return torch.zeros_like(stored)
-        divisor = group if self.dim == 1 else 1
+        divisor = group if self.dim == len(self.shape) - 1 else 1
         parts = [stored.narrow(self.dim, span.start // divisor, len(span) // divisor) for span in self.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 

@@ -18,23 +18,31 @@ _EMBEDDING = "model.embed_tokens"
 _OUTPUT = "lm_head"
 _BITS = {4: Codes.INT4, 8: Codes.INT8}
 _PACKED, _FLOAT, _INT = WeightFormat.PACK_QUANTIZED, WeightFormat.FLOAT_QUANTIZED, WeightFormat.INT_QUANTIZED
+_NVFP4_PACKED = WeightFormat.NVFP4_PACK_QUANTIZED
 GGUF_SCHEMES = {
     "Q8_0": WeightScheme(WeightFormat.Q8_0, Codes.INT8, 32),
     "Q4_0": WeightScheme(WeightFormat.Q4_0, Codes.INT4, 32),
     "Q4_1": WeightScheme(WeightFormat.Q4_1, Codes.INT4, 32, symmetric=False),
     "Q4_K": WeightScheme(WeightFormat.Q4_K, Codes.INT4, 32, symmetric=False),
     "Q6_K": WeightScheme(WeightFormat.Q6_K, Codes.INT8, 16),
+    "MXFP4": WeightScheme(WeightFormat.MXFP4_BLOCKS, Codes.FLOAT4, 32),
 }
 """The block types of GGUF whose codes can be kept; weights of other types are dequantized during conversion."""
-_SERVED = "awq, gptq, compressed-tensors, fp8, modelopt, fbgemm_fp8 and auto-round"
+_SERVED = "awq, gptq, compressed-tensors, fp8, mxfp4, modelopt, fbgemm_fp8 and auto-round"
+_STACKED_EXPERTS = r".*\.mlp\.experts\.(gate_up|down)_proj"
+"""The modules that MXFP4 quantizes: those of gpt-oss in which the experts of a layer are stacked."""
 _AUTO_ROUND_GPTQ = {
     "auto_round:auto_gptq": WeightFormat.GPTQ,
     "auto_round:gptqmodel": WeightFormat.GPTQ_V2,
     "auto_round": WeightFormat.GPTQ_V2,
 }
 """The packings of AutoRound that equal GPTQ's; the two differ in how zero points are stored."""
-_MODELOPT_FP8 = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
-"""The FP8 formats of ModelOpt: one scale per weight matrix, and one scale per row."""
+_MODELOPT = {
+    "FP8": WeightScheme(_FLOAT, Codes.FLOAT8, quantized_inputs=True),
+    "FP8_PER_CHANNEL_PER_TOKEN": WeightScheme(_FLOAT, Codes.FLOAT8, quantized_inputs=True),
+    "NVFP4": WeightScheme(WeightFormat.NVFP4, Codes.FLOAT4, 16),
+}
+"""The formats of ModelOpt by `quant_algo`; FP8 has one scale per weight matrix, or one scale per row."""
 
 
 def parse_quantization(config: Json) -> Quantization:
@@ -49,6 +57,7 @@ def parse_quantization(config: Json) -> Quantization:
         "gptq": _gptq,
         "compressed-tensors": _compressed_tensors,
         "fp8": _fp8,
+        "mxfp4": _mxfp4,
         "modelopt": _modelopt,
         "fbgemm_fp8": _fbgemm_fp8,
         "auto-round": _auto_round,
@@ -108,17 +117,27 @@ def _fp8(config: Json) -> Quantization:
     return Quantization("fp8", ((_EVERY, scheme),), _plain(config, _EMBEDDING, _OUTPUT))
 
 
+def _mxfp4(config: Json) -> Quantization:
+    scheme = WeightScheme(WeightFormat.MXFP4, Codes.FLOAT4, 32)
+    excluded = config.get("modules_to_not_convert") or ()
+    skipped = tuple((_wildcards(str(module)) + r"(\..*)?", None) for module in excluded)
+    return Quantization("mxfp4", (*skipped, (_STACKED_EXPERTS, scheme)))
+
+
 def _modelopt(config: Json) -> Quantization:
     """Read ModelOpt's settings: those in config.json, or those under `quantization` in hf_quant_config.json."""
     settings = config.get("quantization") or config
     algorithm = str(settings.get("quant_algo") or "").upper()
-    if algorithm not in _MODELOPT_FP8:
-        served = " and ".join(_MODELOPT_FP8)
+    if algorithm not in _MODELOPT:
+        served = ", ".join(_MODELOPT)
         raise refusal(f"modelopt, {algorithm or 'no quant_algo'}", f"which is not supported; {served} are")
+    scheme = _MODELOPT[algorithm]
+    group = settings.get("group_size")
+    if scheme.group is not None and group is not None and int(group) != scheme.group:
+        raise refusal(f"modelopt, {algorithm}, group_size {group}", f"which is not supported; {scheme.group} is")
     excluded = [str(module) for module in settings.get("exclude_modules") or settings.get("ignore") or ()]
     skipped = tuple((_wildcards(module), None) for module in excluded if "*" in module)
     plain = frozenset({_EMBEDDING, _OUTPUT, *(module for module in excluded if "*" not in module)})
-    scheme = WeightScheme(_FLOAT, Codes.FLOAT8, quantized_inputs=True)
     return Quantization("modelopt", (*skipped, (_EVERY, scheme)), plain)
 
 
@@ -185,6 +204,11 @@ def _scheme_of_group(group: Json, stored: object) -> WeightScheme:
     weights = group.get("weights") or {}
     bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy") or "tensor"
     name = f"compressed-tensors, {stored}"
+    if stored == _NVFP4_PACKED:
+        if (bits, kind, weights.get("group_size")) != (4, "float", 16):
+            described = f"{name}, {kind}{bits}, group_size {weights.get('group_size')}"
+            raise refusal(described, "which is not supported; float4 in groups of 16 is")
+        return WeightScheme(_NVFP4_PACKED, Codes.FLOAT4, 16)
     if bits not in _BITS or kind not in {"int", "float"} or (bits, kind) == (4, "float"):
         raise refusal(f"{name}, {kind}{bits}", "which is not supported; int4, int8 and float8 are")
     codes = _BITS[bits] if kind == "int" else Codes.FLOAT8

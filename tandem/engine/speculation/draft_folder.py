@@ -1,4 +1,7 @@
-"""The folder that `--draft` names: weights that propose draft tokens. Its config.json says of which kind they are."""
+"""The weights that propose draft tokens: those of the folder of `--draft`, or the model's own MTP layer.
+
+The config.json of the folder says of which kind its weights are.
+"""
 
 from enum import Enum
 from pathlib import Path
@@ -7,14 +10,23 @@ import torch
 
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.model import ModelSpec
+from tandem.engine.kernels.base import is_cpu
 from tandem.engine.models.load_spec import load_spec, read_json
-from tandem.engine.speculation.eagle.folder import STATES_A_ROW, is_eagle, read_eagle
+from tandem.engine.speculation.eagle.folder import EagleFolder, is_eagle, read_eagle
+from tandem.engine.speculation.eagle.mtp import MtpLayer
 from tandem.engine.speculation.heads.folder import CONFIG, read_heads
 from tandem.engine.speculation.heads.hidden_states import hidden_rows
-from tandem.engine.speculation.load_draft_model import check_draft_model, draft_config, draft_model_bytes
+from tandem.engine.speculation.load_draft_model import (
+    check_draft_model,
+    draft_config,
+    draft_model_bytes,
+    draft_path,
+)
 from tandem.protocol.errors import ModelError
 
 _HEADS_FIELD = "medusa_num_heads"
+_STATES_A_ROW = 2
+"""The number of hidden states that a row of a head's steps needs: its input and its output."""
 
 
 class DraftKind(Enum):
@@ -26,6 +38,8 @@ class DraftKind(Enum):
     """An EAGLE head: a decoder layer that reads the model's own hidden states."""
     MODEL = "model"
     """A complete, smaller model with the same vocabulary."""
+    MTP = "mtp"
+    """The multi-token prediction layer of the model's checkpoint, a decoder layer like an EAGLE head."""
 
 
 def draft_kind(folder: Path) -> DraftKind:
@@ -77,29 +91,52 @@ def drafting_model(folder: Path, spec: ModelSpec) -> ModelSpec | None:
     return read_eagle(folder, spec).spec if kind is DraftKind.EAGLE else load_spec(folder)
 
 
+def kind_of(config: EngineConfig) -> DraftKind | None:
+    """Return the kind of the weights that propose draft tokens; None without such weights.
+
+    Raises ModelError as `draft_kind` does.
+    """
+    if config.mtp:
+        return DraftKind.MTP
+    return None if config.draft is None else draft_kind(config.draft)
+
+
+def read_head(config: EngineConfig, spec: ModelSpec) -> EagleFolder | MtpLayer | None:
+    """Return the description of the EAGLE head or MTP layer of `config`; None if the drafts come from others.
+
+    `spec` is that of the whole target model. Raises ModelError if the head does not fit it, or if its family has no MTP
+    layer.
+    """
+    kind = kind_of(config)
+    if kind is DraftKind.MTP:
+        return MtpLayer.of(spec, None if config.random_weights else config.served.model)
+    return read_eagle(draft_path(config), spec) if kind is DraftKind.EAGLE else None
+
+
 def reads_output_layer(config: EngineConfig, spec: ModelSpec) -> bool:
-    """Return True if `config.draft` is heads that predict tokens with the output layer of the model `spec`."""
-    if config.draft is None:
-        return False
-    kind = draft_kind(config.draft)
-    heads = kind is DraftKind.HEADS and not read_heads(config.draft, spec).own_projection
-    return heads or kind is DraftKind.EAGLE
+    """Return True if heads of `config` predict tokens with the output layer of the whole model `spec`."""
+    if kind_of(config) is DraftKind.HEADS:
+        return not read_heads(draft_path(config), spec).own_projection
+    head = read_head(config, spec)
+    return head is not None and not (isinstance(head, EagleFolder) and head.own_projection)
 
 
 def draft_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the memory in bytes that `config.draft` needs in addition to the target model, not counting KV.
+    """Return the memory in bytes that drafts need in addition to the target model, not counting KV.
 
-    `spec` and `dtype` are those of the target model. Returns 0 without a draft. A draft model needs its weights; Medusa
-    heads need their weights and the hidden states that they read; an EAGLE head needs its weights and the hidden states
-    of the head and of the target model.
+    `spec` and `dtype` are those of the whole target model. Returns 0 without weights for drafts. A draft model needs
+    its weights; Medusa heads need their weights and the hidden states that they read; an EAGLE head or MTP layer needs
+    its weights and the hidden states of the head and of the target model.
     """
-    if config.draft is None:
+    kind = kind_of(config)
+    if kind is None:
         return 0
-    kind = draft_kind(config.draft)
     if kind is DraftKind.MODEL:
         return draft_model_bytes(config, device)
     hidden = hidden_rows(config) * spec.hidden_size * dtype.itemsize
-    if kind is DraftKind.EAGLE:
-        its = STATES_A_ROW * hidden_rows(draft_config(config)) * spec.hidden_size * dtype.itemsize
-        return read_eagle(config.draft, spec).memory_bytes(dtype.itemsize) + hidden + its
-    return read_heads(config.draft, spec).memory_bytes(spec, dtype.itemsize) + hidden
+    head = read_head(config, spec)
+    if head is None:
+        return read_heads(draft_path(config), spec).memory_bytes(spec, dtype.itemsize) + hidden
+    states = max(len(head.target_layers), 1) * hidden
+    states += _STATES_A_ROW * hidden_rows(draft_config(config)) * spec.hidden_size * dtype.itemsize
+    return head.memory_bytes(dtype, on_cpu=is_cpu(device)) + states

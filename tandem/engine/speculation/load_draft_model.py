@@ -76,14 +76,19 @@ def check_draft_model(folder: Path, spec: ModelSpec, tokenizer: Path) -> None:
         log.warning("The draft model %s has as many bytes as the model itself: its drafts hardly pay.", folder)
 
 
+def draft_path(config: EngineConfig) -> Path:
+    """Return the folder of the weights that propose draft tokens: that of `config.draft`, or the model's own."""
+    return config.draft or config.served.model
+
+
 def draft_config(config: EngineConfig) -> EngineConfig:
     """Return the settings of the draft model's engine, derived from the target's; the caller sets `kv_cache_bytes`."""
-    assert config.draft is not None
     return replace(
         config,
         # The folder of the draft model may have no tokenizer.
-        served=ModelSettings(config.draft, tokenizer=config.served.tokenizer_folder),
+        served=ModelSettings(draft_path(config), tokenizer=config.served.tokenizer_folder),
         draft=None,
+        mtp=False,
         loras=(),
         runtime_loras=False,
         max_model_len=None,
@@ -134,12 +139,11 @@ def load_draft_model(
     `total` is the KV memory of both models in bytes; None = the memory left on a GPU that already has the weights of
     the target. Raises ModelError if the model cannot be served or has another vocabulary.
     """
-    assert config.draft is not None
-    check_draft_model(config.draft, spec, config.served.tokenizer_folder)
+    check_draft_model(draft_path(config), spec, config.served.tokenizer_folder)
     device = parse_device(config.device)
     if total is None:
         total = kv_cache_bytes(device, config.gpu_memory_fraction, draft_model_bytes(config, device))
     share = kv_share(config, spec, page_tokens, device)
     runner = load(replace(draft_config(config), kv_cache_bytes=int(total * share)))
-    log.info("Draft model %s: %d KV pages", config.draft, runner.cache.pages)
+    log.info("Draft model %s: %d KV pages", draft_path(config), runner.cache.pages)
     return runner

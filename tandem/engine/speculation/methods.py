@@ -17,14 +17,16 @@ def make_proposer(
     models with `states` do not speculate: AUTO then means OFF, and other methods are refused with InvalidArgument.
 
     An `asynchronous` engine launches a step before it knows the tokens of the previous one, but draft tokens depend on
-    them, so AUTO then means OFF. `trained` creates the proposer of DRAFT. Raises InvalidArgument if DRAFT is set
-    without `trained`.
+    them, so AUTO then means OFF. `trained` creates the proposer of DRAFT or MTP. Raises InvalidArgument if either is
+    set and the engine has not loaded it.
     """
     if states:
         if method not in {SpeculationMethod.AUTO, SpeculationMethod.OFF}:
             raise InvalidArgument("speculate", f"{method} is not supported for models with state layers; use off.")
         return None
-    if method is SpeculationMethod.DRAFT:
+    if method in {SpeculationMethod.DRAFT, SpeculationMethod.MTP}:
+        if trained is None and method is SpeculationMethod.MTP:
+            raise InvalidArgument("speculate", "mtp: the engine has not loaded the multi-token prediction layer")
         if trained is None:
             raise InvalidArgument("draft", "is missing: it is the folder of the weights that propose drafts")
         return trained()

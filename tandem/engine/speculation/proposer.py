@@ -29,6 +29,8 @@ class ProposerName(StrEnum):
     MEDUSA = "medusa"
     DRAFT_MODEL = "draft_model"
     EAGLE = "eagle"
+    MTP = "mtp"
+    """The multi-token prediction layer of the model's own checkpoint."""
 
 
 class DraftSource(NamedTuple):
@@ -42,7 +44,7 @@ class DraftSource(NamedTuple):
 DRAFT_SOURCES = (
     *(DraftSource(ProposerName.NGRAM, match) for match in range(1, MATCH_MAX + 1)),
     *(DraftSource(ProposerName.SUFFIX, match) for match in range(1, NGRAM_MAX + 1)),
-    *(DraftSource(name) for name in (ProposerName.MEDUSA, ProposerName.DRAFT_MODEL, ProposerName.EAGLE)),
+    *(DraftSource(name) for name in ProposerName if name not in {ProposerName.NGRAM, ProposerName.SUFFIX}),
 )
 """All possible sources of drafts."""
 

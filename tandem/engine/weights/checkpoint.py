@@ -37,7 +37,7 @@ _ATTENTION_SCALES = tuple(f".{part}_{kind}" for part in ("q", "k", "v", "kv") fo
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _OWN_KV = re.compile(r"model\.layers\.\d+\.self_attn\.[kv]_(proj|norm)\.")
 _PREDICTING_MODULE = re.compile(r"(model\.)?mtp[._]")
-"""Begins the names of multi-token prediction modules that are not numbered as layers (ERNIE 4.5, K-EXAONE)."""
+"""Begins the names of multi-token prediction modules that are not numbered as layers (Qwen3-Next, MiMo, ERNIE 4.5)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class TensorNames:
     predicting_layers: int
     """The number of multi-token prediction layers after the model's own layers (DeepSeek-V3, GLM-4.5).
 
-    They are not computed.
+    They are not part of the model; `MtpLayer` reads the first of them.
     """
 
     @classmethod
@@ -120,8 +120,11 @@ def check_model(folder: Path) -> ModelSpec:
     names = TensorNames.of(spec, read_json(folder / "config.json"))
     entries = names.text_model(read_entries(folder))
     if spec.quantization is not None:
-        spec = replace(spec, quantization=_as_stored(spec.quantization, slots, quantized_weights(spec), entries))
-    _match(folder, slots, spec, names, entries)
+        spec = replace(spec, quantization=as_stored(spec.quantization, slots, quantized_weights(spec), entries))
+        # A family may store a weight in another layout if it is not quantized.
+        slots = slots_of(spec, allocate_parameters(spec, torch.float32, torch.device("meta")))
+        names = replace(names, spec=spec)
+    match_entries(folder, slots, names, entries)
     return spec
 
 
@@ -137,10 +140,8 @@ def load_weights(
     slots = rank_slots(spec, rank, parameters)
     config = read_json(folder / "config.json")
     names = TensorNames.of(spec, config)
-    entries = _match(folder, slots, spec, names, names.text_model(read_entries(folder)))
-    slots = {name: slot for name, slot in slots.items() if slot.tensor.device.type != "meta"}
+    entries = match_entries(folder, slots, names, names.text_model(read_entries(folder)))
     quantized = quantized_weights(rank_spec(spec, rank.count, rank.number))
-    schemes = {name: scheme for name, scheme in quantized.schemes.items() if name in slots}
     if quantized.dequantized:
         log.info(
             "%s: %s of %s quantized tensors are dequantized, as their columns or layers are in no order of the kernels",
@@ -150,6 +151,21 @@ def load_weights(
         )
     if text_part(config) is not config:
         log.info("%s: the text part is served, images and the like are not (%s)", folder, towers_of(config))
+    read_slots(slots, quantized.schemes, entries, progress)
+
+
+def read_slots(
+    slots: Mapping[str, ParameterSlot],
+    schemes: Mapping[str, WeightScheme],
+    entries: Mapping[str, TensorEntry],
+    progress: Progress | None = None,
+) -> None:
+    """Copy the tensors of `entries` to their slots, except those on the `meta` device.
+
+    `schemes` are the quantization schemes of a model's tensors, and `entries` are those of `match_entries`.
+    """
+    slots = {name: slot for name, slot in slots.items() if slot.tensor.device.type != "meta"}
+    schemes = {name: scheme for name, scheme in schemes.items() if name in slots}
     total = sum(_elements(entry.shape) for entry in entries.values())
     done = 0
 
@@ -233,15 +249,19 @@ def read_entries(folder: Path) -> dict[str, TensorEntry]:
     return entries
 
 
-def _as_stored(
+def as_stored(
     quantization: Quantization,
     slots: Mapping[str, ParameterSlot],
     quantized: QuantizedWeights,
     entries: Mapping[str, TensorEntry],
 ) -> Quantization:
-    """Return the quantization; modules that the checkpoint stores in 16 bits or more count as not quantized."""
+    """Return the quantization; modules that the checkpoint stores in 16 bits or more count as not quantized.
+
+    Only the modules of `slots` are looked up.
+    """
     plain = set()
-    for name, scheme in quantized.schemes.items():
+    for name in quantized.schemes.keys() & slots.keys():
+        scheme = quantized.schemes[name]
         codes = next(iter(stored_tensors(name, slots[name], scheme)))
         stored_plainly = name in entries and entries[name].dtype in FLOATS
         if stored_plainly and not quantization.at_load and (codes == name or codes not in entries):
@@ -249,15 +269,14 @@ def _as_stored(
     return replace(quantization, plain=quantization.plain | plain) if plain else quantization
 
 
-def _match(
-    folder: Path,
-    slots: Mapping[str, ParameterSlot],
-    spec: ModelSpec,
-    names: TensorNames,
-    entries: Mapping[str, TensorEntry],
+def match_entries(
+    folder: Path, slots: Mapping[str, ParameterSlot], names: TensorNames, entries: Mapping[str, TensorEntry]
 ) -> dict[str, TensorEntry]:
-    """Return the entries to load, after checking that none is missing, unknown, or of the wrong shape or dtype."""
-    schemes = quantized_weights(spec).schemes
+    """Return the entries to load, by name. Raises ModelError if any is missing, unknown, or of a wrong shape or dtype.
+
+    `slots` are those of the model of `names`, or of a part of it.
+    """
+    schemes = quantized_weights(names.spec).schemes
     wanted: dict[str, StoredTensor] = {}
     of: dict[str, WeightScheme | None] = {}
     for name, slot in slots.items():

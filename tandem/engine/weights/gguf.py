@@ -40,11 +40,13 @@ Float32 = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
 _MAGIC = b"GGUF"
-_VERSION = b"2"
+_VERSION = b"3"
 """A part of the cache key, which is changed when the converter's output changes, so that old folders are not used."""
 _DTYPE = "bfloat16"
 """The dtype of activations and KV of a quantized model on GPUs, because the file does not state one."""
 _HASHED_BYTES = 1 << 20
+_STACKED_BLOCKS = "MXFP4"
+"""The type of blocks that are kept in a weight in which the experts of a layer are stacked."""
 _PLAIN_TYPES = {"F64", "F32", "F16", "BF16"}
 """The GGUF types of weights that are not quantized."""
 
@@ -211,7 +213,9 @@ def _outputs(
         for join in architecture.joins:
             names = [f"blk.{number}.{name}" for name in join.inputs]
             if all(name in tensors for name in names):
-                outputs[f"model.layers.{number}.{join.name}"] = _joined(join, [tensors[name] for name in names])
+                outputs[f"model.layers.{number}.{join.name}"] = _joined(
+                    join, [tensors[name] for name in names], codes=codes
+                )
                 joined.update(names)
     for name, tensor in tensors.items():
         if name in joined:
@@ -225,7 +229,10 @@ def _outputs(
     return outputs
 
 
-def _joined(join: Join, tensors: list[ReaderTensor]) -> _Output:
+def _joined(join: Join, tensors: list[ReaderTensor], *, codes: bool) -> _Output:
+    kinds = {str(tensor.tensor_type.name) for tensor in tensors}
+    if codes and join.join_blocks is not None and kinds == {_STACKED_BLOCKS}:
+        return _joined_blocks(join.join_blocks, tensors)
     # GGUF lists dimensions from the fastest-varying one, safetensors from the slowest-varying one.
     shapes = [tuple(map(int, tensor.shape[::-1])) for tensor in tensors]
     shape = tuple(join.compute(*(torch.empty(shape, device="meta") for shape in shapes)).shape)
@@ -236,6 +243,16 @@ def _joined(join: Join, tensors: list[ReaderTensor]) -> _Output:
         return result
 
     return _Output("F32", shape, read, sum(int(tensor.n_elements) for tensor in tensors))
+
+
+def _joined_blocks(join: Callable[..., torch.Tensor], tensors: list[ReaderTensor]) -> _Output:
+    shape = tuple(join(*(torch.empty(tensor.data.shape, device="meta") for tensor in tensors)).shape)
+
+    def read() -> Bytes:
+        result: Bytes = join(*(torch.tensor(tensor.data) for tensor in tensors)).numpy()
+        return result
+
+    return _Output("U8", shape, read, math.prod(shape), _STACKED_BLOCKS)
 
 
 def _copied(

@@ -26,6 +26,11 @@ class Join:
     """The name of the result without the prefix `model.layers.N.`."""
     compute: Callable[..., Tensor]
     """The function of the tensors, which must also work on the device `meta`."""
+    join_blocks: Callable[..., Tensor] | None = None
+    """The same for the quantized blocks of the tensors, of which it only reorders rows; None = blocks are dequantized.
+
+    If blocks are kept, the columns of the result are its inputs, also where `compute` transposes the tensors.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +179,19 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "gpt_oss",
         {"ffn_gate_inp": "mlp.router", "ffn_down_exps.bias": "mlp.experts.down_proj_bias"},
         joins=(
-            Join(("ffn_gate_exps.weight", "ffn_up_exps.weight"), "mlp.experts.gate_up_proj", _alternating_columns),
+            Join(
+                ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+                "mlp.experts.gate_up_proj",
+                _alternating_columns,
+                lambda gate, up: torch.stack((gate, up), dim=2).flatten(1, 2),
+            ),
             Join(("ffn_gate_exps.bias", "ffn_up_exps.bias"), "mlp.experts.gate_up_proj_bias", _alternating),
-            Join(("ffn_down_exps.weight",), "mlp.experts.down_proj", lambda down: down.transpose(1, 2)),
+            Join(
+                ("ffn_down_exps.weight",),
+                "mlp.experts.down_proj",
+                lambda down: down.transpose(1, 2),
+                lambda down: down,
+            ),
         ),
     ),
     "granite": Architecture("granite", permuted=True),

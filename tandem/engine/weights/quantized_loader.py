@@ -1,17 +1,18 @@
 """Loads quantized weights: a few at a time are read to the device, repacked there, and copied to their slots."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from types import EllipsisType
 
 import torch
 from torch import Tensor
 
 from tandem.engine.config.quantization import WeightFormat, WeightScheme
-from tandem.engine.kernels.packed_weight import PackedWeight
+from tandem.engine.kernels.packed_weight import PackedWeight, Weight
 from tandem.engine.models.allocation import packing_of
 from tandem.engine.models.parameters import ParameterSlot
 from tandem.engine.weights.quantized import FORMATS
-from tandem.engine.weights.quantized.format import StoredTensor
+from tandem.engine.weights.quantized.format import GroupedCodes, StoredTensor
 from tandem.engine.weights.quantized.rounding import rounded
 from tandem.engine.weights.safetensors_file import TensorEntry
 from tandem.engine.weights.tensor_reader import DTYPES, FLOATS, MAX_THREADS, PIECE_BYTES, check_range, read_tensors
@@ -25,9 +26,17 @@ def stored_tensors(name: str, slot: ParameterSlot, scheme: WeightScheme | None) 
     """Return the tensors in which a checkpoint stores the weight `name`, by their names; the first has the codes."""
     if scheme is None or scheme.format is WeightFormat.ROUND_TO_NEAREST:
         return {name: StoredTensor(name, (slot.stored_shape,), frozenset(FLOATS))}
-    module = name.removesuffix("weight")
-    rows, columns = slot.stored_shape
-    return {module + tensor.name: tensor for tensor in FORMATS[scheme.format].tensors(scheme, rows, columns)}
+    *outer, rows, columns = slot.stored_shape
+    stored = FORMATS[scheme.format].tensors(scheme, rows, columns)
+    return {
+        _stored_name(name, tensor.name): replace(tensor, shapes=tuple((*outer, *shape) for shape in tensor.shapes))
+        for tensor in stored
+    }
+
+
+def _stored_name(name: str, part: str) -> str:
+    """Return the name in a checkpoint of one of the tensors of the weight `name`, which may lack the last part."""
+    return name if part == "weight" else name.removesuffix("weight") + part
 
 
 def load_quantized(
@@ -109,12 +118,28 @@ def _fill_slot(slot: ParameterSlot, scheme: WeightScheme, stored: Mapping[str, T
         for index in experts:
             _copy(rounded(weight[index], packing_of(target)), target, index)
         return
-    module = name.removesuffix("weight")
-    tensors = {stored_name.removeprefix(module): tensor for stored_name, tensor in stored.items()}
+    *outer, rows, columns = slot.stored_shape
+    names = [tensor.name for tensor in FORMATS[scheme.format].tensors(scheme, rows, columns)]
+    tensors = {part: stored[whole] for part in names if (whole := _stored_name(name, part)) in stored}
     if "bias" in tensors and bool(tensors["bias"].any()):
         raise ModelError("has a bias that is not zero, and the model has none there")
-    rows, columns = slot.stored_shape
-    codes = FORMATS[scheme.format].read(scheme, tensors, (rows, columns))
+    if not outer:
+        _fill_matrix(slot, target, FORMATS[scheme.format].read(scheme, tensors, (rows, columns)), name)
+        return
+    # Stacked experts are read one by one, because reading takes a byte or more for each code.
+    own = range(*outer)
+    if slot.part is not None and slot.part.dim == 0:
+        (own,) = slot.part.ranges
+        slot = replace(slot, part=None)
+    elif slot.part is not None:
+        slot = replace(slot, part=replace(slot.part, shape=(rows, columns), dim=slot.part.dim - 1))
+    for index, expert in enumerate(own):
+        matrix = {part: tensor[expert] for part, tensor in tensors.items()}
+        _fill_matrix(slot, target[index], FORMATS[scheme.format].read(scheme, matrix, (rows, columns)), name)
+
+
+def _fill_matrix(slot: ParameterSlot, target: Weight, codes: GroupedCodes, name: str) -> None:
+    """Write one matrix to its place `target` in a slot, packed or dequantized."""
     if isinstance(target, PackedWeight):
         _copy(codes.packed(packing_of(target), slot.transform, slot.part), target)
     else:

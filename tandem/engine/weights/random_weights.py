@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tandem.engine.kernels.packed_weight import CENTRE, PackedWeight
+from tandem.engine.kernels.packed_weight import CENTRE, FLOAT4_VALUES, Float4Weight, PackedWeight
 from tandem.engine.models.parameters import Parameters, named_weights
 
 _SEED = 20_240_601
@@ -29,7 +29,7 @@ def fill_randomly(parameters: Parameters) -> None:
         if isinstance(weight, Tensor) and weight.is_meta:
             continue  # the embedding of a rank that has none
         if isinstance(weight, PackedWeight):
-            _fill_packed(weight, generator)
+            fill_packed(weight, generator)
         elif name.endswith("norm"):
             weight.fill_(1.0)
         elif name.endswith("decay_log"):
@@ -43,9 +43,14 @@ def fill_randomly(parameters: Parameters) -> None:
             weight.normal_(0.0, _SPREAD, generator=generator)
 
 
-def _fill_packed(weight: PackedWeight, generator: torch.Generator) -> None:
-    """Choose all codes with equal probability, and set scales that give the weights the deviation `_SPREAD`."""
+def fill_packed(weight: PackedWeight, generator: torch.Generator, deviation: float = _SPREAD) -> None:
+    """Choose all codes with equal probability, and set scales that give the weights the standard `deviation`."""
     codes = weight.codes
+    if isinstance(weight, Float4Weight):
+        codes.random_(0, 256, generator=generator)
+        weight.scales.fill_(1.0)
+        weight.factors.fill_(deviation / (sum(value**2 for value in FLOAT4_VALUES) / len(FLOAT4_VALUES)) ** 0.5)
+        return
     if codes.dtype == torch.float8_e4m3fn:
         # One part at a time, because normal numbers are generated in float32, which takes four times the bytes.
         for part in torch.split(codes.view(-1, codes.shape[-1]), _ROWS):
@@ -57,10 +62,10 @@ def _fill_packed(weight: PackedWeight, generator: torch.Generator) -> None:
     else:
         codes.random_(0, 256, generator=generator)
         spread = 8 / 3**0.5
-    weight.scales.fill_(_SPREAD / spread)
+    weight.scales.fill_(deviation / spread)
     if weight.offsets is not None:
         centre = CENTRE if weight.bits == 4 else 0
-        weight.offsets.fill_(-centre * _SPREAD / spread)
+        weight.offsets.fill_(-centre * deviation / spread)
 
 
 def random_revision(folder: Path) -> str:

@@ -11,9 +11,8 @@ from torch import Tensor
 from tandem.engine.config.model import ExpertRouter
 from tandem.engine.kernels.experts.packed_experts import prepared_experts
 from tandem.engine.kernels.layers import Experts, ExpertsLayer, Norm
-from tandem.engine.kernels.packed_weight import PackedWeight
 from tests.kernels.experts.expert_cases import EPS, OURS, ExpertCase, experts_as, make_case, moe, reference_run
-from tests.kernels.packed_cases import KINDS, make_packed
+from tests.kernels.packed_cases import KINDS, make_packed, on_device
 from tests.kernels.steps import assert_as_good
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -30,9 +29,7 @@ def packed_case(kind: str, tokens: int, group: int) -> tuple[ExpertCase, Experts
     case = make_case(SPEC, tokens, HIDDEN, padding=tokens > 1, seed=tokens, device=GPU)
     weights = []
     for rows, k in ((2 * SPEC.width, HIDDEN), (HIDDEN, SPEC.width)):
-        made = make_packed(kind, (SPEC.experts, rows, k), group or k, seed=k)
-        codes, scales, *offsets = (part.to(GPU) for part in made.parts())
-        weights.append(PackedWeight(codes, scales, offsets[0] if offsets else None, made.group))
+        weights.append(on_device(make_packed(kind, (SPEC.experts, rows, k), group or k, seed=k), GPU))
     values = [weight.dequantized(torch.float64) for weight in weights]
     case = replace(case, experts=replace(case.experts, gate_up=values[0], down=values[1]))
     experts = replace(experts_as(case.experts, BF16), gate_up=weights[0], down=weights[1])
@@ -53,7 +50,7 @@ def test_steps_of_all_sizes(kind: str, group: int) -> None:
         assert_as_good(run(case, experts), reference_run(case, BF16), reference_run(case, torch.float64))
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int4"])
+@pytest.mark.parametrize("kind", ["fp8", "int4", "mxfp4"])
 @pytest.mark.parametrize("tokens", [1, 128])
 def test_a_graph_repeats_its_bits(tokens: int, kind: str) -> None:
     case, experts = packed_case(kind, tokens, 64)

@@ -12,7 +12,7 @@ from tandem.engine.kernels.packed import packed_products
 from tandem.engine.kernels.packed_weight import PackedWeight
 from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.kernels.triton_launch import overlaps_launches
-from tests.kernels.packed_cases import KINDS, make_packed
+from tests.kernels.packed_cases import KINDS, make_packed, on_device
 from tests.kernels.steps import assert_as_good
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -25,8 +25,7 @@ SHAPES = [(528, 4096, 128), (528, 4096, 32), (512, 4096, 4096), (272, 14336, 128
 
 
 def on_gpu(packed: PackedWeight) -> PackedWeight:
-    offsets = None if packed.offsets is None else packed.offsets.cuda()
-    return packed_products.prepared(PackedWeight(packed.codes.cuda(), packed.scales.cuda(), offsets, packed.group))
+    return packed_products.prepared(on_device(packed, torch.device("cuda", 0)))
 
 
 def random(*sizes: int) -> Tensor:

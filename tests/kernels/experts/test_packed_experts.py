@@ -11,7 +11,7 @@ from tandem.engine.kernels.experts.packed_experts import prepared_experts
 from tandem.engine.kernels.layers import ExpertsLayer, Linear, Norm
 from tandem.engine.kernels.packed_weight import PackedWeight, Weight
 from tests.kernels.experts.expert_cases import OURS, ExpertCase, experts_as, make_case, moe, reference_run
-from tests.kernels.packed_cases import KINDS, make_packed
+from tests.kernels.packed_cases import KINDS, make_packed, on_device
 from tests.kernels.product_cases import DEVICE, EPS, guarded, guards_of
 from tests.kernels.steps import assert_as_good
 
@@ -33,15 +33,10 @@ def packed_case(kind: str, tokens: int, size: tuple[int, int, int]) -> tuple[Exp
     return replace(case, experts=experts), gate_up, down
 
 
-def on_device(weight: PackedWeight) -> PackedWeight:
-    codes, scales, *offsets = (part.to(DEVICE) for part in weight.parts())
-    return PackedWeight(codes, scales, offsets[0] if offsets else None, weight.group)
-
-
 def run_packed(case: ExpertCase, gate_up: Weight, down: Weight, dtype: torch.dtype) -> Tensor:
     hidden = guarded(case.hidden, dtype)
     experts = experts_as(case.experts, dtype, guard=True)
-    weights = [weight if isinstance(weight, Tensor) else on_device(weight) for weight in (gate_up, down)]
+    weights = [weight if isinstance(weight, Tensor) else on_device(weight, DEVICE) for weight in (gate_up, down)]
     experts = prepared_experts(replace(experts, gate_up=weights[0], down=weights[1]), dtype)
     assert isinstance(experts.gate_up, PackedWeight) or isinstance(experts.down, PackedWeight)
     layer = ExpertsLayer(Norm(guarded(case.norm, dtype), EPS), experts, case.spec)

@@ -1,5 +1,7 @@
 """Products with packed weights in Triton: those of the dequantized weight, for every form of codes and scales."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import triton
@@ -10,10 +12,12 @@ from tandem.engine.kernels.held_weight import step_bytes
 from tandem.engine.kernels.layers import Linear, Norm
 from tandem.engine.kernels.linear.triton_linear_tiles import Skinny
 from tandem.engine.kernels.packed import packed_products
+from tandem.engine.kernels.packed.float4_weight import word_scaled
 from tandem.engine.kernels.packed.triton_codes import bytes_as, nibbles_as, words_as
-from tandem.engine.kernels.packed_weight import PackedWeight, unpack_nibbles
+from tandem.engine.kernels.packed.triton_float4 import float4_as
+from tandem.engine.kernels.packed_weight import unpack_nibbles
 from tandem.engine.kernels.reference import ReferenceKernels
-from tests.kernels.packed_cases import KINDS, make_packed
+from tests.kernels.packed_cases import FLOAT4_KINDS, KINDS, make_packed, on_device
 from tests.kernels.product_cases import DEVICE, EPS
 from tests.kernels.steps import assert_as_good
 
@@ -34,12 +38,7 @@ class Case:
         def random(*sizes: int) -> Tensor:
             return (torch.randn(*sizes, generator=generator) * 16).round().clamp(-64, 64).double().to(DEVICE) / 16
 
-        packed = make_packed(kind, (rows, k), group, seed=k)
-        parts = [None if part is None else part.to(DEVICE) for part in (packed.codes, packed.scales, packed.offsets)]
-        codes, scales, offsets = parts
-        assert codes is not None
-        assert scales is not None
-        self.packed = packed_products.prepared(PackedWeight(codes, scales, offsets, group))
+        self.packed = packed_products.prepared(on_device(make_packed(kind, (rows, k), group, seed=k), DEVICE))
         self.x, self.norm, self.residual = random(tokens, k), random(k), random(tokens, rows)
         self.bias = random(rows) if bias else None
 
@@ -93,12 +92,13 @@ def test_long_prompts_are_multiplied_by_dequantized_pieces(
     check(operation, [Case(kind, 5, 64, 192, 64, bias=True), Case(kind, 7, 64, 192, 192, bias=False)], torch.float32)
 
 
-@pytest.mark.parametrize("kind", ["int8_offsets", "int4", "int4_offsets"])
+@pytest.mark.parametrize("kind", ["int8_offsets", "int4", "int4_offsets", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("operation", ["norm_linear", "silu"])
 @pytest.mark.parametrize("group", [64, 320])
 def test_programs_share_the_columns(kind: str, operation: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five steps of columns are divided among two programs, the second of which has one less."""
-    tile = Skinny(rows=32, tokens=16, columns=32, splits=2, stages=2, warps=4)
+    columns = 64 if kind in FLOAT4_KINDS else 32
+    tile = Skinny(rows=32, tokens=16, columns=columns, splits=2, stages=2, warps=4)
     monkeypatch.setattr(packed_products, "tile_for", lambda *_: tile)
     check(operation, [Case(kind, 3, 64, 320, group, bias=True)], torch.float32)
 
@@ -146,6 +146,39 @@ def test_every_word_of_codes_in_word_order(kind: str, dtype: torch.dtype) -> Non
     assert torch.equal(out.float()[finite], ordered[finite])
 
 
+@triton.jit
+def _convert_float4(words, scales, out, GROUP: tl.constexpr):
+    held = tl.load(words + tl.arange(0, 64)[None, :])
+    of_words = tl.load(scales + tl.arange(0, 128 // GROUP)[None, :])
+    tl.store(out + tl.arange(0, 512)[None, :], float4_as(held, of_words, GROUP, out.dtype.element_ty))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", FLOAT4_KINDS)
+def test_every_float4_code_with_its_scale_in_word_order(kind: str, dtype: torch.dtype) -> None:
+    """The codes times the scales are exact in each of the types; on a GPU bfloat16 is converted by PTX."""
+    weight = make_packed(kind, (1, 512), 0)
+    weight = replace(weight, codes=torch.arange(256).to(torch.uint8)[None], factors=torch.ones(1))
+    held = word_scaled(on_device(weight, DEVICE))
+    out = torch.zeros(1, 512, dtype=dtype, device=DEVICE)
+    _convert_float4[(1,)](held.codes.view(torch.int32), held.scales.contiguous(), out, GROUP=held.group)
+    expected = (
+        (weight.dequantized(torch.float32) / held.factors.cpu()[:, None]).view(-1, 4, 2, 2).transpose(1, 2).flatten()
+    )
+    assert torch.equal(out.float().cpu().flatten(), expected)
+
+
+def test_scales_beyond_the_range_of_bfloat16_are_exact() -> None:
+    """An E8M0 scale may be 2 ** 127; the factor of its row takes over what a word of scales cannot hold."""
+    weight = make_packed("mxfp4", (3, 64), 0)
+    exponents = torch.tensor([[10, 127], [128, 129], [250, 200]]).to(torch.uint8)
+    weight = replace(weight, scales=exponents.view(torch.float8_e8m0fnu), factors=torch.full((3,), 2.0**-100))
+    held = word_scaled(on_device(weight, DEVICE))
+    out = torch.empty(3, 64, dtype=torch.float32, device=DEVICE)
+    packed_products.dequantize(held, out)
+    assert torch.equal(out.cpu(), weight.dequantized(torch.float32))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_dequantized_by_the_kernel(kind: str) -> None:
     for _, rows, k, group in SHAPES:
@@ -160,9 +193,10 @@ def test_dequantized_by_the_kernel(kind: str) -> None:
     [
         ("int8", 4096, 4096, 128), ("int8", 4096, 32, 32), ("fp8", 4096, 128, 128), ("int4", 4096, 128, 64),
         ("int4", 4096, 32, 32), ("int4", 576, 576, 32), ("int4", 192, 64, 32), ("int4", 96, 32, 16),
+        ("mxfp4", 96, 32, 64), ("nvfp4", 4096, 16, 64),
     ],
 )  # fmt: skip
-def test_pieces_never_cross_a_group(kind: str, k: int, group: int, columns: int) -> None:
+def test_pieces_of_codes_have_few_scales(kind: str, k: int, group: int, columns: int) -> None:
     packed = make_packed(kind, (2, k), group)
     assert step_bytes(packed) == columns
     assert packed_products.multiplies(packed)

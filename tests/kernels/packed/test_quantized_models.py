@@ -35,21 +35,36 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "fp8 dynamic": {"quant_method": "fp8", "activation_scheme": "dynamic"},
     "fp8 blocks": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]},
     "fp8": {"quant_method": "fp8"},
+    "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"},
 }  # fmt: skip
 KL = 1e-3 if torch.cuda.is_available() else 1e-5
 """Codes of inputs may differ by one where sums differ in the last digit, and matrix units sum FP8 with few digits."""
 
 
+GPT_OSS = {
+    "model_type": "gpt_oss", "num_key_value_heads": 1, "num_local_experts": 6, "num_experts_per_tok": 2,
+    "sliding_window": 8,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("model", MODELS)
 def test_logits_of_the_plain_kernels(model: str, scheme: str, tmp_path: Path) -> None:
+    assert_same_logits(MODELS[model], SCHEMES[scheme], tmp_path)
+
+
+def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
+    assert_same_logits(GPT_OSS, {"quant_method": "mxfp4"}, tmp_path)
+
+
+def assert_same_logits(model: dict[str, Any], scheme: dict[str, Any], tmp_path: Path) -> None:
     config = {
         "vocab_size": 67, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 1,
         "num_attention_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "eos_token_id": 0,
-        "tie_word_embeddings": False, "quantization_config": SCHEMES[scheme],
+        "tie_word_embeddings": False, "quantization_config": scheme,
     }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config | MODELS[model]))
+    (tmp_path / "config.json").write_text(json.dumps(config | model))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     settings = EngineConfig.of(
         tmp_path, device=device, dtype="float32", page_tokens=16, kv_cache_bytes=1 << 20, random_weights=True

@@ -447,7 +447,7 @@ def test_the_memory_of_drafts_counts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     page = cache_bytes(load_spec(model), 1, 1024, torch.float32)
     config = config.with_fields(kv_cache_bytes=page, page_tokens=1024)
     check_page(config.with_fields(speculate="ngram", draft=None))
-    with pytest.raises(InvalidArgument, match="without the draft model's part, hold no page of 1024 tokens"):
+    with pytest.raises(InvalidArgument, match="without the part of the drafts, hold no page of 1024 tokens"):
         check_page(config)
 
 

@@ -41,5 +41,6 @@ def test_every_setting_of_an_engine_is_an_option_of_up() -> None:
         "cuda_graphs",
         "draft_graphs",
         "keep_hidden",
+        "mtp",
     }  # of benchmarks and tests, and of workers with --speculate
     assert names - by_others <= SETTINGS.keys()

@@ -94,6 +94,9 @@ def worker_config(config: ClusterSettings, slot: Slot) -> WorkerConfig:
         ({"pipeline_parallel_size": 2, "planner": PlannerSettings(PlannerMode.ON)}, "--prefill-pipeline-size"),
         ({"pipeline_parallel_size": 2, "runtime_loras": True}, "--lora"),
         ({"pipeline_parallel_size": 2, "draft": Path("d"), "speculate": "draft"}, "--draft"),
+        ({"pipeline_parallel_size": 2, "speculate": "mtp"}, "--speculate"),
+        ({"context_parallel_size": 2, "speculate": "mtp"}, "--speculate"),
+        ({"draft": Path("d"), "speculate": "mtp"}, "--draft"),
     ],
 )
 def test_a_wrong_option_is_named(settings: dict[str, Any], option: str) -> None:
@@ -205,6 +208,8 @@ def test_settings_reach_the_engine() -> None:
     drafting = ClusterSettings.of(model=Path("m"), speculate="draft", draft=Path("d"))
     worker = worker_config(drafting, plan(drafting, gpus=0)[0])
     assert (worker.speculate, worker.engine.draft) == (SpeculationMethod.DRAFT, Path("d"))
+    predicting = ClusterSettings.of(model=Path("m"), speculate="mtp")
+    assert [worker_config(of, plan(of, gpus=0)[0]).engine.mtp for of in (drafting, predicting)] == [False, True]
 
 
 def test_engines_of_workers_that_draft_capture_their_steps() -> None:

@@ -61,6 +61,10 @@ GATEWAY = "gateway.enabled=true,gateway.parentRefs[0].name=public"
             r"serving.prefillContextParallelSize excludes prefill workers that divide the model",
         ),
         (
+            "serving.prefillPipelineSize=2,serving.speculate=mtp",
+            r"serving.prefillPipelineSize excludes serving.speculate mtp",
+        ),
+        (
             f"{GROUPS},groups.both.gpu.count=7",
             r"groups.both: the workers of a pod need 8 GPUs .*, gpu.count is 7",
         ),

@@ -84,6 +84,9 @@ tandem/release: {{ .Release.Name }}
 {{- if $.Values.serving.draft -}}
 {{- fail (printf "serving.%s excludes serving.draft: set one of them to 1 or empty" $setting) -}}
 {{- end -}}
+{{- if eq .Values.serving.speculate "mtp" -}}
+{{- fail "serving.prefillPipelineSize excludes serving.speculate mtp: set one of them to 1 or off" -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- if and (gt (int .Values.serving.prefillContextParallelSize) 1) (or (gt (int (.Values.serving.prefillTensorParallelSize | default .Values.serving.tensorParallelSize)) 1) (gt (int .Values.serving.prefillPipelineSize) 1)) -}}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.kernels.cpu.ir import LANES
-from tandem.engine.kernels.packed_weight import PackedWeight, pack_nibbles, unpack_nibbles
+from tandem.engine.kernels.packed_weight import Float4Weight, PackedWeight, pack_nibbles, unpack_nibbles
 
 UNIT = 4
 """Number of columns that one 32-bit lane of a product multiplies."""
@@ -92,10 +92,12 @@ class PanelWeight(PackedWeight):
 def in_panels(weight: PackedWeight) -> PanelWeight:
     """Return a copy of a packed weight, rearranged into panels; stacked weights stay stacked.
 
-    `multiplied_on_cpus` must be True for the weight.
+    `multiplied_on_cpus` must be True for the weight. FP4 codes become int8 codes.
     """
     if len(weight.shape) > 2:
         return _stacked([in_panels(weight[index]) for index in range(len(weight))])
+    if isinstance(weight, Float4Weight):
+        weight = weight.as_int8()
     rows, columns = weight.shape
     scales = weight.scales.to(torch.float32)
     offsets = None if weight.offsets is None else weight.offsets.to(torch.float32)

@@ -109,8 +109,8 @@ PACKED_TILES = {
 }
 """The tiles of packed weights in the 16-bit types, which have not been measured yet.
 
-`columns` is used only for a weight that is not packed, if the layer's other weight is; for a packed weight it is
-replaced by `held_weight.step_bytes`.
+`columns` is the number of bytes of FP4 codes that are read at a time. For other packed weights it is replaced by
+`held_weight.step_bytes`, and used only for a weight that is not packed, if the layer's other weight is.
 """
 PACKED_FLOAT_TILE = ExpertTile(16, gate_up=ProductTile(16, 32, 3, 4), down=ProductTile(32, 32, 3, 4))
 """The tile of packed weights for inputs in float32, the same for every step."""

@@ -22,28 +22,31 @@ from tandem.engine.kernels.experts.triton_products import finish_tile, tile_of
 from tandem.engine.kernels.held_weight import multiplied_on_gpus, step_bytes
 from tandem.engine.kernels.layers import Experts
 from tandem.engine.kernels.packed import packed_products, products
+from tandem.engine.kernels.packed.triton_float4 import scale_words
 from tandem.engine.kernels.packed.triton_packed import add_step, columns_of, finish_sums, words_at
-from tandem.engine.kernels.packed_weight import PackedWeight, Weight
+from tandem.engine.kernels.packed_weight import Float4Weight, PackedWeight, Weight
 from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 from tandem.engine.kernels.unpacked import as_matrix
 
 
 @triton.jit(do_not_specialize=["P", "MAX_TILES"])
 def packed_tile_kernel(
-    x, codes, scales, offsets, bias, weights, tiles, pairs, out, P, MAX_TILES,
-    expert_stride, row_stride, group_stride,
+    x, codes, scales, offsets, words_of_scales, bias, weights, tiles, pairs, out, P, MAX_TILES,
+    expert_stride, row_stride, group_stride, word_stride,
     N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr,
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
-    GROUP: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr, OFFSETS: tl.constexpr,
+    GROUP: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr, FP4: tl.constexpr, OFFSETS: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply as `tile_kernel` does, with packed weights: codes [E, 2·N or N, K / 32 · BITS] words of int32.
 
     The scale and offset of expert e, row r and group g are at e · expert_stride + r · row_stride + g · group_stride.
-    The layout of the codes, and the COLUMNS bytes that are read at a time, are as in `packed_kernel`.
+    The layout of the codes, the COLUMNS bytes that are read at a time, and `words_of_scales` are as in `packed_kernel`;
+    the words of different experts follow one another.
     """
     BYTES: tl.constexpr = K * BITS // 8
     EVEN: tl.constexpr = BYTES % COLUMNS == 0
+    EXPERT_ROWS: tl.constexpr = 2 * N if GATED else N
     launch_dependents(PDL)
     number = tl.program_id(0)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -53,10 +56,11 @@ def packed_tile_kernel(
         expert, pair, present = tile_of(number, tiles, pairs, places, P, E, TOKENS)
         x_at = x + (pair // TOP_K if GATED else pair)[:, None] * K
         held_rows = tl.minimum(rows, N - 1)
-        rows_at = codes + (expert * (2 * N if GATED else N) + held_rows) * (BYTES // 4)
+        rows_at = codes + (expert * EXPERT_ROWS + held_rows) * (BYTES // 4)
         place = expert * expert_stride + held_rows * row_stride
         scales_at, up_scales_at = scales + place, scales + place + N * row_stride
         offsets_at, up_offsets_at = offsets + place, offsets + place + N * row_stride
+        scale_words_at = words_of_scales + expert * (word_stride * scale_words(K, FP4)) + held_rows
         sums = tl.zeros((ROWS, TOKENS), tl.float32)
         sums_up = tl.zeros((ROWS, TOKENS), tl.float32)
         totals = tl.zeros((ROWS, TOKENS), tl.float32)
@@ -66,11 +70,12 @@ def packed_tile_kernel(
             held_up = held
             if GATED:
                 held_up = words_at(rows_at + N * (BYTES // 4), words, words < BYTES // 4, EVEN)
-            at, inside = columns_of(start, K, BITS, COLUMNS)
+            at, inside = columns_of(start, K, BITS, FP4, COLUMNS)
             taken = tl.load(x_at + at[None, :], mask=present[:, None] & inside[None, :], other=0.0)
             sums, sums_up, totals = add_step(
-                sums, sums_up, totals, held, held_up, taken, scales_at, up_scales_at, offsets_at, up_offsets_at, start,
-                group_stride, K, GROUP, BITS, FP8, OFFSETS, GATED,
+                sums, sums_up, totals, held, held_up, taken, scales_at, up_scales_at, offsets_at, up_offsets_at,
+                scale_words_at, scale_words_at + N, start, group_stride, word_stride,
+                K, GROUP, BITS, FP8, FP4, OFFSETS, GATED,
             )  # fmt: skip
         sums = finish_sums(sums, totals, scales_at, offsets_at, K, GROUP, BITS, OFFSETS)
         if GATED:
@@ -120,12 +125,15 @@ def launch(
     """
     product = tile.down if activation is None else tile.gate_up
     pairs, outputs = out.shape
+    columns = step_bytes(weight)
+    if isinstance(weight, Float4Weight):
+        columns = max(product.columns, columns)
     most = len(tiles) - 1
     packed_tile_kernel[(most, triton.cdiv(outputs, product.rows))](
-        x, weight.codes.view(torch.int32), weight.scales, weight.scales if weight.offsets is None else weight.offsets,
-        x if bias is None else bias, pair_weights, tiles, order, out, pairs, most, *weight.scales.stride(),
+        x, weight.codes.view(torch.int32), *packed_products.scale_tensors(weight),
+        x if bias is None else bias, pair_weights, tiles, order, out, pairs, most,
+        *packed_products.scale_strides(weight), **packed_products.code_settings(weight),
         N=outputs, K=x.shape[1], E=len(weight), TOP_K=top_k, GATED=activation is not None, ACTIVATION=activation or 0,
-        BIAS=bias is not None, GROUP=weight.group, BITS=weight.bits, FP8=weight.codes.dtype.is_floating_point,
-        OFFSETS=weight.offsets is not None, ROWS=product.rows, TOKENS=tile.tokens, COLUMNS=step_bytes(weight),
+        BIAS=bias is not None, ROWS=product.rows, TOKENS=tile.tokens, COLUMNS=columns,
         STAGES=product.stages, PDL=pdl, num_warps=product.warps, launch_pdl=pdl,
     )  # fmt: skip

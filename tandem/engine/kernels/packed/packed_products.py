@@ -23,9 +23,10 @@ from tandem.engine.kernels.linear.triton_linear import ADD, GATE_UP, STORE, earl
 from tandem.engine.kernels.linear.triton_linear_kernels import NO_NORM, NORM_LAST
 from tandem.engine.kernels.linear.triton_linear_plan import FUSED_NORM_TOKENS
 from tandem.engine.kernels.linear.triton_linear_tiles import Skinny
+from tandem.engine.kernels.packed.float4_weight import word_scaled
 from tandem.engine.kernels.packed.packed_tiles import tile_for
 from tandem.engine.kernels.packed.triton_packed import dequantize_kernel, packed_kernel
-from tandem.engine.kernels.packed_weight import PackedWeight
+from tandem.engine.kernels.packed_weight import Float4Weight, PackedWeight
 from tandem.engine.kernels.rowwise.triton_norm import rms_norm
 
 FUSED_TOKENS = 256
@@ -51,8 +52,11 @@ def multiplies(weight: PackedWeight) -> bool:
 def prepared(weight: PackedWeight) -> PackedWeight:
     """Return a weight, or stacked weights, with float32 scales, stored so that scales of adjacent rows are adjacent.
 
-    Scales are float32 because only loads of four bytes or more can be pipelined over several rounds of a loop.
+    Scales are float32 because only loads of four bytes or more can be pipelined over several rounds of a loop; those of
+    FP4 codes are bytes in words (`float4_weight`).
     """
+    if isinstance(weight, Float4Weight):
+        return word_scaled(weight)
     offsets = None if weight.offsets is None else _by_group(weight.offsets)
     return PackedWeight(weight.codes, _by_group(weight.scales), offsets, weight.group)
 
@@ -150,11 +154,10 @@ def launch(
     grid = (triton.cdiv(n, tile.rows), triton.cdiv(tokens, tile.tokens), tile.splits)
     partials, counters = (out, out) if tile.splits == 1 else reserve_scratch(x.device)
     packed_kernel[grid](
-        x, x if norm is None else norm.weight, weight.codes.view(torch.int32), weight.scales,
-        weight.scales if weight.offsets is None else weight.offsets, x if bias is None else bias, out, partials,
-        counters, tokens, n, 0.0 if norm is None else norm.eps, *weight.scales.stride(),
-        K=k, GROUP=weight.group, BITS=weight.bits, FP8=_is_float(weight),
-        OFFSETS=weight.offsets is not None, OP=op, GELU=gelu,
+        x, x if norm is None else norm.weight, weight.codes.view(torch.int32), *scale_tensors(weight),
+        x if bias is None else bias, out, partials,
+        counters, tokens, n, 0.0 if norm is None else norm.eps, *scale_strides(weight),
+        **code_settings(weight), K=k, OP=op, GELU=gelu,
         NORM=NO_NORM.value if norm is None else NORM_LAST.value, BIAS=bias is not None,
         ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns, SPLITS=tile.splits, STAGES=tile.stages,
         VECTOR=min(16 // x.element_size(), tile.columns),
@@ -175,9 +178,8 @@ def dequantize(weight: PackedWeight, out: Tensor) -> None:
     """Compute the weight [N, K] into `out`, rounded once to its dtype."""
     columns = weight.codes.shape[1]
     dequantize_kernel[(len(weight), triton.cdiv(columns, _DEQUANTIZED_COLUMNS))](
-        weight.codes.view(torch.uint8), weight.scales, weight.scales if weight.offsets is None else weight.offsets, out,
-        *weight.scales.stride(), K=out.shape[1], GROUP=weight.group, BITS=weight.bits, FP8=_is_float(weight),
-        OFFSETS=weight.offsets is not None, COLUMNS=_DEQUANTIZED_COLUMNS,
+        weight.codes.view(torch.uint8), *scale_tensors(weight), out, *scale_strides(weight), **code_settings(weight),
+        K=out.shape[1], COLUMNS=_DEQUANTIZED_COLUMNS,
     )  # fmt: skip
 
 
@@ -193,8 +195,30 @@ def _dequantized_pieces(weight: PackedWeight, dtype: torch.dtype) -> Iterator[tu
         yield rows, piece
 
 
-def _is_float(weight: PackedWeight) -> bool:
-    return weight.codes.dtype.is_floating_point
+def scale_tensors(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the arguments `scales`, `offsets` and `words_of_scales` of a kernel for a prepared weight."""
+    if isinstance(weight, Float4Weight):
+        return weight.factors, weight.factors, weight.scales
+    return weight.scales, weight.scales if weight.offsets is None else weight.offsets, weight.scales
+
+
+def scale_strides(weight: PackedWeight) -> tuple[int, ...]:
+    """Return the strides of the scales by expert, if experts are stacked, row, group, and word of FP4 scales."""
+    if isinstance(weight, Float4Weight):
+        return *weight.factors.stride(), 0, weight.scales.stride(-1)
+    return *weight.scales.stride(), 0
+
+
+def code_settings(weight: PackedWeight) -> dict[str, int | bool]:
+    """Return the arguments by which kernels are compiled for the codes of a prepared weight."""
+    is_float4 = isinstance(weight, Float4Weight)
+    return {
+        "GROUP": weight.shape[-1] if is_float4 else weight.group,
+        "BITS": weight.bits,
+        "FP8": weight.codes.dtype.is_floating_point,
+        "FP4": weight.group if is_float4 else 0,
+        "OFFSETS": weight.offsets is not None,
+    }
 
 
 def _normed(hidden: Tensor, norm: Norm | None, pdl: bool) -> tuple[Tensor, Norm | None]:

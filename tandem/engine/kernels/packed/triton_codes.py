@@ -13,7 +13,7 @@ from tandem.engine.kernels.triton_launch import INTERPRETED
 TILE = tl.constexpr(128)
 CENTRE = tl.constexpr(8)
 """The constants `packed_weight.TILE` and `packed_weight.CENTRE` for kernels."""
-_WIDE = tl.constexpr(INTERPRETED)
+WIDE = tl.constexpr(INTERPRETED)
 """True in Triton's interpreter, which has no PTX; there, float32 numbers are subtracted instead of bfloat16."""
 
 # In PTX two numbers share a register. As bits of bfloat16, 0x4300 | n is 128 + n for n < 128, and 0x4380 is 256.
@@ -75,7 +75,7 @@ mov.b32 {$6, $7}, d;
 @triton.jit
 def _minus(a, b):
     """Return a - b of bfloat16 numbers whose difference is exact."""
-    if _WIDE:
+    if WIDE:
         return (a.to(tl.float32) - b.to(tl.float32)).to(tl.bfloat16)
     return a - b
 
@@ -135,7 +135,7 @@ def words_as(words, BITS: tl.constexpr, FP8: tl.constexpr, dtype: tl.constexpr):
 def _bytes_of(words, FP8: tl.constexpr, dtype: tl.constexpr):
     ROWS: tl.constexpr = words.shape[0]
     WORDS: tl.constexpr = words.shape[1]
-    if dtype != tl.bfloat16 or _WIDE:
+    if dtype != tl.bfloat16 or WIDE:
         codes = _four(words, 0, 8, FP8, dtype)
     else:
         a, b, c, d = tl.inline_asm_elementwise(
@@ -152,7 +152,7 @@ def _nibbles_of(words, dtype: tl.constexpr):
     ROWS: tl.constexpr = words.shape[0]
     WORDS: tl.constexpr = words.shape[1]
     TILES: tl.constexpr = (WORDS * 8 + TILE - 1) // TILE
-    if dtype != tl.bfloat16 or _WIDE:
+    if dtype != tl.bfloat16 or WIDE:
         lower, upper = _four(words, 0, 4, False, dtype), _four(words, 1, 4, False, dtype)
     else:
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from tandem.engine.kernels.linear.triton_linear_kernels import GATE_UP, call_into_l2, finish_split, fold
 from tandem.engine.kernels.packed.triton_codes import CENTRE, TILE, bytes_as, halves, in_word_order, words_as
+from tandem.engine.kernels.packed.triton_float4 import float4_as, float4_number, load_scale_words, scale_bits, word_code
 from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
 
@@ -20,41 +21,46 @@ def words_at(rows_at, at, inside, EVEN: tl.constexpr):
 
 
 @triton.jit
-def columns_of(start, K: tl.constexpr, BITS: tl.constexpr, COLUMNS: tl.constexpr):
+def columns_of(start, K: tl.constexpr, BITS: tl.constexpr, FP4: tl.constexpr, COLUMNS: tl.constexpr):
     """Return the column of each code in the COLUMNS bytes from `start` on, and a mask of the columns less than K."""
     BYTES: tl.constexpr = K * BITS // 8
-    if BITS == 8 or (K // TILE * TILE == K and COLUMNS * 2 // TILE * TILE == COLUMNS * 2):
+    WIDTH: tl.constexpr = 64 if FP4 else TILE
+    if BITS == 8 or (K // WIDTH * WIDTH == K and COLUMNS * 2 // WIDTH * WIDTH == COLUMNS * 2):
         at = start * 8 // BITS + tl.arange(0, COLUMNS * 8 // BITS)
         inside = at < K
     else:
-        tile = start // (TILE // 2)
-        half = tl.minimum(TILE, K - tile * TILE) // 2
+        PART: tl.constexpr = COLUMNS if COLUMNS < WIDTH // 2 else WIDTH // 2
         number = tl.arange(0, COLUMNS * 2)
-        at = start + tile * (TILE // 2) + number // COLUMNS * half + number % COLUMNS
+        held = start + number // (2 * PART) * PART + number % PART
+        tile = held // (WIDTH // 2)
+        half = tl.minimum(WIDTH, K - tile * WIDTH) // 2
+        at = held + tile * (WIDTH // 2) + number % (2 * PART) // PART * half
         at = tl.max_contiguous(tl.multiple_of(at, 8), 8)  # promised to the compiler, so that loads are wide
-        inside = start + number % COLUMNS < BYTES
+        inside = held < BYTES
     return at, inside
 
 
 @triton.jit
 def add_step(
-    sums, sums_up, totals, held, held_up, x, scales_at, up_scales_at, offsets_at, up_offsets_at, start, group_stride,
-    K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr, OFFSETS: tl.constexpr,
-    PAIRED: tl.constexpr,
+    sums, sums_up, totals, held, held_up, x, scales_at, up_scales_at, offsets_at, up_offsets_at, scale_words,
+    up_scale_words, start, group_stride, word_stride,
+    K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr, FP4: tl.constexpr,
+    OFFSETS: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """Add the products of the tokens' columns x [tokens, columns] with words of codes → sums, sums_up, totals.
 
     The words `held` and, if PAIRED, `held_up` [rows, words] begin at byte `start` of their rows; the columns of x are
     those of `columns_of`. If each row has a single scale, the sums are not scaled yet; `totals` is the sum of x then,
-    and `finish_sums` applies scale and offset.
+    and `finish_sums` applies scale and offset. FP4 codes (FP4 is the size of their groups, or 0) are scaled here, by
+    the words at `scale_words` and `up_scale_words`; then GROUP is K, and the scales are the factors of the rows.
     """
     ROWS: tl.constexpr = held.shape[0]
     PIECES: tl.constexpr = 2 if BITS == 4 and GROUP < K and GROUP // TILE * TILE != GROUP else 1
     x = in_word_order(x)
-    weights = words_as(held, BITS, FP8, x.dtype)
+    weights = _weights(held, scale_words, start, word_stride, K, BITS, FP8, FP4, x.dtype)
     weights_up = weights
     if PAIRED:
-        weights_up = words_as(held_up, BITS, FP8, x.dtype)
+        weights_up = _weights(held_up, up_scale_words, start, word_stride, K, BITS, FP8, FP4, x.dtype)
     first = start * 8 // BITS
     distance = 0
     if BITS == 4:
@@ -78,6 +84,17 @@ def add_step(
                 sums_up, left_up, right, totals, up_scales_at + group, up_offsets_at + group, K, GROUP, BITS, OFFSETS
             )
     return sums, sums_up, totals
+
+
+@triton.jit
+def _weights(
+    held, scale_words, start, word_stride,
+    K: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr, FP4: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Convert words of codes [rows, words] to `dtype`; only FP4 codes are scaled."""
+    if FP4:
+        return float4_as(held, load_scale_words(scale_words, start, word_stride, K, FP4, held.shape[1] * 4), FP4, dtype)
+    return words_as(held, BITS, FP8, dtype)
 
 
 @triton.jit
@@ -122,6 +139,7 @@ def packed_kernel(
     codes,
     scales,
     offsets,
+    words_of_scales,
     bias,
     out,
     partials,
@@ -131,10 +149,12 @@ def packed_kernel(
     eps,
     row_stride,
     group_stride,
+    word_stride,
     K: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
     FP8: tl.constexpr,
+    FP4: tl.constexpr,
     OFFSETS: tl.constexpr,
     OP: tl.constexpr,
     GELU: tl.constexpr,
@@ -153,8 +173,8 @@ def packed_kernel(
 
     out [T, N]; x [T, K]; codes [N or, with GATE_UP, 2·N, K / 32 · BITS] words of int32. The scale and offset of row r
     and group g are at r · row_stride + g · group_stride. COLUMNS bytes of codes are read at a time; they share one
-    scale, or, with 4-bit codes, two: one for the lower and one for the upper halves. partials and counters are as in
-    `skinny_kernel`.
+    scale, or, with 4-bit codes, two: one for the lower and one for the upper halves. The scales of FP4 codes are in
+    `words_of_scales`, at r + word · word_stride, see `add_step`. partials and counters are as in `skinny_kernel`.
     """
     BYTES: tl.constexpr = K * BITS // 8
     STEPS: tl.constexpr = (BYTES + COLUMNS * SPLITS - 1) // (COLUMNS * SPLITS)
@@ -178,7 +198,7 @@ def packed_kernel(
     if NORM:
         # Loaded once per token, so that no thread has to get its columns' factors from another thread.
         every = tl.zeros((TOKENS, 1), tl.int32)
-        at, inside = columns_of(begin, K, BITS, COLUMNS)
+        at, inside = columns_of(begin, K, BITS, FP4, COLUMNS)
         factor = tl.load(norm + (at[None, :] + every), mask=inside[None, :], other=0.0)
     wait_for_inputs(PDL)
     present = (tokens < T)[:, None]
@@ -194,7 +214,7 @@ def packed_kernel(
         held_up = held
         if OP == GATE_UP:
             held_up = words_at(up_rows_at, words, words < BYTES // 4, EVEN)
-        at, inside = columns_of(start, K, BITS, COLUMNS)
+        at, inside = columns_of(start, K, BITS, FP4, COLUMNS)
         if EVEN:
             loaded = tl.load(x_at + at[None, :], mask=present, other=0.0)
         else:
@@ -204,11 +224,12 @@ def packed_kernel(
             folded += fold(wide * wide, VECTOR)
             loaded = (wide * factor.to(tl.float32)).to(dtype)
             # The load is issued one step ahead here: the compiler's pipeline would use shared memory for it.
-            at, inside = columns_of(start + COLUMNS, K, BITS, COLUMNS)
+            at, inside = columns_of(start + COLUMNS, K, BITS, FP4, COLUMNS)
             factor = tl.load(norm + (at[None, :] + every), mask=inside[None, :], other=0.0)
         sums, sums_up, totals = add_step(
-            sums, sums_up, totals, held, held_up, loaded, scales_at, up_scales_at, offsets_at, up_offsets_at, start,
-            group_stride, K, GROUP, BITS, FP8, OFFSETS, OP == GATE_UP,
+            sums, sums_up, totals, held, held_up, loaded, scales_at, up_scales_at, offsets_at, up_offsets_at,
+            words_of_scales + held_rows, words_of_scales + up_rows, start, group_stride, word_stride,
+            K, GROUP, BITS, FP8, FP4, OFFSETS, OP == GATE_UP,
         )  # fmt: skip
     sums = finish_sums(sums, totals, scales_at, offsets_at, K, GROUP, BITS, OFFSETS)
     if OP == GATE_UP:
@@ -225,13 +246,16 @@ def dequantize_kernel(
     codes,
     scales,
     offsets,
+    words_of_scales,
     out,
     row_stride,
     group_stride,
+    word_stride,
     K: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
     FP8: tl.constexpr,
+    FP4: tl.constexpr,
     OFFSETS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -241,14 +265,23 @@ def dequantize_kernel(
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = at < BYTES
     held = tl.load(codes + row * BYTES + at, mask=inside, other=0)
-    tile = at // (TILE // 2)
-    half = tl.minimum(TILE, K - tile * TILE) // 2
+    WIDTH: tl.constexpr = 64 if FP4 else TILE
+    tile = at // (WIDTH // 2)
+    half = tl.minimum(WIDTH, K - tile * WIDTH) // 2
     for part in tl.static_range(8 // BITS):
         column = at
         if BITS == 8:
             code = bytes_as(held, FP8, tl.float32)
+        elif FP4:
+            column = tile * WIDTH + at % (WIDTH // 2) + part * half
+            place = tile * WIDTH + at % (WIDTH // 2) + part * (WIDTH // 2)
+            words = tl.load(words_of_scales + row + place // (4 * FP4) * word_stride, mask=inside, other=0)
+            bits = scale_bits((words >> (place // FP4 % 4 * 8)) & 255, FP4)
+            half_word = codes + row * BYTES + at // 4 * 4 + at % 2 * 2
+            low, high = tl.load(half_word, mask=inside, other=0), tl.load(half_word + 1, mask=inside, other=0)
+            code = float4_number(word_code(low.to(tl.int32) | high.to(tl.int32) << 8, at % 4 // 2, part), bits)
         else:
-            column = tile * TILE + at % (TILE // 2) + part * half
+            column = tile * WIDTH + at % (WIDTH // 2) + part * half
             code = ((held >> (4 * part)) & 15).to(tl.float32) - (0 if OFFSETS else CENTRE)
         place = row * row_stride + column // GROUP * group_stride
         weight = code * tl.load(scales + place, mask=inside, other=0.0).to(tl.float32)

@@ -17,6 +17,7 @@ from tandem.engine.config.model import (
     rope_of,
 )
 from tandem.engine.config.rope import RopeConfig, parse_rope, rotary_fraction
+from tandem.engine.models.mtp_layout import MtpLayout
 from tandem.engine.models.parameters import Parameters, ParameterSlot, standard_slots
 from tandem.engine.models.size_limits import MAX_CONTEXT, check_limit
 from tandem.protocol.errors import ModelError
@@ -41,6 +42,8 @@ class Family:
     parse: Callable[[Json], ModelSpec]
     slots: Callable[[ModelSpec, Parameters], dict[str, ParameterSlot]] = standard_slots
     """Returns the destination of each tensor of a checkpoint, by the tensor's name."""
+    mtp: MtpLayout | None = None
+    """The layout of the family's multi-token prediction layer; None = it has none that is supported."""
 
 
 def parse_activation(config: Json, default: str = "silu") -> str:

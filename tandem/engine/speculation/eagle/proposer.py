@@ -1,4 +1,4 @@
-"""The proposer of an EAGLE head, which predicts tokens from the hidden states of the engine's newest step.
+"""The proposer of an EAGLE head or an MTP layer, from the hidden states of the engine's newest step.
 
 The head's context consists of the output tokens whose hidden states were available when a draft was computed. The
 tokens of the prompt, and of steps without drafts, are missing from it. Positions count the tokens of this context only,
@@ -9,26 +9,14 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tandem.engine.kernels.reference import rms_norm
 from tandem.engine.speculation.draft_model import DraftModel
 from tandem.engine.speculation.eagle.runner import EagleRunner
 from tandem.engine.speculation.proposer import DRAFTS_MAX, DraftSource, ProposerName, WantedDraft
 from tandem.engine.steps.sampling_metadata import SamplingInput
-
-
-class TargetStates(NamedTuple):
-    """The hidden states of the target model, and the final norm that is applied to them."""
-
-    drawn: Tensor
-    """The buffer `HiddenStateModel.drawn_hidden`."""
-    norm: Tensor
-    """[H]: the weights of the final norm."""
-    eps: float
 
 
 class EagleProposer(DraftModel):
@@ -39,20 +27,23 @@ class EagleProposer(DraftModel):
     KV of accepted draft tokens is computed again, from the target's own hidden states.
     """
 
-    source = DraftSource(ProposerName.EAGLE)
-
     def __init__(
-        self, runner: EagleRunner, target: TargetStates, memory: Mapping[str, int] = MappingProxyType({})
+        self,
+        runner: EagleRunner,
+        drawn_hidden: Tensor,
+        memory: Mapping[str, int] = MappingProxyType({}),
+        name: ProposerName = ProposerName.EAGLE,
     ) -> None:
-        """Create a proposer that runs the EAGLE head with `runner`.
+        """Create a proposer that runs the head with `runner`; `name` is the name of its source.
 
-        It reads the hidden states of the target model from `target`. `memory` is the memory in bytes of the `weights`
-        and of the `kv` pages, as in `BatchProposer.memory`.
+        It reads the hidden states of the target model from `drawn_hidden`, the buffer of `HiddenStateModel`. `memory`
+        is the memory in bytes of the `weights` and of the `kv` pages, as in `BatchProposer.memory`.
         """
         super().__init__(runner, memory)
+        self.source = DraftSource(name)
         self._head = runner
-        self._target = target
-        self._states = target.drawn
+        self._target = drawn_hidden
+        self._states = drawn_hidden
         """The hidden states that the next step's tokens were sampled from; `_rows` has the row numbers by request."""
         self._rows: dict[Hashable, Sequence[int]] = {}
 
@@ -87,7 +78,7 @@ class EagleProposer(DraftModel):
 
     def compute(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
         """Return the draft tokens of each request; none if the hidden state of its newest token is missing."""
-        known = [draft for draft in wanted if draft.rows and max(draft.rows) < len(self._target.drawn)]
+        known = [draft for draft in wanted if draft.rows and max(draft.rows) < len(self._target)]
         if not known:
             return [()] * len(wanted)
         rows: list[int] = []
@@ -100,8 +91,8 @@ class EagleProposer(DraftModel):
             rows += draft.rows[-self.missing(draft.key) :]
             self._rows[draft.key] = range(first, len(rows))
         with torch.inference_mode():
-            drawn = self._target.drawn[torch.tensor(rows, device=self._target.drawn.device)]
-            self._states = rms_norm(drawn, self._target.norm, self._target.eps)
+            drawn = self._target[torch.tensor(rows, device=self._target.device)]
+            self._states = self._head.from_target(drawn)
         drafts = dict(zip((draft.key for draft in known), super().compute(known), strict=True))
         for key in drafts:
             request = self._requests[key]

@@ -1,4 +1,4 @@
-"""Runs the steps of an EAGLE head over its own KV pages."""
+"""Runs the steps of an EAGLE head, or of an MTP layer, over its own KV pages."""
 
 from typing import Protocol
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from tandem.engine.cache.page_pool import PagePool
 from tandem.engine.cache.paged_cache import PagedCache
 from tandem.engine.model_sizes import cost_guess
-from tandem.engine.speculation.eagle.model import EagleModel
+from tandem.engine.speculation.eagle.model import HeadModel
 from tandem.engine.steps.batch import ModelRunnerOutput, PendingStep, StepBatch
 from tandem.engine.steps.step_packer import step_limits
 from tandem.protocol.messages import ModelFacts
@@ -27,9 +27,10 @@ class EagleRunner:
     Each token of a step comes with a hidden state (`give`).
     """
 
-    def __init__(self, model: EagleModel, cache: PagedCache, stepper: Launcher) -> None:
+    def __init__(self, model: HeadModel, cache: PagedCache, stepper: Launcher) -> None:
         """Create a runner and the page pool of `cache`; `stepper` runs the steps of `model` over the cache."""
         self._states, self.drawn_hidden = model.states, model.drawn_hidden
+        self.from_target = model.from_target
         self._stepper = stepper
         self.pool = PagePool(cache.pages)
         self.kv_pages = cache.kv_pages
@@ -38,7 +39,7 @@ class EagleRunner:
         self.facts = ModelFacts("EAGLE head", model.spec.vocab_size, limits.max_context, (), dtype)
 
     def give(self, states: Tensor) -> None:
-        """Set the hidden states [n, H] from which the tokens of the next step were sampled.
+        """Set the hidden states [n, H] of the tokens of the next step, see `HeadModel.from_target`.
 
         The next step has n rows of one token.
         """

@@ -1,5 +1,6 @@
 """A model that keeps the hidden states of rows that sample a token, from which heads predict the following tokens."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,10 +8,12 @@ from torch import Tensor
 
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.model import ModelSpec
-from tandem.engine.kernels.base import Kernels
+from tandem.engine.kernels.base import DeferredTokens, Kernels, StepLayout
+from tandem.engine.kernels.kv_cache import GroupCache
 from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.models.parameters import Parameters
 from tandem.engine.parallel.rank_model import RankModel
+from tandem.engine.steps.prompt_scoring import StepPieces
 
 
 def hidden_rows(config: EngineConfig) -> int:
@@ -31,22 +34,55 @@ class HiddenStateModel(DecoderModel):
         kernels: Kernels,
         max_context: int,
         rows: int,
+        *,
+        before: Sequence[int] = (),
         **others: Any,
     ) -> None:
         """Prepare the model, and allocate the hidden states of up to `rows` sampling rows of a step.
 
-        `others` are the keyword arguments of `DecoderModel` or `RankModel`.
+        `before` are the numbers of the layers, different and from 1 on, whose inputs are kept; empty = the output of
+        the last layer is kept. `others` are the keyword arguments of `DecoderModel` or `RankModel`.
         """
         super().__init__(spec, parameters, kernels, max_context, **others)
-        device = parameters.embedding.device
-        self.drawn_hidden = torch.zeros(rows, spec.hidden_size, dtype=parameters.dtype, device=device)
-        """[rows, H]: the residual stream before the final norm, for each sampling row of the newest step that has any.
+        hidden, device = spec.hidden_size, parameters.embedding.device
+        self.drawn_hidden = torch.zeros(rows, max(len(before), 1) * hidden, dtype=parameters.dtype, device=device)
+        """[rows, H], for each sampling row of the newest step that has any: the residual stream before the final norm.
 
-        The next step with sampling rows overwrites it.
+        With `before`, [rows, len(before)·H]: the residual streams before these layers, concatenated. The next step with
+        sampling rows overwrites it.
         """
+        self._columns = {layer: slice(n * hidden, (n + 1) * hidden) for n, layer in enumerate(before)}
+        self._drawn: Tensor | None = None
+        """The indices of the step's sampling tokens, see `forward`."""
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        layouts: Sequence[StepLayout],
+        caches: Sequence[GroupCache],
+        drawn: Tensor | None,
+        feed: DeferredTokens | None = None,
+        *,
+        scoring: StepPieces | None = None,
+    ) -> Tensor | None:
+        """Run a step as `DecoderModel.forward` does, and store the hidden states of the rows in `drawn`."""
+        self._drawn = drawn
+        return super().forward(token_ids, layouts, caches, drawn, feed, scoring=scoring)
+
+    def run_layer(
+        self, number: int, hidden: Tensor, layouts: Sequence[StepLayout], caches: Sequence[GroupCache]
+    ) -> None:
+        """Run layer `number`, and store its output if the input of the next layer is kept."""
+        super().run_layer(number, hidden, layouts, caches)
+        columns = self._columns.get(number + 1)
+        if columns is not None:
+            rows = len(self.drawn_hidden)
+            kept = hidden[:rows] if self._drawn is None else hidden[self._drawn[:rows]]
+            self.drawn_hidden[: len(kept), columns] = kept
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        self._keep(hidden)
+        if not self._columns:
+            self._keep(hidden)
         return super()._logits(hidden)
 
     def _keep(self, hidden: Tensor) -> None:

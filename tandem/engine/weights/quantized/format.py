@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from tandem.engine.config.quantization import Codes, Packing, WeightScheme
-from tandem.engine.kernels.packed_weight import CENTRE, PackedWeight, pack_nibbles
+from tandem.engine.kernels.packed_weight import (
+    CENTRE,
+    FLOAT4_TILE,
+    Float4Weight,
+    PackedWeight,
+    float4_numbers,
+    pack_nibbles,
+)
 from tandem.engine.models.parameters import StoredPart
 from tandem.protocol.errors import ModelError
 
@@ -52,7 +59,7 @@ class GroupedCodes:
     """
 
     codes: Tensor
-    """The codes, [N, K]: int8, float8_e4m3fn, or uint8 with values 0 to 15."""
+    """The codes, [N, K]: int8, float8_e4m3fn, or uint8 with values 0 to 15, which are E2M1 if there are `factors`."""
     scales: Tensor
     """The scale of each row and group: [N, G]."""
     offsets: Tensor | None
@@ -61,6 +68,8 @@ class GroupedCodes:
     """The number of columns in a group."""
     groups: Tensor | None = None
     """[K] int64: the group of each column; None = column // group."""
+    factors: Tensor | None = None
+    """[N, 1] float32: the factor of each row, by which FP4 codes differ from integers of 4 bits; else None."""
 
     def packed(
         self, packing: Packing, transform: Callable[[Tensor], Tensor] | None, part: StoredPart | None = None
@@ -76,6 +85,10 @@ class GroupedCodes:
 
         codes = own(self.codes)
         scales = own(self._of_groups(self.scales, packing.group), packing.group)
+        if self.factors is not None:
+            # Every rank has the factors of its rows, also if the columns are divided.
+            factors = own(self.factors.expand(len(self.codes), self.codes.shape[1]))[:, 0]
+            return Float4Weight(pack_nibbles(codes, FLOAT4_TILE), scales, None, packing.group, factors)
         offsets = None if self.offsets is None else own(self._of_groups(self.offsets, packing.group), packing.group)
         return PackedWeight(
             pack_nibbles(codes) if packing.codes is Codes.INT4 else codes, scales, offsets, packing.group
@@ -85,6 +98,8 @@ class GroupedCodes:
         """Return the weight [N, K] in float32."""
         columns = self.codes.shape[1]
         groups = torch.arange(columns, device=self.codes.device) // self.group if self.groups is None else self.groups
+        if self.factors is not None:
+            return float4_numbers(self.codes) * (self.scales.to(torch.float32) * self.factors)[:, groups]
         codes = self.codes.to(torch.float32)
         scales = self.scales.to(torch.float32)[:, groups]
         if self.offsets is not None:

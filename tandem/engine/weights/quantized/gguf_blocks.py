@@ -6,6 +6,7 @@ Q4_0        32     18  d f16; 16 bytes, elements 0 to 15 in the lower halves: d 
 Q4_1        32     20  d f16; m f16; 16 bytes likewise: d · code + m
 Q4_K       256    144  d f16; dmin f16; 8 scales and 8 minima of 6 bits in 12 bytes; 4 times 32 bytes, the lower halves
                        first: d · scale · code - dmin · minimum
+MXFP4       32     17  scale E8M0; 16 bytes, elements 0 to 15 in the lower halves: scale · E2M1(code)
 Q6_K       256    210  128 bytes of lower and 64 of upper bits; 16 scales i8; d f16: d · scale · (code - 32)
 
 N is the number of rows, B the number of blocks in a row.
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.config.quantization import WeightFormat, WeightScheme
+from tandem.engine.weights.quantized.float4_codes import float4
 from tandem.engine.weights.quantized.format import Format, GroupedCodes, Shape, StoredTensor
 from tandem.protocol.errors import ModelError
 
@@ -26,6 +28,7 @@ BLOCKS = {
     WeightFormat.Q4_1: (32, 20),
     WeightFormat.Q4_K: (256, 144),
     WeightFormat.Q6_K: (256, 210),
+    WeightFormat.MXFP4_BLOCKS: (32, 17),
 }
 """The numbers of elements and of bytes in a block of each format."""
 
@@ -42,8 +45,10 @@ def _tensors(scheme: WeightScheme, rows: int, columns: int) -> tuple[StoredTenso
 
 def _read(scheme: WeightScheme, tensors: Mapping[str, Tensor], shape: Shape) -> GroupedCodes:
     blocks = tensors["weight"].view(shape[0], -1, BLOCKS[scheme.format][1])
-    codes, scales, offsets = _READERS[scheme.format](blocks)
     assert scheme.group is not None
+    if scheme.format is WeightFormat.MXFP4_BLOCKS:
+        return float4(_halves(blocks[..., 1:]).flatten(1), blocks[..., 0], scheme.group)
+    codes, scales, offsets = _READERS[scheme.format](blocks)
     return GroupedCodes(
         codes.flatten(1), scales.flatten(1), None if offsets is None else offsets.flatten(1), scheme.group
     )

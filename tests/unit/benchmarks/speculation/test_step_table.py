@@ -9,16 +9,18 @@ from rich.console import Console
 from benchmarks.speculation.step_table import Chance, ChanceProposer, StepTable, table_of
 from decode_worker.drafts import RowDrafts, StepDrafts
 from tandem.engine.model_runner import ModelRunner
-from tests.factories import tiny_engine_config, write_tiny_model
+from tandem.protocol.speculation_method import SpeculationMethod
+from tests.factories import tiny_engine_config
+from tests.mtp_models import write_mtp
 from tests.soak import soak
 
 
 @soak  # it fails where a loaded machine ends the answers before the steps that it measures
-async def test_every_batch_and_rate_has_its_figures(tmp_path: Path) -> None:
-    engine = tiny_engine_config(
-        write_tiny_model(tmp_path / "model", max_position_embeddings=2048), kv_cache_bytes=8 << 20
-    )
-    table = StepTable(ModelRunner.load(engine), engine, context=16, steps=4, alphas=[0.5], drafts=[2])
+@pytest.mark.parametrize("method", [SpeculationMethod.NGRAM, SpeculationMethod.MTP])
+async def test_every_batch_and_rate_has_its_figures(method: SpeculationMethod, tmp_path: Path) -> None:
+    model = write_mtp(tmp_path, "mimo", max_position_embeddings=2048)
+    engine = tiny_engine_config(model, kv_cache_bytes=16 << 20, mtp=method is SpeculationMethod.MTP)
+    table = StepTable(ModelRunner.load(engine), engine, context=16, steps=4, alphas=[0.5], drafts=[2], method=method)
     rows = await table.rows([1, 3], Console(quiet=True))
     assert [(row["batch"], row["alpha"]) for row in rows] == [(1, 0.5), (3, 0.5)]
     for row in rows:

@@ -17,6 +17,7 @@ from tandem.protocol.speculation_method import SpeculationMethod
 from tests.eagle_heads import write_eagle
 from tests.factories import draw, row, tiny_engine_config, write_tiny_model
 from tests.medusa_heads import write_heads
+from tests.mtp_models import LAYOUTS, write_mtp
 from tests.ranks import group_runner
 
 VOCAB, HIDDEN = 96, 64
@@ -27,6 +28,9 @@ DRAFTS = 3
 def write_draft(kind: str, model: Path, folder: Path) -> Path:
     if kind == "model":
         return model
+    if kind == "EAGLE-3":
+        ids, shapes = [1, 2], {"fc.weight": (HIDDEN, 2 * HIDDEN)}
+        return write_eagle(folder, HIDDEN, VOCAB, third=True, shapes=shapes, eagle_aux_hidden_state_layer_ids=ids)
     if kind == "eagle":
         return write_eagle(folder, HIDDEN, VOCAB)
     if kind == "eagle of few tokens":
@@ -38,7 +42,8 @@ def write_draft(kind: str, model: Path, folder: Path) -> Path:
 
 async def answers(runner: ModelRunner, config: EngineConfig) -> tuple[list[list[int]], int, int]:
     """Returns the answers, and the numbers of draft tokens that were verified and accepted."""
-    async with LocalWorker.open(runner, config, SpeculationMethod.DRAFT) as worker:
+    method = SpeculationMethod.MTP if config.mtp else SpeculationMethod.DRAFT
+    async with LocalWorker.open(runner, config, method) as worker:
         worker.speculation.fixed_drafts = DRAFTS
         sent = [worker.send(prompt, SamplingParams(24, ignore_eos=True)) for prompt in PROMPTS]
         await asyncio.gather(*(request.finished.wait() for request in sent))
@@ -48,6 +53,9 @@ async def answers(runner: ModelRunner, config: EngineConfig) -> tuple[list[list[
 
 
 def config_with(kind: str, changes: dict[str, Any], folder: Path) -> EngineConfig:
+    if kind in LAYOUTS:
+        checkpoint = write_mtp(folder, kind, hidden_size=HIDDEN, vocab_size=VOCAB, **changes)
+        return tiny_engine_config(checkpoint, kv_cache_bytes=8 << 20, mtp=True)
     model = write_tiny_model(folder / "model", hidden_size=HIDDEN, vocab_size=VOCAB, **changes)
     return tiny_engine_config(model, kv_cache_bytes=8 << 20, draft=write_draft(kind, model, folder / "draft"))
 
@@ -67,7 +75,7 @@ def first_draft(runner: ModelRunner) -> list[int]:
     return list(draft)
 
 
-@pytest.mark.parametrize("kind", ["model", "eagle", "heads"])
+@pytest.mark.parametrize("kind", ["model", "eagle", "heads", "EAGLE-3", "deepseek_v3", "glm4_moe"])
 def test_answers_with_drafts_are_those_of_one_rank(kind: str, tmp_path: Path) -> None:
     config = config_with(kind, {}, tmp_path)
     wanted = asyncio.run(answers(ModelRunner.load(config, kernels=ReferenceKernels()), config))
@@ -83,6 +91,9 @@ def test_answers_with_drafts_are_those_of_one_rank(kind: str, tmp_path: Path) ->
         ("eagle", {}),
         ("eagle", {"tie_word_embeddings": True}),
         ("eagle of few tokens", {}),
+        ("EAGLE-3", {}),
+        ("deepseek_v3", {}),
+        ("mimo", {}),
         ("heads", {}),
         ("heads with projections", {}),
     ],

@@ -27,7 +27,7 @@ from tandem.protocol.errors import InvalidArgument
 from tests.factories import FAMILIES, row, tiny_engine_config, write_tiny_model
 from tests.ranks import ThreadCollectives, group_runner
 from tests.soak import soak
-from tests.unit.engine.weights.quantized_folders import write_quantized
+from tests.unit.engine.weights.quantized_folders import write_mxfp4, write_quantized
 
 TOLERANCE = 2e-5
 IDS = [(7 * position + 3) % 157 for position in range(60)]
@@ -113,6 +113,7 @@ def test_a_model_that_cannot_be_divided_is_refused(family: str, ranks: int, tmp_
         ("W4A16 channel", "llama3"),
         ("W8A16", "phi3"),
         ("deepseek fp8", "llama3"),
+        ("modelopt nvfp4", "phi3"),
         pytest.param("awq", "phi3", marks=soak),
         pytest.param("gptq desc_act", "llama3", marks=soak),
         pytest.param("W4A16 channel", "phi3", marks=soak),
@@ -161,6 +162,16 @@ def test_experts_whose_parts_would_be_dequantized_are_whole_on_a_rank(tmp_path: 
         parts = rank_spec(divisible, ranks).layers[0].feed_forward
         assert isinstance(parts, MixtureOfExperts)
         assert (parts.local, parts.width) == (None, 96 // ranks)
+
+
+@pytest.mark.parametrize(("ranks", "width"), [(2, 32), (4, 64)])
+def test_mxfp4_experts_are_divided_by_groups_or_are_whole_on_a_rank(ranks: int, width: int, tmp_path: Path) -> None:
+    """Gate and up rows alternate in the checkpoint; a quarter of 64 columns is no group."""
+    folder, _ = write_mxfp4(tmp_path)
+    experts = rank_spec(check_model(folder), ranks).layers[0].feed_forward
+    assert isinstance(experts, MixtureOfExperts)
+    assert experts.width == width
+    assert_same_logits(tiny_engine_config(folder, kv_cache_bytes=8 << 20), ranks)
 
 
 def test_ranks_with_an_eight_bit_cache_give_the_tokens_of_one_rank(tmp_path: Path) -> None:

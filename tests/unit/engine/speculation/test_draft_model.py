@@ -167,7 +167,7 @@ def test_both_models_hold_as_many_tokens(folders: Path, dtype: str) -> None:
         folders / "target", kv_cache_bytes=1 << 22, draft=folders / "draft", kv_cache_dtype=dtype
     )
     spec = load_spec(config.served.model)
-    kv = split_kv(config, spec, 16, torch.device("cpu"), None)
+    kv = split_kv(config, spec, 16, torch.device("cpu"), None, whole=spec)
     assert kv.both == 1 << 22
     runner = ModelRunner.load(config)
     assert runner.cache.storage.nbytes <= (kv.target or 0)

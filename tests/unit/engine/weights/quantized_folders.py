@@ -32,6 +32,69 @@ def int32(words: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(words.astype(np.uint32).view(np.int32).copy())
 
 
+E2M1 = [sign * number for sign in (1.0, -1.0) for number in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
+"""The numbers of FP4 by their codes."""
+
+
+def nvfp4(*, codes_name: str, factor_name: str, divided: bool) -> Writer:
+    def write(rng: np.random.Generator, n: int, k: int) -> tuple[Tensors, np.ndarray]:
+        codes = rng.integers(0, 16, (n, k))
+        scales = torch.from_numpy(rng.uniform(0.004, 440.0, (n, k // 16))).to(torch.float8_e4m3fn)
+        by_group, factor = scales.double().numpy(), np.float32(rng.uniform(2e-5, 4e-5))
+        weight = np.array(E2M1)[codes] * by_group.repeat(16, axis=1) * factor
+        packed = codes[:, 0::2] | codes[:, 1::2] << 4
+        stored = torch.tensor([1 / factor if divided else factor], dtype=torch.float32)
+        names = {codes_name: torch.from_numpy(packed.astype(np.uint8)), "weight_scale": scales, factor_name: stored}
+        return names, weight.astype(np.float32)
+
+    return write
+
+
+def mxfp4(rng: np.random.Generator, n: int, k: int) -> tuple[Tensors, np.ndarray]:
+    """Writes one expert's weight, whose tensors have no name of their own after the module's."""
+    codes, exponents = rng.integers(0, 16, (n, k)), rng.integers(118, 124, (n, k // 32))
+    weight = np.array(E2M1)[codes] * (2.0 ** (exponents - 127)).repeat(32, axis=1)
+    blocks = codes[:, 0::2] | codes[:, 1::2] << 4
+    bytes_of_blocks = torch.from_numpy(blocks.astype(np.uint8)).reshape(n, k // 32, 16)
+    return {"_blocks": bytes_of_blocks, "_scales": torch.from_numpy(exponents.astype(np.uint8))}, weight.astype(
+        np.float32
+    )
+
+
+MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
+"""The `quantization_config` of the published files of gpt-oss."""
+
+
+def write_mxfp4(folder: Path, seed: int = 9, **changes: Any) -> tuple[Path, Path]:
+    """Writes a gpt-oss folder in the published layout and its twin, which has the same experts as float32 numbers."""
+    twin = write_tiny_model(folder / "twin", "gpt_oss", seed, **changes)
+    tensors, rng = load_file(twin / WEIGHTS), np.random.default_rng(seed)
+    quantized: Tensors = {}
+    for name, stored in list(tensors.items()):
+        if not name.endswith((".gate_up_proj", ".down_proj")):
+            quantized[name] = stored
+            continue
+        count, columns, rows = stored.shape  # the plain layout is transposed
+        experts = [mxfp4(rng, rows, columns) for _ in range(count)]
+        quantized |= {name + part: torch.stack([parts[part] for parts, _ in experts]) for part in experts[0][0]}
+        tensors[name] = torch.from_numpy(np.stack([weight.T.copy() for _, weight in experts]))
+    save_file(tensors, twin / WEIGHTS)
+    packed = folder / "quantized"
+    packed.mkdir()
+    save_file(quantized, packed / WEIGHTS)
+    config = json.loads((twin / "config.json").read_text()) | {"quantization_config": MXFP4}
+    (packed / "config.json").write_text(json.dumps(config))
+    return packed, twin
+
+
 def scales_of(rng: np.random.Generator, *shape: int) -> torch.Tensor:
     return torch.from_numpy(rng.uniform(0.01, 0.03, shape)).to(torch.float16)
 
@@ -253,6 +316,17 @@ CASES: dict[str, tuple[dict[str, Any], Writer]] = {
         AUTO_ROUND | {"packing_format": "auto_round:gptqmodel", "sym": False},
         without(gptq(v2=True), "g_idx"),
     ),
+    "modelopt nvfp4": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]},
+        nvfp4(codes_name="weight", factor_name="weight_scale_2", divided=False),
+    ),
+    "nvfp4-pack-quantized": (
+        compressed_tensors(
+            "nvfp4-pack-quantized",
+            {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True},
+        ),
+        nvfp4(codes_name="weight_packed", factor_name="weight_global_scale", divided=True),
+    ),
     "fp8 of one scale": (
         {"quant_method": "fp8", "activation_scheme": "static"},
         byte_codes("float", "tensor"),
@@ -263,14 +337,20 @@ CASES: dict[str, tuple[dict[str, Any], Writer]] = {
 
 def is_quantized(name: str, stored: torch.Tensor) -> bool:
     """Returns True for the weights of linear layers that tools quantize."""
-    plain = ("embed", "lm_head", ".gate.weight", "shared_expert_gate")
+    plain = ("embed", "lm_head", ".gate.weight", "shared_expert_gate", "eh_proj", "input_proj")
     return name.endswith("_proj.weight") and stored.dim() == 2 and not any(part in name for part in plain)
 
 
 def write_quantized(folder: Path, case: str, family: str = "llama3", **changes: Any) -> tuple[Path, Path]:
     """Writes a quantized folder and its twin, which has the same weights dequantized to float32."""
-    quantization, write = CASES[case]
     twin = write_tiny_model(folder / "twin", family, **({"num_hidden_layers": 2} | changes))
+    assert family in FAMILIES
+    return quantize_folder(twin, folder / "quantized", case), twin
+
+
+def quantize_folder(twin: Path, packed: Path, case: str) -> Path:
+    """Writes a quantized folder, and changes the weights of its twin to the dequantized ones; returns the folder."""
+    quantization, write = CASES[case]
     tensors, rng = load_file(twin / WEIGHTS), np.random.default_rng(5)
     quantized: Tensors = {}
     for name, stored in list(tensors.items()):
@@ -281,10 +361,8 @@ def write_quantized(folder: Path, case: str, family: str = "llama3", **changes: 
         quantized |= {name.removesuffix("weight") + part: tensor for part, tensor in parts.items()}
         tensors[name] = torch.from_numpy(weight)
     save_file(tensors, twin / WEIGHTS)
-    packed = folder / "quantized"
     packed.mkdir()
     save_file(quantized, packed / WEIGHTS)
     config = json.loads((twin / "config.json").read_text()) | {"quantization_config": quantization}
     (packed / "config.json").write_text(json.dumps(config))
-    assert family in FAMILIES
-    return packed, twin
+    return packed

@@ -106,7 +106,7 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping 0"),
     ("gemma2", {"final_logit_softcapping": 0.0}, "final_logit_softcapping 0.0"),
     ("gemma3", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping -1.0"),
-    ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "is quantized (mxfp4)"),
+    ("gpt_oss", {"quantization_config": {"quant_method": "mxfp6"}}, "is quantized (mxfp6)"),
     ("llama2", {"compression_config": {"quant_method": "compressed-tensors"}}, "is quantized (compressed-tensors)"),
     (
         "llama2",

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.model_runner import ModelRunner
+from tandem.engine.models.allocation import quantized_weights
 from tandem.engine.steps.batch import StepBatch
 from tandem.engine.weights import gguf as conversion
 from tandem.engine.weights.checkpoint import check_model
@@ -319,6 +320,16 @@ def test_quantized_blocks_have_the_logits_of_their_values(family: str, tmp_path:
     kept, plain = (prepare_model(path, tmp_path / "cache", codes=codes) for codes in (True, False))
     assert check_model(kept).quantization is not None
     torch.testing.assert_close(logits(kept), logits(plain), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
+def test_blocks_of_stacked_experts_are_kept(tmp_path: Path) -> None:
+    path = write_family(tmp_path / "tiny.gguf", "gpt_oss", blocks=gguf.GGMLQuantizationType.MXFP4)
+    kept, plain = (prepare_model(path, tmp_path / "cache", codes=codes) for codes in (True, False))
+    assert {"layers.0.feed_forward.gate_up", "layers.0.feed_forward.down"} <= set(
+        quantized_weights(check_model(kept)).packings
+    )
+    torch.testing.assert_close(logits(kept), logits(plain), atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ ROWS, COLUMNS = 16, 256
         ("int8", 8, ROWS * 256 * 2, ROWS * 256 * 2),
         ("fp8", 128, ROWS * 256 * 2, ROWS * (256 + 2 * 4)),
         ("int4", 32, ROWS * (128 + 8 * 2), ROWS * (128 + 8 * 4)),
+        ("mxfp4", 32, ROWS * (256 + 8 * 2), ROWS * (128 + 8 + 4)),
+        ("nvfp4", 16, ROWS * 256 * 2, ROWS * (128 + 16 + 4)),
         ("int4_offsets", 32, ROWS * (128 + 16 * 2), ROWS * (128 + 16 * 4)),
     ],
 )
@@ -41,6 +43,12 @@ def test_experts_on_gpus_are_codes() -> None:
         model_sizes(spec, 2) for spec in (shape_config("qwen3-30b-a3b"), quantized("qwen3-30b-a3b", "fp8"))
     )
     assert packed.expert_bytes == pytest.approx(plain.expert_bytes / 2, rel=0.01)
+
+
+def test_gpt_oss_in_mxfp4_has_the_size_of_its_files() -> None:
+    """The weights of the published files have 12.8 and 60.8 GiB."""
+    assert weight_bytes(shape_config("gpt-oss-20b-mxfp4"), torch.bfloat16) / 2**30 == pytest.approx(12.8, rel=0.01)
+    assert weight_bytes(shape_config("gpt-oss-120b"), torch.bfloat16) / 2**30 == pytest.approx(60.8, rel=0.01)
 
 
 def test_fp8_on_cpus_is_dequantized() -> None:

@@ -198,7 +198,7 @@ def test_wrong_tensors(case: str, change: Callable[[Tensors], Tensors], words: l
 
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quantized (bitsandbytes), which is not supported"),
-    ({"quant_method": "mxfp4"}, "quantized (mxfp4)"),
+    ({"quant_method": "mxfp6"}, "quantized (mxfp6)"),
     ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq, version gemv"),
     ({"quant_method": "awq", "w_bit": 3}, "awq, 3 bits"),
     ({"quant_method": "gptq", "bits": 3}, "gptq, 3 bits"),
@@ -210,7 +210,8 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "fp8, weight_block_size [0, 128]"),
     ({"quant_method": "fp8", "weight_block_size": "128x0"}, "fp8, weight_block_size 128x0"),
     ({"quant_method": "compressed-tensors"}, "config_groups"),
-    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt, NVFP4"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "modelopt, NVFP4_AWQ"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "modelopt, NVFP4, group_size 32"),
     ({"quant_method": "modelopt"}, "modelopt, no quant_algo"),
     ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_awq"}, "auto_round:auto_awq, int"),
     (
@@ -226,7 +227,8 @@ def of_group(stored: str, **weights: Any) -> dict[str, Any]:
 
 
 CONFIGS += [
-    (of_group("nvfp4-pack-quantized", num_bits=4, type="float"), "nvfp4-pack-quantized, float4"),
+    (of_group("nvfp4-pack-quantized", num_bits=4, type="float"), "nvfp4-pack-quantized, float4, group_size None"),
+    (of_group("mxfp4-pack-quantized", num_bits=4, type="float", group_size=32), "mxfp4-pack-quantized, float4"),
     (of_group("pack-quantized", num_bits=3, type="int"), "pack-quantized, int3"),
     (of_group("marlin-24", num_bits=4, type="int", strategy="group", group_size=32), "marlin-24"),
     (of_group("int-quantized", num_bits=8, type="int", strategy="token"), "strategy token"),

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -122,6 +122,9 @@ class FakeHead(FakeEngine):
     def drawn_hidden(self) -> torch.Tensor:
         return states_of(self.drawn)
 
+    def from_target(self, drawn: torch.Tensor) -> torch.Tensor:
+        return drawn
+
     def give(self, states: torch.Tensor) -> None:
         self._given = (states[:, 0] / states[:, 1]).round().int().tolist()
 
@@ -135,20 +138,23 @@ class FakeHead(FakeEngine):
         return self.following.get((row.token_ids[0], row.draw.index), 3) - (row.draw.index % 7 == 0)
 
 
-class FakeStates(NamedTuple):
-    """The `TargetStates` of a fake engine."""
+class FakeStates:
+    """The `drawn_hidden` of a fake engine."""
 
-    engine: FakeEngine
-    norm: torch.Tensor = torch.ones(2)
-    eps: float = 0.0
+    device = torch.device("cpu")
 
-    @property
-    def drawn(self) -> torch.Tensor:
-        return states_of(self.engine.drawn)
+    def __init__(self, engine: FakeEngine) -> None:
+        self._engine = engine
+
+    def __len__(self) -> int:
+        return len(self._engine.drawn)
+
+    def __getitem__(self, rows: torch.Tensor) -> torch.Tensor:
+        return states_of(self._engine.drawn)[rows]
 
 
 def states_of(token_ids: Sequence[int | None]) -> torch.Tensor:
-    """Returns states [n, 2] that say which tokens they drew, also behind a norm."""
+    """Returns states [n, 2] that say which tokens they drew."""
     return torch.tensor([[token or 0, 1.0] for token in token_ids])
 
 

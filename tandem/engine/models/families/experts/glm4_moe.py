@@ -11,6 +11,7 @@ from tandem.engine.models.families.family import (
     parse_sigmoid_router,
     with_dense,
 )
+from tandem.engine.models.mtp_layout import NUMBERED_MTP
 
 
 def _parse(config: Json) -> ModelSpec:
@@ -35,4 +36,4 @@ def _parse(config: Json) -> ModelSpec:
     return make_model(config, "Glm4MoeForCausalLM", with_dense(config, layers, dense))
 
 
-FAMILY = Family(("Glm4MoeForCausalLM",), ("glm4_moe",), _parse)
+FAMILY = Family(("Glm4MoeForCausalLM",), ("glm4_moe",), _parse, mtp=NUMBERED_MTP)

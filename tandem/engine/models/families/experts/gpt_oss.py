@@ -1,4 +1,4 @@
-"""gpt-oss-20b and gpt-oss-120b in bfloat16: attention sinks, and experts with biases."""
+"""gpt-oss-20b and gpt-oss-120b, in MXFP4 or bfloat16: attention sinks, and experts with biases."""
 
 from dataclasses import replace
 
@@ -16,6 +16,7 @@ from tandem.engine.config.model import (
 )
 from tandem.engine.config.rope import parse_rope
 from tandem.engine.kernels.layers import Experts
+from tandem.engine.kernels.packed_weight import Weight
 from tandem.engine.models.families.family import (
     Family,
     Json,
@@ -80,17 +81,42 @@ def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
         assert experts.router_bias is not None
         assert experts.gate_up_bias is not None
         assert experts.down_bias is not None
-        count, inner, hidden = experts.gate_up.shape
         prefix = f"model.layers.{number}.mlp."
         slots |= {
             f"{prefix}router.weight": ParameterSlot(experts.router),
             f"{prefix}router.bias": ParameterSlot(experts.router_bias),
-            f"{prefix}experts.gate_up_proj": ParameterSlot(experts.gate_up, _split_columns, (count, hidden, inner)),
+            f"{prefix}experts.gate_up_proj": _gate_up(spec, f"{prefix}experts.gate_up_proj", experts.gate_up),
             f"{prefix}experts.gate_up_proj_bias": ParameterSlot(experts.gate_up_bias, _split),
-            f"{prefix}experts.down_proj": ParameterSlot(experts.down, _transposed, (count, inner // 2, hidden)),
+            f"{prefix}experts.down_proj": _down(spec, f"{prefix}experts.down_proj", experts.down),
             f"{prefix}experts.down_proj_bias": ParameterSlot(experts.down_bias, summed=True),
         }
     return slots
+
+
+def _gate_up(spec: ModelSpec, name: str, weight: Weight) -> ParameterSlot:
+    """Return the slot of the gate and up weights: [E, 2·I, H] if they are stored quantized, else [E, H, 2·I]."""
+    if _is_stored_quantized(spec, name):
+        return ParameterSlot(weight, _split_rows)
+    count, inner, hidden = weight.shape
+    return ParameterSlot(weight, _split_columns, (count, hidden, inner))
+
+
+def _down(spec: ModelSpec, name: str, weight: Weight) -> ParameterSlot:
+    """Return the slot of the down weights: [E, H, I] if they are stored quantized, else [E, I, H]."""
+    if _is_stored_quantized(spec, name):
+        return ParameterSlot(weight)
+    count, hidden, width = weight.shape
+    return ParameterSlot(weight, _transposed, (count, width, hidden))
+
+
+def _is_stored_quantized(spec: ModelSpec, name: str) -> bool:
+    quantization = spec.quantization
+    return quantization is not None and not quantization.at_load and quantization.scheme_of(name) is not None
+
+
+def _split_rows(stored: Tensor) -> Tensor:
+    """Return the gate rows, then the up rows, of a tensor [..., 2·I, any] whose rows alternate between them."""
+    return torch.cat((stored[..., 0::2, :], stored[..., 1::2, :]), dim=-2)
 
 
 def _split(stored: Tensor) -> Tensor:

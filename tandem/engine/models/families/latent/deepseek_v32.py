@@ -6,6 +6,7 @@ from tandem.engine.config.attention import IndexShape
 from tandem.engine.config.model import LatentAttention, LayerSpec, ModelSpec
 from tandem.engine.models.families.family import Family, Json, check_sizes, parse_sigmoid_router
 from tandem.engine.models.families.latent.deepseek_v2 import latent_model, latent_slots
+from tandem.engine.models.mtp_layout import NUMBERED_MTP
 from tandem.engine.models.parameters import IndexerParameters, LatentParameters, Parameters, ParameterSlot
 from tandem.protocol.errors import ModelError
 
@@ -63,4 +64,4 @@ def _indexer_slots(weights: IndexerParameters) -> dict[str, ParameterSlot]:
     }
 
 
-FAMILY = Family(("DeepseekV32ForCausalLM",), ("deepseek_v32",), _parse, sparse_slots)
+FAMILY = Family(("DeepseekV32ForCausalLM",), ("deepseek_v32",), _parse, sparse_slots, NUMBERED_MTP)

@@ -28,6 +28,7 @@ from tandem.engine.models.families.family import (
     parse_shape,
     with_dense,
 )
+from tandem.engine.models.mtp_layout import MtpLayout
 from tandem.engine.models.parameters import (
     Parameters,
     ParameterSlot,
@@ -51,6 +52,13 @@ _DEFAULTS = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
+QWEN_MTP = MtpLayout(
+    prefix="mtp.layers.0.",
+    projection="mtp.fc.weight",
+    embedding_norm="mtp.pre_fc_norm_embedding.weight",
+    state_norm="mtp.pre_fc_norm_hidden.weight",
+    output_norm="mtp.norm.weight",
+)
 _NAMES = {
     "convolution": "conv1d.weight",
     "decay_log": "A_log",
@@ -178,4 +186,4 @@ def _by_part(heads: int, *parts: int) -> Callable[[Tensor], Tensor]:
     return ordered
 
 
-FAMILY = Family(("Qwen3NextForCausalLM",), ("qwen3_next",), _parse, _slots)
+FAMILY = Family(("Qwen3NextForCausalLM",), ("qwen3_next",), _parse, _slots, QWEN_MTP)
