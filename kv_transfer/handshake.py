@@ -30,9 +30,9 @@ def layout_facts(layout: KVLayout) -> Facts:
         ("windows", ", ".join(map(window_name, layout.windows))),
         ("other_groups", "; ".join(layout.other_groups) or "none"),
         ("layers", str(layout.layers)),
-        ("parts", str(layout.parts)),
+        ("parts", str(len(layout.dims))),
         ("kv_heads", str(layout.kv_heads)),
-        ("head_dim", str(layout.head_dim)),
+        ("head_dim", " and ".join(map(str, dict.fromkeys(layout.dims)))),
         ("page_tokens", str(layout.page_tokens)),
     )
 

@@ -18,7 +18,8 @@ class KVLayout:
     layers: int
     kv_heads: int
     page_tokens: int
-    head_dim: int
+    dims: tuple[int, ...]
+    """The number of elements per token and head of each part: of keys and of values, or of latents (MLA)."""
     item_bytes: int
     """Size in bytes of one element, or of one 8-bit code of a quantized cache."""
     dtype: str
@@ -27,8 +28,6 @@ class KVLayout:
     """The kind of memory: `DRAM` or `VRAM`."""
     device_id: int = 0
     """GPU ordinal; 0 for host memory."""
-    parts: int = 2
-    """2 for keys and values, 1 for latents (MLA)."""
     windows: tuple[int | None, ...] = (None,)
     """The window of each group, as in `KvPages.windows`."""
     scale_bytes: int = 0
@@ -44,8 +43,8 @@ class KVLayout:
     @property
     def page_bytes(self) -> int:
         """Size of one page in bytes, over all its layers."""
-        rows = self.layers * self.parts * self.kv_heads * self.page_tokens
-        return rows * (self.head_dim * self.item_bytes + self.scale_bytes) + self.unused_bytes
+        rows = self.layers * self.kv_heads * self.page_tokens
+        return rows * (sum(self.dims) * self.item_bytes + len(self.dims) * self.scale_bytes) + self.unused_bytes
 
     @property
     def total_bytes(self) -> int:

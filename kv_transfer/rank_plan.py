@@ -29,10 +29,8 @@ class RankedPages:
     stages: tuple[tuple[int, ...], ...]
     """For each pipeline stage, the numbers of its layers in a page, in order."""
     page_tokens: int
-    parts: int
-    """2 for keys and values, 1 for latents."""
-    token_bytes: int
-    """Size in bytes of one token's elements in a plane."""
+    token_bytes: tuple[int, ...]
+    """For each part, keys and values or latents, the size in bytes of one token's elements in a plane."""
     scale_bytes: int = 0
     """Size in bytes of one token's scale in a plane."""
     alignment: int = 1
@@ -47,9 +45,9 @@ class RankedPages:
         return self.tensor_ranks * len(self.stages)
 
     @property
-    def plane_bytes(self) -> int:
-        """Size of a plane in bytes."""
-        return self.page_tokens * (self.token_bytes + self.scale_bytes)
+    def plane_bytes(self) -> tuple[int, ...]:
+        """For each part, the size of a plane in bytes."""
+        return tuple(self.page_tokens * (size + self.scale_bytes) for size in self.token_bytes)
 
     def heads(self, rank: int) -> range:
         """Return the heads that a rank holds."""
@@ -66,7 +64,7 @@ class RankedPages:
 
     def page_bytes(self, rank: int) -> int:
         """Return the size of a page of a rank in bytes."""
-        return len(self.heads(rank)) * len(self.layers(rank)) * self.parts * self.plane_bytes
+        return len(self.heads(rank)) * len(self.layers(rank)) * sum(self.plane_bytes)
 
     def holders(self, head: int, layer: int) -> list[int]:
         """Return the ranks that hold a head of a layer."""
@@ -74,10 +72,10 @@ class RankedPages:
 
     def regions(self, rank: int, head: int, layer: int, part: int, token: int) -> tuple[int, int]:
         """Return the offsets of a token's elements and of its scale in a page of a rank, in bytes."""
-        layers = self.layers(rank)
-        number = ((head - self.heads(rank).start) * len(layers) + layers.index(layer)) * self.parts + part
-        start = number * self.plane_bytes
-        return start + token * self.token_bytes, start + self.page_tokens * self.token_bytes + token * self.scale_bytes
+        layers, planes, size = self.layers(rank), self.plane_bytes, self.token_bytes[part]
+        number = (head - self.heads(rank).start) * len(layers) + layers.index(layer)
+        start = number * sum(planes) + sum(planes[:part])
+        return start + token * size, start + self.page_tokens * size + token * self.scale_bytes
 
 
 def pool_page_bytes(groups: Iterable[RankedPages], rank: int) -> int:
@@ -140,8 +138,8 @@ def why_not(source: RankedPages, target: RankedPages) -> str | None:
     """Return the reason why KV cannot be handed over from `source` to `target`, as a clause; None if it can."""
     for what, source_value, target_value in (
         ("KV heads", source.kv_heads, target.kv_heads),
-        ("parts per layer", source.parts, target.parts),
-        ("bytes per token and head", source.token_bytes, target.token_bytes),
+        ("parts per layer", len(source.token_bytes), len(target.token_bytes)),
+        ("bytes per token and head", _listed(source.token_bytes), _listed(target.token_bytes)),
         ("bytes per scale", source.scale_bytes, target.scale_bytes),
         ("layers", sorted(chain(*source.stages)), sorted(chain(*target.stages))),
     ):
@@ -151,6 +149,10 @@ def why_not(source: RankedPages, target: RankedPages) -> str | None:
     if max(sizes) % min(sizes):
         return f"pages of {sizes[0]} and of {sizes[1]} tokens do not divide each other"
     return None
+
+
+def _listed(sizes: tuple[int, ...]) -> str:
+    return " and ".join(map(str, dict.fromkeys(sizes)))
 
 
 @lru_cache(maxsize=64)
@@ -174,13 +176,13 @@ def _ranges_to(rank: int, source: RankedPages, target: RankedPages) -> Iterator[
         # Several smaller pages share a larger one.
         from_page, from_token = (0, block * tokens) if source.page_tokens > tokens else (block, 0)
         to_page, to_token = (0, block * tokens) if target.page_tokens > tokens else (block, 0)
-        for head, layer, part in product(target.heads(rank), target.layers(rank), range(target.parts)):
+        for head, layer, part in product(target.heads(rank), target.layers(rank), range(len(target.token_bytes))):
             holders = source.holders(head, layer)
             writer = holders[rank % target.tensor_ranks % len(holders)]
             for source_start, target_start, size in zip(
                 source.regions(writer, head, layer, part, from_token),
                 target.regions(rank, head, layer, part, to_token),
-                (target.token_bytes, target.scale_bytes),
+                (target.token_bytes[part], target.scale_bytes),
                 strict=True,
             ):
                 if size:

@@ -212,6 +212,42 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "hidden_activation": "gelu_pytorch_tanh",
         "tie_word_embeddings": True,
     },
+    "gemma4": _BASE
+    | {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "sliding_window": 20,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 3.0,
+        "rope_theta": None,
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
+    "gemma4_e2b": _BASE
+    | {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "sliding_window": 20,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 160,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "rope_theta": None,
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
     "phi3": _BASE | {"model_type": "phi3", "sliding_window": 30, "pad_token_id": 0},
     "phi3_longrope": _BASE
     | {
@@ -336,6 +372,35 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_local_experts": 8,
         "num_experts_per_tok": 3,
         "intermediate_size": 32,
+    },
+    "llama4": _BASE
+    | {
+        "model_type": "llama4_text",
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "attention_chunk_size": 36,
+        "floor_scale": 16,
+        "rope_scaling": _LLAMA3_ROPE,
+        "rope_theta": 500000.0,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "interleave_moe_layer_step": 2,
+        "intermediate_size": 32,
+        "intermediate_size_mlp": 96,
+    },
+    "mimo_v2_flash": _BASE
+    | {
+        "model_type": "mimo_v2_flash",
+        "rope_theta": 5e6,
+        "num_hidden_layers": 4,
+        "head_dim": 48,
+        "v_head_dim": 32,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 20,
+        "num_key_value_heads": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
     },
     "deepseek_v32": _BASE | _LATENT | _DEEPSEEK_V3 | _INDEXER | {"model_type": "deepseek_v32"},
     "glm_moe_dsa": _BASE
@@ -560,8 +625,13 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarra
     parsed = parse_spec(config, {})
     places = slots_of(parsed, allocate_parameters(parsed, torch.float32, torch.device("meta")))
     rng = np.random.default_rng(seed)
-    centre = 0.0 if parsed.wide_norms else 1.0  # the checkpoint stores such norms minus 1
-    return {name: _random_tensor(rng, name, place.stored_shape, centre) for name, place in places.items()}
+    return {
+        # Checkpoints of the older Gemmas store norms minus 1.
+        name: _random_tensor(
+            rng, name, place.stored_shape, 0.0 if parsed.wide_norms and place.transform is not None else 1.0
+        )
+        for name, place in places.items()
+    }
 
 
 def tiny_engine_config(folder: Path, **changes: Any) -> EngineConfig:
@@ -583,6 +653,8 @@ def _random_tensor(rng: np.random.Generator, name: str, shape: tuple[int, ...], 
     values = rng.standard_normal(shape, dtype=np.float32)
     if "norm" in name:
         return centre + values / 10
+    if name.endswith("layer_scalar"):
+        return 1.0 + values / 10
     if "correction_bias" in name or "expert_bias" in name:
         return values / 10
     scale = 1.0 if len(shape) == 1 or "embed" in name else 1 / math.sqrt(shape[-1])

@@ -82,7 +82,7 @@ class FakeEngine:
         self.kv_pages = KvPages(PAGE_TOKENS, self.windows, self.step_tokens)
         self.pool = PagePool(pages)
         self.memory = np.zeros((pages, PAGE_TOKENS, 2), dtype="<i4")
-        self.layout = KVLayout(self.memory.ctypes.data, pages, 1, 1, PAGE_TOKENS, 1, 4, "int32")
+        self.layout = KVLayout(self.memory.ctypes.data, pages, 1, 1, PAGE_TOKENS, (1, 1), 4, "int32")
         view = torch.from_numpy(self.memory).view(-1, 1, 1, 1, PAGE_TOKENS, 2)
         states = StateCache(None, view.view(-1, 1, 1, PAGE_TOKENS, 2))
         self.page_sums = page_checksums(*(states if window == STATE else view for window in self.windows))

@@ -91,7 +91,7 @@ class NoEngine:
 
     def __post_init__(self) -> None:
         self.memory = np.zeros((self.pool.counts().total, self.page_tokens, 2), dtype="<i4")
-        self.layout = KVLayout(self.memory.ctypes.data, len(self.memory), 1, 1, self.page_tokens, 1, 4, "int32")
+        self.layout = KVLayout(self.memory.ctypes.data, len(self.memory), 1, 1, self.page_tokens, (1, 1), 4, "int32")
         self.page_sums = page_checksums(torch.from_numpy(self.memory).view(-1, 1, 1, 1, self.page_tokens, 2))
         self._packer = StepPacker(StepLimits(MODEL.vocab_size, MODEL.max_context, len(self.memory), GPU_PAGE_TOKENS))
         self._words = np.zeros(1 << 20, dtype=np.int64)

@@ -105,7 +105,9 @@ def quantized_kv_dtype(name: str, model: ModelSpec) -> torch.dtype | None:
         raise InvalidArgument("kv_cache_dtype", f"{name!r} is not supported; use auto, {', '.join(_KV_DTYPES)}.")
     if any(isinstance(layer.attention, LatentAttention) for layer in model.layers):
         raise InvalidArgument("kv_cache_dtype", f"latents are not cached as {name}; use auto.")
-    if any(isinstance(group, KvGroup) and group.dim % _KV_SCALE_ITEMS for group in kv_groups(model)):
+    if any(
+        isinstance(group, KvGroup) and any(dim % _KV_SCALE_ITEMS for dim in group.dims) for group in kv_groups(model)
+    ):
         raise InvalidArgument("kv_cache_dtype", f"{name} needs heads of a multiple of {_KV_SCALE_ITEMS} dimensions.")
     return _KV_DTYPES[name]
 

@@ -43,7 +43,9 @@ def model_sizes(
     kv_bytes = item_bytes if kv_element_bytes is None else kv_element_bytes
     output = spec.vocab_size * spec.hidden_size
     experts = sum(expert_weights(layer, spec.hidden_size) for layer in spec.layers)
-    every_step = output + sum(_dense_weights(layer, spec.hidden_size) for layer in spec.layers)
+    every_step = (
+        output + _embedding_weights(spec) + sum(_dense_weights(layer, spec.hidden_size) for layer in spec.layers)
+    )
     saved = saved_bytes(spec, item_bytes, on_cpu=on_cpu)
     windows = sorted({window for layer in spec.layers if (window := window_of(layer)) is not None})
     return ModelSizes(
@@ -118,7 +120,7 @@ def state_bytes(spec: ModelSpec, item_bytes: int) -> int:
 def active_weights(spec: ModelSpec) -> int:
     """Return the number of matrix elements that each token is multiplied with, including the output layer."""
     layers = sum(layer_weights(layer, spec.hidden_size) for layer in spec.layers)
-    return layers + spec.vocab_size * spec.hidden_size
+    return layers + _embedding_weights(spec) + spec.vocab_size * spec.hidden_size
 
 
 def total_weights(spec: ModelSpec) -> int:
@@ -127,7 +129,8 @@ def total_weights(spec: ModelSpec) -> int:
     counts = (
         _dense_weights(layer, spec.hidden_size) + expert_weights(layer, spec.hidden_size) for layer in spec.layers
     )
-    return matrices + sum(counts)
+    tables = spec.vocab_size * len(spec.layers) * spec.layer_embedding
+    return matrices + tables + _embedding_weights(spec) + sum(counts)
 
 
 def matrix_bytes(spec: ModelSpec, item_bytes: int, *, on_cpu: bool = False) -> int:
@@ -196,6 +199,11 @@ def step_grid(spec: ModelSpec, device: torch.device) -> StepGrid:
     return gpu_grid(spec.heads, multiprocessors)
 
 
+def _embedding_weights(spec: ModelSpec) -> int:
+    """Return the number of elements of the matrices that multiply the layers' own embeddings of tokens."""
+    return 3 * len(spec.layers) * spec.layer_embedding * spec.hidden_size
+
+
 def _dense_weights(layer: LayerSpec, hidden: int) -> int:
     """Return the number of elements of those matrices of a layer that every step reads."""
     feed_forward = layer.feed_forward
@@ -211,8 +219,8 @@ def _dense_weights(layer: LayerSpec, hidden: int) -> int:
 def _attention_weights(attention: Attention, hidden: int) -> int:
     if isinstance(attention, GroupedQueryAttention):
         shape = attention.shape
-        outputs = (2 if attention.output_gate else 1) * shape.heads * shape.head_dim
-        return hidden * (shape.qkv_size + outputs)
+        gate = shape.output_size if attention.output_gate else 0
+        return hidden * (attention.projected.qkv_size + gate + shape.output_size)
     if isinstance(attention, KimiDeltaAttention):
         return hidden * (sum(attention.input_rows) + attention.inner) + 2 * attention.rank * attention.inner
     if isinstance(attention, StateLayer):
@@ -232,7 +240,7 @@ def _pair_flop(attention: Attention) -> int:
     if isinstance(attention, StateLayer):
         return 0
     if isinstance(attention, GroupedQueryAttention):
-        return _ATTENTION_FLOP * attention.shape.heads * 2 * attention.shape.head_dim
+        return _ATTENTION_FLOP * attention.shape.heads * (attention.shape.head_dim + attention.shape.v_dim)
     index = attention.shape.index
     return _latent_flop(attention.shape) + (0 if index is None else _ATTENTION_FLOP * index.heads * index.dim)
 

@@ -56,17 +56,15 @@ def _ranked(cache: PagedCache, group: PageGroup, part: PagePart, tensor_ranks: i
         part.heads,
         even_stages(part.layers, stages),
         page_tokens=1,
-        parts=1,
-        token_bytes=0,
+        token_bytes=(),
     )
     if isinstance(group, StateGroup):
         size = head_bytes(group.shape, cache.model_dtype.itemsize)
-        return replace(divided, token_bytes=size, alignment=ALIGNMENT)
+        return replace(divided, token_bytes=(size,), alignment=ALIGNMENT)
     return replace(
         divided,
         page_tokens=cache.page_tokens,
-        parts=group.parts,
-        token_bytes=group.dim * cache.item_bytes,
+        token_bytes=tuple(dim * cache.item_bytes for dim in group.dims),
         scale_bytes=cache.scale_bytes,
     )
 
@@ -80,12 +78,11 @@ def layout_of(cache: PagedCache) -> KVLayout:
         layers=group.depth,
         kv_heads=group.heads,
         page_tokens=cache.page_tokens,
-        head_dim=group.dim,
+        dims=group.dims,
         item_bytes=cache.item_bytes,
         dtype=cache.dtype,
         memory=cache.memory,
         device_id=cache.device_id,
-        parts=group.parts,
         windows=cache.kv_pages.windows,
         scale_bytes=cache.scale_bytes,
         other_groups=cache.layouts[1:],

@@ -37,8 +37,8 @@ def layout_of(pool: Any) -> KVLayout:
     """Returns the layout of the pool as pages of one layer, one head and one token per page."""
     pages, page_floats = pool.shape
     if isinstance(pool, np.ndarray):
-        return KVLayout(pool.ctypes.data, pages, 1, 1, 1, page_floats // 2, 4, "float32")
-    return KVLayout(pool.data_ptr(), pages, 1, 1, 1, page_floats // 2, 4, "float32", "VRAM", pool.device.index)
+        return KVLayout(pool.ctypes.data, pages, 1, 1, 1, (page_floats // 2,) * 2, 4, "float32")
+    return KVLayout(pool.data_ptr(), pages, 1, 1, 1, (page_floats // 2,) * 2, 4, "float32", "VRAM", pool.device.index)
 
 
 def digest(pages: Any) -> str:

@@ -19,7 +19,7 @@ import torch
 
 from tandem.engine.cache.page_pool import PagePool
 from tandem.engine.config.model import LatentAttention
-from tandem.engine.kernels.kv_cache import QuantizedKv
+from tandem.engine.kernels.kv_cache import tensors_of
 from tandem.engine.models.load_spec import load_spec
 from tandem.engine.steps.batch import StepBatch
 from tandem.protocol.errors import InvalidArgument
@@ -62,8 +62,9 @@ class Served:
         """Returns an engine whose pool has some of its cache's pages, all of them NaN."""
         config = tiny_engine_config(self.folder, kv_cache_bytes=4 << 20, max_step_tokens=CHUNK, **changes)
         runner = PairedRunner.load(config)
-        kv = runner.cache.tensor
-        (kv.scales if isinstance(kv, QuantizedKv) else kv).fill_(math.nan)
+        for tensor in tensors_of(runner.cache.tensor):
+            if tensor.is_floating_point():
+                tensor.fill_(math.nan)
         assert pages <= runner.cache.pages
         runner.pool = PagePool(pages)
         return runner

@@ -1,5 +1,6 @@
 """Steps of decode attention and their checks: shuffled pages, NaN in all memory that was never written."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,9 +24,11 @@ SHAPES = {
     "mqa": heads(8, 1, 128),
     "mha": heads(4, 4, 96),
     "wide": heads(4, 2, 256),
+    "widest": heads(4, 2, 512),
     "many": heads(20, 1, 64),
     "window": heads(6, 2, 64, window=100),
     "narrow": heads(2, 1, 64, window=5),
+    "chunks": replace(heads(6, 2, 64), chunk=50),
 }
 
 

@@ -21,6 +21,7 @@ SHAPES = {
     "mha": heads(2, 2, 64),
     "narrow window": heads(4, 2, 64, window=5),
     "window": heads(4, 2, 128, window=100),
+    "chunks": replace(heads(4, 2, 128), chunk=100),
 }
 PROMPTS = {f"prompt of {length}": [(length, length)] for length in LENGTHS}
 CACHED = {f"{length} more on {cached}": [(length, cached + length)] for length in LENGTHS for cached in (1, 128, 300)}

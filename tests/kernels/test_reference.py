@@ -1,5 +1,7 @@
 """The reference kernels against transformers' own functions."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -32,14 +34,24 @@ def test_stored_and_attended_tokens_are_those_of_one_long_sequence(window: int |
     heads_first = step.qkv.float().view(13, 10, 16).transpose(0, 1)[None]
     cos, sin = (half.repeat(1, 2)[None] for half in step.rope[:13].chunk(2, dim=-1))
     rotated, keys = apply_rotary_pos_emb(heads_first[:, :6], heads_first[:, 6:8], cos, sin)
-    seen = visible(torch.arange(13), 13, window)
+    seen = visible(torch.arange(13), range(13), shape)
     theirs = F.scaled_dot_product_attention(rotated, keys, heads_first[:, 8:], attn_mask=seen, enable_gqa=True)
     assert torch.allclose(ours, theirs[0].transpose(0, 1).flatten(1), atol=1e-5)
     assert cache[:, [layer for layer in range(cache.shape[1]) if layer != LAYER]].isnan().all()
 
 
 def test_a_window_is_the_latest_positions() -> None:
-    assert visible(torch.tensor([4]), 7, 3).tolist() == [[False, False, True, True, True, False, False]]
+    seen = visible(torch.tensor([4]), range(7), heads(1, 1, 16, window=3))
+    assert seen.tolist() == [[False, False, True, True, True, False, False]]
+
+
+def test_a_chunk_ends_at_the_token_itself() -> None:
+    shape = replace(heads(1, 1, 16), chunk=3)
+    assert visible(torch.tensor([4, 6]), range(2, 8), shape).tolist() == [
+        [False, True, True, False, False, False],
+        [False, False, False, False, True, False],
+    ]
+    assert [shape.first_seen(position) for position in (0, 2, 3, 5, 6)] == [0, 0, 3, 3, 6]
 
 
 def test_gate_rows_come_first() -> None:

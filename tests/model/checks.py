@@ -83,12 +83,12 @@ class WatchedEngine(FakeEngine):
         self.stored = np.zeros((pages + 1, *page_shape), dtype="<i4")
         """The memory of all pages. The last page belongs to no request; transfers that test a connection use it."""
         self.memory = self.stored.swapaxes(1, 2) if self.quantized else self.stored
-        group = KvGroup((0,), 1, 1, 1, TOKEN_BYTES if self.quantized else 2)
+        group = KvGroup((0,), 1, 1, (TOKEN_BYTES if self.quantized else 2,))
         cache = kernel_view(torch.from_numpy(self.stored).view(pages + 1, -1).view(dtype), group, PAGE_TOKENS)
         scale_bytes = SCALE_BYTES if self.quantized else 0
         self.layout = KVLayout(
-            self.stored.ctypes.data, pages + 1, 1, 1, PAGE_TOKENS, group.dim, dtype.itemsize,
-            str(dtype).removeprefix("torch."), parts=1, scale_bytes=scale_bytes,
+            self.stored.ctypes.data, pages + 1, 1, 1, PAGE_TOKENS, group.dims, dtype.itemsize,
+            str(dtype).removeprefix("torch."), scale_bytes=scale_bytes,
         )  # fmt: skip
         assert self.layout.total_bytes == self.stored.nbytes
         self.page_sums = page_checksums(*[cache] * len(self.windows))

@@ -91,4 +91,4 @@ class VirtualPeers(DecodePeers):
 
 def layout_of(pages: int, page_bytes: int) -> KVLayout:
     """Return the layout of a simulated page pool, which has no memory."""
-    return KVLayout(NO_MEMORY, pages, 1, 1, 1, page_bytes, 1, "virtual", parts=1)
+    return KVLayout(NO_MEMORY, pages, 1, 1, 1, (page_bytes,), 1, "virtual")

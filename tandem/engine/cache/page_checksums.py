@@ -1,10 +1,10 @@
 """Checksums of KV pages, with which a receiver on any kind of device verifies that a page arrived unchanged.
 
 The checksum of a page is the sum of w_i * (2 i + 1) mod 2^64 over the page's 32-bit words w_i, little-endian and
-signed, where i is the index of the word in the page. If ranks divide the model, i is the index in a page of the whole
-model, so the sums of ranks that together have each word once add up to the checksum of the page. In a partly filled
-page only the filled token positions count: the memory after them is unused, and the decode worker writes new tokens
-there. The states of state layers count as a whole.
+signed, where i is the number of the word in the page (`PageWords`). If ranks divide the model, i is the number in a
+page of the whole model, so the sums of ranks that together have each word once add up to the checksum of the page. In
+a partly filled page only the filled token positions count: the memory after them is unused, and the decode worker
+writes new tokens there. The states of state layers count as a whole.
 
 A changed word changes the sum, because the difference of two words and the weight 2 i + 1 are both below 2^32, so that
 their product is never 0 mod 2^64. For the same reason any two swapped words change it. Other errors go undetected with
@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tandem.engine.cache.page_words import PageWords, as_words
+from tandem.engine.cache.page_words import PageWords, words_of
 from tandem.engine.config.sharding import PagePart
 from tandem.engine.kernels.kv_cache import GroupCache
 
@@ -63,13 +63,30 @@ def page_checksums(*caches: GroupCache, parts: Sequence[PagePart] = ()) -> PageC
 
 
 def _group_sums(cache: GroupCache, part: PagePart | None) -> GroupSums:
-    words = as_words(cache, part)
+    sums = [_sums(words) for words in words_of(cache, part)]
+    return sums[0] if len(sums) == 1 else PartSums(sums)
+
+
+def _sums(words: PageWords) -> GroupSums:
     if words.words.device.type == "cpu":
         return HostChecksums(words)
 
     from tandem.engine.cache.device_checksums import DeviceChecksums
 
     return DeviceChecksums(words)
+
+
+class PartSums:
+    """`GroupSums` of pages whose parts are summed separately, because they have different numbers of dimensions."""
+
+    def __init__(self, parts: Sequence[GroupSums]) -> None:
+        """Create the function from those of the parts."""
+        self._parts = parts
+
+    def __call__(self, pages: Sequence[int], filled: Sequence[int]) -> Sequence[int]:
+        """Return the checksums. Raises IndexError if a page number is outside the pool."""
+        sums = [part(pages, filled) for part in self._parts]
+        return [sum(part_sums) & _MASK for part_sums in zip(*sums, strict=True)]
 
 
 class PoolChecksums:

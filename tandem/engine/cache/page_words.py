@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tandem.engine.config.kv import ALIGNMENT
 from tandem.engine.config.sharding import PagePart
-from tandem.engine.kernels.kv_cache import GroupCache, QuantizedKv, StateCache, codes_of
+from tandem.engine.kernels.kv_cache import GroupCache, QuantizedKv, StateCache, UnequalKv
 
 WORD_BYTES = 4
 
@@ -22,13 +22,16 @@ class PageWords:
     """
 
     words: Tensor
-    """The words, [pages, rows of a page, words of a row] int32; the rows of a page are contiguous."""
+    """The words, [pages, rows of a page, words of a row] int32; the rows of a page are equally far apart."""
     page_tokens: int
     token_words: int
     head_words: int
     """Number of words of a head in a page."""
     first_number: int = 0
-    """The number of a page's first word in a page of the whole model."""
+    """The number of a page's first word in a page of the whole model.
+
+    If the parts have different numbers of dimensions, all words of the first part are numbered before the second's.
+    """
     head_gap: int = 0
     """Number of words of each head in a page of the whole model that are missing here: those of other layers."""
 
@@ -44,14 +47,26 @@ class PageWords:
         return torch.where(place < codes, place // self.token_words, place - codes)
 
 
-def as_words(cache: GroupCache, part: PagePart | None = None) -> PageWords:
+def words_of(cache: GroupCache, part: PagePart | None = None) -> tuple[PageWords, ...]:
+    """Return `as_words` of the cache, or of each of its parts if these have different numbers of dimensions."""
+    if not isinstance(cache, UnequalKv):
+        return (as_words(cache, part),)
+    every, before = [as_words(kv_part, part) for kv_part in cache.parts], 0
+    for number, words in enumerate(every):
+        every[number] = replace(words, first_number=words.first_number + before)
+        _, rows, row_words = words.words.shape
+        before += row_words * (rows if part is None else part.heads * part.layers)
+    return tuple(every)
+
+
+def as_words(cache: Tensor | QuantizedKv | StateCache, part: PagePart | None = None) -> PageWords:
     """Return a view of the cache's memory as words; `part` is the part of a page that it has, None = whole pages.
 
     Raises ValueError as `page_checksums` does.
     """
     if isinstance(cache, StateCache):
         return _state_words(cache, part)
-    codes = codes_of(cache)
+    codes = cache.codes if isinstance(cache, QuantizedKv) else cache
     pages, layers, parts, kv_heads, page_tokens, head_dim = codes.shape
     # The stride of a dimension of size 1 carries no information, so such dimensions are sorted apart from the others.
     outer = sorted((1, 2, 3), key=lambda dim: (codes.shape[dim] == 1, codes.stride(dim)), reverse=True)
@@ -61,8 +76,8 @@ def as_words(cache: GroupCache, part: PagePart | None = None) -> PageWords:
     scaled, token_words, rows = isinstance(cache, QuantizedKv), bytes_of_token // WORD_BYTES, layers * parts * kv_heads
     row_words = page_tokens * (token_words + scaled)
     ordered = codes.permute(0, *outer, 4, 5).view(torch.int32)
-    assert rows == 1 or ordered.stride(3) == row_words
-    words = ordered.as_strided((pages, rows, row_words), (ordered.stride(0), row_words, 1))
+    row_stride = row_words if rows == 1 else ordered.stride(3)
+    words = ordered.as_strided((pages, rows, row_words), (ordered.stride(0), row_stride, 1))
     return _numbered(PageWords(words, page_tokens, token_words, layers * parts * row_words), layers, parts, part)
 
 

@@ -23,7 +23,14 @@ from tandem.engine.config.kv import (
     state_of,
 )
 from tandem.engine.config.model import ModelSpec
-from tandem.engine.kernels.kv_cache import SCALE_BYTES, GroupCache, KvCache, QuantizedKv, StateCache, is_quantized
+from tandem.engine.kernels.kv_cache import (
+    SCALE_BYTES,
+    GroupCache,
+    KvCache,
+    StateCache,
+    is_quantized,
+    kv_view,
+)
 from tandem.engine.memory import GIB, free_bytes
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.kv_pages import KvPages, window_name
@@ -42,7 +49,8 @@ class PagedCache:
     `views` has the view for kernels of each group, over all pages. For layers with KV it is
     [pages + 1, layers, parts, kv_heads, page_tokens, head_dim], or a `QuantizedKv` with an 8-bit dtype. `layers` are
     the layers of the group. Index 0 of the dimension `parts` is keys and 1 is values; latent attention has one part.
-    The strides may have any order (`kernel_view`). For state layers the view is a `StateCache`.
+    If keys and values have different dimensions, it is an `UnequalKv`. The strides may have any order (`kernel_view`).
+    For state layers the view is a `StateCache`.
     `storage` [pages + 1, elements] is the memory of all pages.
 
     The last page, number `pages`, is a scratch page that belongs to no request: other workers write to it to test a
@@ -104,7 +112,8 @@ class PagedCache:
     @property
     def element_bytes(self) -> float:
         """The size of one element in bytes, including the element's share of its scale."""
-        return self.item_bytes + self.scale_bytes / self.first.dim
+        dims = self.first.dims
+        return self.item_bytes + self.scale_bytes * len(dims) / sum(dims)
 
     @property
     def base_address(self) -> int:
@@ -153,7 +162,8 @@ class PagedCache:
 
     def _layout(self, group: PageGroup, heads: int, layers: int) -> str:
         if isinstance(group, KvGroup):
-            return f"pages,{heads} heads,{layers} layers,{group.parts} parts,tokens,{group.dim} dims"
+            dims = " and ".join(map(str, dict.fromkeys(group.dims)))
+            return f"pages,{heads} heads,{layers} layers,{len(group.dims)} parts,tokens,{dims} dims"
         shape, dtype = group.shape, str(self.model_dtype).removeprefix("torch.")
         state = "x".join(map(str, shape.state)) or "no"
         return (
@@ -246,12 +256,7 @@ def kernel_view(memory: Tensor, group: KvGroup, page_tokens: int) -> KvCache:
     group does not need are left out.
     """
     memory = memory[:, : used_bytes(group, page_tokens, memory.dtype) // memory.element_size()]
-    outer = (len(memory), group.heads, group.depth, group.parts)
-    if not is_quantized(memory.dtype):
-        return memory.view(*outer, page_tokens, group.dim).permute(0, 2, 3, 1, 4, 5)
-    planes = memory.view(*outer, -1).permute(0, 2, 3, 1, 4)
-    codes, scales = planes.tensor_split([page_tokens * group.dim], dim=-1)
-    return QuantizedKv(codes.view(*codes.shape[:-1], page_tokens, group.dim), scales.view(torch.float32))
+    return kv_view(memory.view(len(memory), group.heads, group.depth, -1).transpose(1, 2), group.dims, page_tokens)
 
 
 def state_view(memory: Tensor, group: StateGroup, model_dtype: torch.dtype) -> StateCache:
@@ -279,7 +284,7 @@ def used_bytes(group: PageGroup, page_tokens: int, dtype: torch.dtype, item_byte
     """
     if isinstance(group, StateGroup):
         return group.depth * layer_bytes(group.shape, item_bytes)
-    scales = SCALE_BYTES * group.elements // group.dim if is_quantized(dtype) else 0
+    scales = SCALE_BYTES * group.depth * group.heads * len(group.dims) if is_quantized(dtype) else 0
     return page_tokens * (group.elements * dtype.itemsize + scales)
 
 

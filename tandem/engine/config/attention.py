@@ -18,17 +18,49 @@ class AttentionShape:
     """The cap of scores: softcap · tanh(score / softcap), applied after the scale; None = no cap."""
     rotary_dims: int | None = None
     """The number of leading dimensions of each head that RoPE rotates; None = all."""
+    value_dim: int | None = None
+    """The number of dimensions of values, if it differs from that of queries and keys; None = `head_dim`."""
+    chunk: int | None = None
+    """The length of the chunks that a context is divided into, from position 0; a token attends only to its own chunk.
+
+    None = no chunks. A shape has no window if it has chunks.
+    """
 
     @property
     def qkv_rows(self) -> tuple[int, int, int]:
         """The numbers of rows of q, k and v in their stacked weight."""
-        kv_rows = self.kv_heads * self.head_dim
-        return self.heads * self.head_dim, kv_rows, kv_rows
+        return self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.v_dim
 
     @property
     def qkv_size(self) -> int:
         """The number of rows of the stacked q/k/v weight."""
         return sum(self.qkv_rows)
+
+    @property
+    def v_dim(self) -> int:
+        """The number of dimensions of the values, and thus of the output, of each head."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def most_seen(self) -> int | None:
+        """The maximum number of latest positions that a token attends to: the window, or a chunk; None = all."""
+        return self.window if self.chunk is None else self.chunk
+
+    @property
+    def window_code(self) -> int:
+        """The mask as one number for kernels: the window, minus the length of chunks, or 0 if there are neither."""
+        return (self.window or 0) if self.chunk is None else -self.chunk
+
+    def first_seen(self, position: int) -> int:
+        """Return the first position that a token at `position` attends to."""
+        if self.chunk is not None:
+            return position // self.chunk * self.chunk
+        return 0 if self.window is None else max(position - self.window + 1, 0)
+
+    @property
+    def output_size(self) -> int:
+        """The number of elements of a token's output, before the output projection."""
+        return self.heads * self.v_dim
 
     @property
     def rotated(self) -> int:

@@ -35,17 +35,15 @@ class KvGroup:
     depth: int
     """The number of layers in a page; a group with fewer `layers` is padded."""
     heads: int
-    parts: int
-    """The number of tensors per token in the KV cache: 2 (keys and values), or 1 (latents of MLA)."""
-    dim: int
-    """The number of elements per token, part and head."""
+    dims: tuple[int, ...]
+    """The number of elements per token and head of each part: of keys and of values, or of the latents of MLA."""
     window: int | None = None
     """The sliding window of the layers: the number of positions, with its own, that a token attends to; None = all."""
 
     @property
     def elements(self) -> int:
         """The number of elements that a page has per token."""
-        return self.depth * self.parts * self.heads * self.dim
+        return self.depth * self.heads * sum(self.dims)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +68,8 @@ class StateGroup:
 
 
 PageGroup = KvGroup | StateGroup
-_KvShape = tuple[int, int, int]
-"""The number of heads, of parts, and of dimensions of a layer's KV."""
+_KvShape = tuple[int, tuple[int, ...]]
+"""The number of heads of a layer's KV, and the number of dimensions of each of its parts (`KvGroup.dims`)."""
 _LayerClass = tuple[int | None, _KvShape | StateShape]
 """The window of a class of layers, and the shape of their KV or states."""
 
@@ -115,7 +113,9 @@ def kv_windows(spec: ModelSpec) -> tuple[int | None, ...]:
 
 def kv_elements(layers: Iterable[LayerSpec]) -> int:
     """Return the number of elements of one token's keys and values in these layers, without padding."""
-    return sum(prod(_kv_shape(layer)) for layer in layers if state_of(layer) is None)
+    return sum(
+        _elements(_kv_shape(layer)) for layer in layers if state_of(layer) is None and kv_layer_of(layer) is None
+    )
 
 
 def page_elements(spec: ModelSpec) -> int:
@@ -144,16 +144,23 @@ def state_of(layer: LayerSpec) -> StateShape | None:
     return layer.attention.state if isinstance(layer.attention, StateLayer) else None
 
 
+def kv_layer_of(layer: LayerSpec) -> int | None:
+    """Return the number of the layer whose keys and values this layer uses; None if it has its own, or a state."""
+    return layer.attention.kv_layer if isinstance(layer.attention, GroupedQueryAttention) else None
+
+
 def window_of(layer: LayerSpec) -> int | None:
-    """Return the layer's sliding window: the number of latest positions that a token attends to; None = all."""
+    """Return the maximum number of latest positions that a token attends to: a window or a chunk; None = all."""
     attention = layer.attention
-    return attention.shape.window if isinstance(attention, GroupedQueryAttention) else None
+    return attention.shape.most_seen if isinstance(attention, GroupedQueryAttention) else None
 
 
 def _classes(layers: Sequence[LayerSpec]) -> Mapping[_LayerClass, list[int]]:
-    """Return the numbers of the layers of each class, in the order of `kv_groups`."""
+    """Return the numbers of the layers of each class that have KV or states, in the order of `kv_groups`."""
     numbers: dict[_LayerClass, list[int]] = defaultdict(list)
     for number, layer in enumerate(layers):
+        if kv_layer_of(layer) is not None:
+            continue
         state = state_of(layer)
         numbers[(window_of(layer), _kv_shape(layer)) if state is None else (STATE, state)].append(number)
     order = sorted(numbers, key=lambda key: (key[0] == STATE, key[0] or 0))
@@ -168,7 +175,7 @@ def _depths(classes: Mapping[_LayerClass, Sequence[int]], max_context: int) -> M
     """
     if not classes:
         raise ModelError("models of state layers without any attention are not supported.")
-    elements = {key: prod(key[1]) for key in classes if not isinstance(key[1], StateShape)}
+    elements = {key: _elements(key[1]) for key in classes if not isinstance(key[1], StateShape)}
 
     def groups(page: int) -> Mapping[_LayerClass, int]:
         return {key: -(-len(layers) // (page // elements[key])) for key, layers in classes.items()}
@@ -195,6 +202,12 @@ def _depths(classes: Mapping[_LayerClass, Sequence[int]], max_context: int) -> M
 def _kv_shape(layer: LayerSpec) -> _KvShape:
     attention = layer.attention
     if isinstance(attention, GroupedQueryAttention):
-        return attention.shape.kv_heads, 2, attention.shape.head_dim
+        return attention.shape.kv_heads, (attention.shape.head_dim, attention.shape.v_dim)
     assert isinstance(attention, LatentAttention)
-    return 1, 1, attention.shape.cached
+    return 1, (attention.shape.cached,)
+
+
+def _elements(shape: _KvShape) -> int:
+    """Return the number of elements of one token in a layer with this KV."""
+    heads, dims = shape
+    return heads * sum(dims)

@@ -4,7 +4,7 @@ The module of a family (`tandem/engine/models/families/`) creates the spec from 
 parameters, the KV cache, the roofline, the planner and the simulation read only the spec, and do not know the family.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tandem.engine.config.attention import AttentionShape, LatentShape, StateShape
 from tandem.engine.config.quantization import Quantization
@@ -13,11 +13,12 @@ from tandem.engine.config.rope import RopeConfig
 
 @dataclass(frozen=True, slots=True)
 class QueryScaling:
-    """The factor by which a query is multiplied after rotation: 1 + beta · ln(1 + ⌊position / interval⌋)."""
+    """The factor of a query, applied after rotation: 1 + beta · ln(1 + ⌊(position + offset) / interval⌋)."""
 
     beta: float
     interval: int
     """Number of positions that have the same factor."""
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class GroupedQueryAttention:
     `head_dim` normalizes each head by itself, with the same weights for all heads; `heads · head_dim` normalizes the
     whole row, with one weight per element.
     """
+    qk_norm_weights: bool = True
+    """False if the norm of queries and keys has no weights (Llama 4)."""
     norm_after_rope: bool = False
     """True if the queries and keys of each head are normalized after rotation instead of before it (Hunyuan)."""
     sinks: bool = False
@@ -43,6 +46,19 @@ class GroupedQueryAttention:
     """The scaling of queries by their position (Ministral 3); None = queries are not scaled."""
     output_gate: bool = False
     """True if the output of each head is multiplied by the sigmoid of a projection of the input (Qwen3-Next)."""
+    output_scale: float = 1.0
+    """The factor by which the outputs of the heads are multiplied (MiMo-V2)."""
+    value_norm: bool = False
+    """True if the values of each head are normalized by RMSNorm without weights (Gemma 4)."""
+    values_from_keys: bool = False
+    """True if values are computed with the weights of the keys, which the stacked weight has twice (Gemma 4)."""
+    kv_layer: int | None = None
+    """The number of the earlier layer to whose keys and values this layer attends; None = it has its own (Gemma 4)."""
+
+    @property
+    def projected(self) -> AttentionShape:
+        """The shape of the projection of q, k and v: without KV heads if the layer has no own keys and values."""
+        return self.shape if self.kv_layer is None else replace(self.shape, kv_heads=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +282,8 @@ class ExpertRouter:
     """True if a learned bias is added to the scores only to choose experts, not to weight them (DeepSeek-V3)."""
     bias: bool = False
     """True if the router's projection has a bias (gpt-oss)."""
+    on_input: bool = False
+    """True if the inputs of the experts are multiplied by the experts' weights, instead of their outputs (Llama 4)."""
 
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
@@ -335,6 +353,8 @@ class LayerSpec:
     """False if attention and feed-forward network take hidden states that are not normalized (OLMo 2)."""
     parallel: bool = False
     """True if the feed-forward network takes the same input as attention, with the same norm (Cohere)."""
+    scaled: bool = False
+    """True if the hidden states after the layer are multiplied by a learned number (Gemma 4)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,6 +378,12 @@ class ModelSpec:
     """True if the norms are LayerNorm, which subtracts the mean, instead of RMSNorm (Cohere)."""
     norm_bias: bool = False
     """True if the norms have biases; only LayerNorm may have them (Nemotron)."""
+    layer_embedding: int = 0
+    """The number of elements of the embedding of each token that each layer has for itself (Gemma 4 E2B); 0 = none.
+
+    After the feed-forward network, hidden += norm(W2 · (gelu(W1 · hidden) · e)), where e is the sum of this embedding
+    and a projection of the hidden states before the first layer.
+    """
     embedding_scale: float = 1.0
     """The factor by which embeddings are multiplied; rounded to the model's dtype."""
     logits_scale: float = 1.0

@@ -8,7 +8,7 @@ from typing import Any
 from tandem.protocol.errors import ModelError
 
 Json = Mapping[str, Any]
-_SUPPORTED = ("default", "linear", "llama3", "longrope", "yarn")
+_SUPPORTED = ("default", "linear", "llama3", "longrope", "proportional", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class RopeConfig:
 
     theta: float = 10000.0
     kind: str = "default"
-    """The type of context scaling: `default` (none), `linear`, `llama3`, `longrope` or `yarn`."""
+    """The type of context scaling: `default` (none), `linear`, `llama3`, `longrope`, `proportional` or `yarn`."""
     factor: float = 1.0
     original_context: int = 0
     """The context length before scaling (llama3, longrope, yarn)."""
@@ -33,6 +33,8 @@ class RopeConfig:
     """The divisor of each frequency if the engine's context is at most `original_context` (longrope)."""
     long_factors: tuple[float, ...] = ()
     """The divisor of each frequency if the engine's context is longer than `original_context` (longrope)."""
+    fraction: float = 1.0
+    """The fraction of the pairs of dimensions that is rotated, the highest frequencies first (proportional)."""
 
 
 def parse_rope(config: Json, scaling: Json | None = None) -> RopeConfig:
@@ -60,6 +62,11 @@ def parse_rope(config: Json, scaling: Json | None = None) -> RopeConfig:
     original = config.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings")
     original_context = int(original or config["max_position_embeddings"])
     stretched = int(config["max_position_embeddings"]) / original_context
+    if kind == "proportional":
+        fraction = rotary_fraction({"rope_parameters": settings})
+        if not 0 < fraction <= 1:
+            raise ModelError(f"partial_rotary_factor {fraction} is not supported; it must be above 0, and at most 1.")
+        return RopeConfig(theta=theta, kind=kind, factor=float(settings.get("factor") or 1.0), fraction=fraction)
     factor = float(
         settings["factor"] if settings.get("factor") is not None or kind not in ("longrope", "yarn") else stretched
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from tandem.engine.config.attention import AttentionShape
-from tandem.engine.config.kv import kv_groups, page_layers
+from tandem.engine.config.kv import kv_groups, kv_layer_of, page_layers
 from tandem.engine.config.model import (
     Attention,
     DenseFeedForward,
@@ -125,6 +125,11 @@ def rank_spec(spec: ModelSpec, ranks: int, number: int = 0) -> ModelSpec:
     """
     if ranks == 1:
         return spec
+    if spec.layer_embedding:
+        raise InvalidArgument(
+            "tensor_parallel_size",
+            f"a model with embeddings of each layer cannot be divided among {ranks} ranks; use one rank.",
+        )
     rank = Rank(number, ranks)
     layers = (
         replace(
@@ -145,6 +150,8 @@ def check_token_division(spec: ModelSpec, ranks: int) -> None:
             "a state depends on all earlier tokens, so the tokens of a model with state layers cannot be divided;"
             " choose 1, or a tensor parallel size.",
         )
+    if ranks > 1 and spec.layer_embedding:
+        raise InvalidArgument("context_parallel_size", "embeddings of each layer are computed by one rank only; use 1.")
 
 
 def own_spec(spec: ModelSpec, rank: Rank) -> ModelSpec:
@@ -169,6 +176,10 @@ def stage_layers(spec: ModelSpec, stages: int) -> tuple[range, ...]:
     """
     if stages == 1:
         return (range(len(spec.layers)),)
+    if any(kv_layer_of(layer) is not None for layer in spec.layers):
+        raise InvalidArgument(
+            "pipeline_parallel_size", "layers that share keys and values cannot be divided among stages; use 1."
+        )
     groups = kv_groups(spec)
     divided = []
     for stage in range(stages):

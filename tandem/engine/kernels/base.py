@@ -267,16 +267,18 @@ class Kernels(Products):
     def rope_and_store(self, qkv: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout) -> Tensor:
         """Apply the layer's q and k norms, if any, and rotary embedding to q and k, and store k and v in the cache.
 
-        qkv    [T, (heads + 2·kv_heads)·head_dim]; may be overwritten
-        cache  [pages, layers, 2, kv_heads, page_tokens, head_dim]: written at `layout.slots`; see `QuantizedKv`
+        qkv    [T, (heads + kv_heads)·head_dim + kv_heads·v_dim]; may be overwritten
+        cache  [pages, layers, 2, kv_heads, page_tokens, head_dim]: written at `layout.slots`; see `KvCache`
         → q [T, heads, head_dim], which may be a view into qkv
+
+        If the layer's shape has no KV heads, qkv has only queries, and nothing is stored.
         """
 
     @abstractmethod
     def attention(self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout) -> Tensor:
         """Compute causal attention of each row's tokens over the row's pages.
 
-        q [T, heads, head_dim] → [T, heads·head_dim].
+        q [T, heads, head_dim] → [T, heads·v_dim].
         """
 
     @abstractmethod

@@ -10,7 +10,12 @@ from torch import Tensor
 
 from tandem.engine.config.attention import AttentionShape
 from tandem.engine.config.model import KimiDeltaAttention, ModelSpec
-from tandem.engine.kernels.attention.prefill_attention import FlashPrefill, PrefillAttention, leaves_idle
+from tandem.engine.kernels.attention.prefill_attention import (
+    FlashPrefill,
+    PrefillAttention,
+    has_flash_kernel,
+    leaves_idle,
+)
 from tandem.engine.kernels.attention.quantized_prefill import QuantizedPrefill, make_copies
 from tandem.engine.kernels.attention.triton_attention import DecodeAttention
 from tandem.engine.kernels.attention.triton_attention_plan import group_rows, make_group_plan
@@ -49,7 +54,7 @@ from tandem.engine.kernels.states.state_kernels import StateKernels
 from tandem.engine.kernels.triton_launch import overlaps_launches
 from tandem.protocol.errors import InvalidArgument
 
-_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+_HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
 """The head dims that the kernels support."""
 _ONE_STREAM = SecondStream(None)
 
@@ -76,7 +81,7 @@ class CudaKernels(Kernels):
         that of the activations, `kv_dtype` that of the cache (None = `dtype`). Raises InvalidArgument if no kernel
         supports a head dim of the model.
         """
-        wrong = {shape.head_dim for shape in model.attention_shapes} - set(_HEAD_DIMS)
+        wrong = {dim for shape in model.attention_shapes for dim in (shape.head_dim, shape.v_dim)} - set(_HEAD_DIMS)
         if wrong:
             raise InvalidArgument(
                 "model", f"has head dim {min(wrong)}; on GPUs {', '.join(map(str, _HEAD_DIMS))} are served."
@@ -86,7 +91,9 @@ class CudaKernels(Kernels):
         self._device, self._kv_dtype = device, kv_dtype
         self._pdl = overlaps_launches()
         self._has_states = model.has_states
-        self._waits_in_prompts = any(isinstance(layer.attention, KimiDeltaAttention) for layer in model.layers)
+        flash = all(has_flash_kernel(shape) and shape.chunk is None for shape in model.attention_shapes)
+        kimi = any(isinstance(layer.attention, KimiDeltaAttention) for layer in model.layers)
+        self._waits_in_prompts = kimi or not flash
         self._experts = ExpertKernels(self._pdl)
         gpu = device.type == "cuda"
         self._second = SecondStream(device) if gpu else _ONE_STREAM
@@ -124,7 +131,7 @@ class CudaKernels(Kernels):
     def prompts_capturable(self) -> bool:
         """True if prefill uses flash-attn-4 or latent attention, whose launches do not depend on row lengths.
 
-        The prefill of Kimi Delta Attention does depend on them.
+        The prefill of Kimi Delta Attention, and of attention that flash-attn-4 does not compute, does depend on them.
         """
         # Wait before anything is captured: a thread that uses the device during the capture would invalidate it.
         self._gated_soon.result()

@@ -34,7 +34,23 @@ class QuantizedKv:
         return self.codes.shape
 
 
-KvCache = Tensor | QuantizedKv
+@dataclass(frozen=True, slots=True)
+class UnequalKv:
+    """A cache whose parts, keys and values, have different numbers of dimensions: one cache of a single part for each.
+
+    In memory the parts of a head follow one another, each laid out like a part of other caches.
+    """
+
+    parts: tuple[Tensor | QuantizedKv, ...]
+    """[pages, layers, 1, kv_heads, page_tokens, dim] each."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the first part."""
+        return self.parts[0].shape
+
+
+KvCache = Tensor | QuantizedKv | UnequalKv
 """A cache [pages, layers, parts, kv_heads, page_tokens, head_dim]; the 2 parts are keys and values, 1 is latents."""
 
 
@@ -77,14 +93,72 @@ def states_of(cache: GroupCache) -> StateCache:
 
 def unquantized(cache: GroupCache) -> Tensor:
     """Return the cache for kernels that support no 8-bit KV. Raises Internal if it is quantized, or has states."""
-    if isinstance(held := kv_of(cache), QuantizedKv):
-        raise Internal("These kernels do not compute with 8-bit keys and values.")
+    if not isinstance(held := kv_of(cache), Tensor):
+        raise Internal("These kernels do not compute with 8-bit keys and values, or with values of other dimensions.")
     return held
 
 
+def kv_view(planes: Tensor, dims: tuple[int, ...], page_tokens: int) -> KvCache:
+    """Return `planes` [pages, layers, heads, elements] as a cache; its parts have `dims` dimensions."""
+    if len(set(dims)) == 1:
+        return _parts_view(planes, len(dims), page_tokens, dims[0])
+    scales = SCALE_BYTES if is_quantized(planes.dtype) else 0
+    split = planes.split_with_sizes([page_tokens * (dim + scales) for dim in dims], dim=-1)
+    return UnequalKv(tuple(_parts_view(part, 1, page_tokens, dim) for part, dim in zip(split, dims, strict=True)))
+
+
+def _parts_view(planes: Tensor, parts: int, page_tokens: int, dim: int) -> Tensor | QuantizedKv:
+    """Return `planes` as the view of `parts` parts of `dim` dimensions."""
+    planes = torch.unflatten(planes, -1, (parts, -1)).transpose(2, 3)
+    if not is_quantized(planes.dtype):
+        return torch.unflatten(planes, -1, (page_tokens, dim))
+    codes, scales = planes.tensor_split([page_tokens * dim], dim=-1)
+    return QuantizedKv(torch.unflatten(codes, -1, (page_tokens, dim)), scales.view(torch.float32))
+
+
 def codes_of(cache: KvCache) -> Tensor:
-    """Return the codes of a quantized cache, or the elements of a cache that is not quantized."""
+    """Return the codes of a quantized cache, or the elements of a cache that is not quantized.
+
+    If the parts have different numbers of dimensions, only those of the first part, the keys, are returned.
+    """
+    if isinstance(cache, UnequalKv):
+        cache = cache.parts[0]
     return cache.codes if isinstance(cache, QuantizedKv) else cache
+
+
+def part_stride(cache: KvCache) -> int:
+    """Return the distance from a head's keys to its values in memory, in elements."""
+    if isinstance(cache, UnequalKv):
+        keys, values = map(codes_of, cache.parts)
+        return int(values.storage_offset() - keys.storage_offset())
+    return codes_of(cache).stride(2)
+
+
+def value_dim(cache: KvCache) -> int:
+    """Return the number of dimensions of the values."""
+    values = cache.parts[1] if isinstance(cache, UnequalKv) else cache
+    return int(values.shape[5])
+
+
+def layer_part(cache: KvCache, layer: int, part: int) -> Tensor | QuantizedKv:
+    """Return the view [pages, kv_heads, page_tokens, dim] of one layer's keys (`part` 0) or values (1)."""
+    if isinstance(cache, UnequalKv):
+        cache, part = cache.parts[part], 0
+    if isinstance(cache, QuantizedKv):
+        return QuantizedKv(cache.codes[:, layer, part], cache.scales[:, layer, part])
+    return cache[:, layer, part]
+
+
+def has_codes(cache: KvCache) -> bool:
+    """Return True if the cache holds codes with scales."""
+    return is_quantized(codes_of(cache).dtype)
+
+
+def tensors_of(cache: KvCache) -> tuple[Tensor, ...]:
+    """Return all tensors of a cache."""
+    if isinstance(cache, UnequalKv):
+        return tuple(tensor for part in cache.parts for tensor in tensors_of(part))
+    return (cache.codes, cache.scales) if isinstance(cache, QuantizedKv) else (cache,)
 
 
 def quantize_kv(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

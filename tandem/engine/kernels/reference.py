@@ -11,7 +11,7 @@ from torch import Tensor
 from tandem.engine.config.attention import AttentionShape, LatentShape
 from tandem.engine.config.model import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertRouter, MixtureOfExperts
 from tandem.engine.kernels.base import DeferredTokens, StepLayout
-from tandem.engine.kernels.kv_cache import KvCache, QuantizedKv, dequantize_kv, quantize_kv
+from tandem.engine.kernels.kv_cache import KvCache, QuantizedKv, dequantize_kv, layer_part, quantize_kv
 from tandem.engine.kernels.latent import sparse_reference
 from tandem.engine.kernels.layers import (
     AttentionLayer,
@@ -73,10 +73,12 @@ class ReferenceKernels(PlainStates):
         for expert in sorted(set(chosen[valid.squeeze(1)].flatten().tolist()).intersection(spec.local_experts)):
             tokens, ranks = torch.where((chosen == expert) & valid)
             index = expert - spec.local_experts.start
-            inner = self.linear(x[tokens], Linear(experts.gate_up[index], _row(experts.gate_up_bias, index)))
+            weight, gate_up = weights[tokens, ranks, None].to(x.dtype), experts.gate_up[index]
+            source = x[tokens] * weight if spec.router.on_input else x[tokens]
+            inner = self.linear(source, Linear(gate_up, _row(experts.gate_up_bias, index)))
             down = Linear(experts.down[index], _row(experts.down_bias, index))
             output = self.linear(activate(inner, spec.activation), down)
-            mixed.index_add_(0, tokens, output * weights[tokens, ranks, None].to(output.dtype))
+            mixed.index_add_(0, tokens, output if spec.router.on_input else output * weight)
         if experts.shared_gate_up is not None and experts.shared_down is not None:
             shared = self.linear(
                 activate(self.linear(x, experts.shared_gate_up), spec.shared_activation), experts.shared_down
@@ -88,34 +90,36 @@ class ReferenceKernels(PlainStates):
 
     def rope_and_store(self, qkv: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout) -> Tensor:
         """Apply norms and rotary embedding to q and k, and store k and v at their slots."""
-        heads, kv_heads = layer.shape.heads, layer.shape.kv_heads
-        per_head = qkv.view(-1, heads + 2 * kv_heads, layer.shape.head_dim)
-        q, k, v = torch.split(per_head, [heads, kv_heads, kv_heads], dim=1)
+        shape = layer.shape
+        parts = torch.split(qkv, list(shape.qkv_rows), dim=1)
+        dims = (shape.head_dim, shape.head_dim, shape.v_dim)
+        q, k, v = (x.view(len(x), x.shape[1] // dim, dim) for x, dim in zip(parts, dims, strict=True))
         if layer.q_norm is not None:
             q = _norm_heads(q, layer.q_norm, layer.norm_eps)
         if layer.k_norm is not None:
             k = _norm_heads(k, layer.k_norm, layer.norm_eps)
         cos, sin = layer.rope[layout.positions.long()].to(qkv.dtype).unsqueeze(1).chunk(2, dim=-1)
+        if not shape.kv_heads:
+            return rotate(q, cos, sin)
         page_tokens = cache.shape[4]
         page, offset = layout.slots // page_tokens, layout.slots % page_tokens
         for part, values in enumerate((rotate(k, cos, sin), v)):
-            if isinstance(cache, QuantizedKv):
-                codes, scales = quantize_kv(values, cache.codes.dtype)
-                cache.codes[page, layer.index, part, :, offset] = codes
-                cache.scales[page, layer.index, part, :, offset] = scales
+            stored = layer_part(cache, layer.index, part)
+            if isinstance(stored, QuantizedKv):
+                stored.codes[page, :, offset], stored.scales[page, :, offset] = quantize_kv(values, stored.codes.dtype)
             else:
-                cache[page, layer.index, part, :, offset] = values
+                stored[page, :, offset] = values
         return rotate(q, cos, sin)
 
     def attention(self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout) -> Tensor:
         """Compute attention row by row, over copies of the row's keys and values."""
         shape, starts, contexts = layer.shape, layout.row_starts.tolist(), layout.context_lens.tolist()
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = q.new_empty(len(q), shape.heads, shape.v_dim)
         for row, context in enumerate(contexts):
             tokens = slice(starts[row], starts[row + 1])
-            first = first_read(context, starts[row + 1] - starts[row], shape.window, cache.shape[4])
+            first = first_read(context, starts[row + 1] - starts[row], shape, cache.shape[4])
             keys, values = gather_row(cache, layer.index, layout.page_table[row], context, first, q.dtype)
-            out[tokens] = attend(q[tokens], keys, values, layout.positions[tokens] - first, shape, layer.sinks)
+            out[tokens] = attend(q[tokens], keys, values, layout.positions[tokens], shape, layer.sinks, first)
         return out.flatten(1)
 
     def latent_store(self, q: Tensor, latents: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
@@ -261,12 +265,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., rotated:]), dim=-1)
 
 
-def first_read(context: int, tokens: int, window: int | None, page_tokens: int) -> int:
+def first_read(context: int, tokens: int, shape: AttentionShape, page_tokens: int) -> int:
     """Return the first position of the first page that the last `tokens` tokens of a context may read.
 
     Earlier pages must not be read, because they may belong to other requests.
     """
-    return 0 if window is None else max(context - tokens - window + 1, 0) // page_tokens * page_tokens
+    return shape.first_seen(context - tokens) // page_tokens * page_tokens
 
 
 def gather_row(
@@ -274,17 +278,20 @@ def gather_row(
 ) -> tuple[Tensor, Tensor]:
     """Return copies of a row's keys and values at the positions `first` .. `context` - 1; `first` begins a page.
 
-    Both are [kv_heads, context - first, head_dim]; those of a quantized cache are dequantized to `dtype`.
+    Both are [kv_heads, context - first, dim]; those of a quantized cache are dequantized to `dtype`.
     """
     page_tokens = cache.shape[4]
     used = page_ids[first // page_tokens : -(-context // page_tokens)].long()
-    if isinstance(cache, QuantizedKv):
-        assert dtype is not None
-        stored = dequantize_kv(cache.codes[used, layer], cache.scales[used, layer], dtype)
-    else:
-        stored = cache[used, layer]
-    pages = stored.permute(1, 2, 0, 3, 4).flatten(2, 3)
-    return pages[0, :, : context - first], pages[1, :, : context - first]
+
+    def gathered(stored: Tensor | QuantizedKv) -> Tensor:
+        if isinstance(stored, QuantizedKv):
+            assert dtype is not None
+            pages = dequantize_kv(stored.codes[used], stored.scales[used], dtype)
+        else:
+            pages = stored[used]
+        return pages.transpose(0, 1).flatten(1, 2)[:, : context - first]
+
+    return gathered(layer_part(cache, layer, 0)), gathered(layer_part(cache, layer, 1))
 
 
 def gather_latents(cache: Tensor, layer: int, page_ids: Tensor, context: int) -> Tensor:
@@ -308,18 +315,25 @@ def attend_latents(q: Tensor, stored: Tensor, kv_up: Tensor, positions: Tensor, 
 
 
 def attend(
-    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, shape: AttentionShape, sinks: Tensor | None = None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    shape: AttentionShape,
+    sinks: Tensor | None = None,
+    first: int = 0,
 ) -> Tensor:
-    """Compute causal attention of q [tokens, heads, head_dim] over keys and values [kv_heads, context, any dim].
+    """Compute causal attention of q [tokens, heads, head_dim] over keys and values [kv_heads, n, any dim].
 
-    A token at position p sees the positions p - window + 1 .. p. Returns [tokens, heads, dim of values].
+    The keys are those of the positions from `first` on. A token at position p sees the positions p - window + 1 .. p,
+    or those of its chunk up to p. Returns [tokens, heads, dim of values].
     """
     tokens, group = q.shape[0], shape.heads // shape.kv_heads
     by_group = q.reshape(tokens, shape.kv_heads, group, shape.head_dim).permute(1, 2, 0, 3)
     scores = by_group.flatten(1, 2) @ keys.transpose(1, 2) * shape.scale
     if shape.softcap is not None:
         scores = (scores / shape.softcap).tanh() * shape.softcap
-    seen = visible(positions, keys.shape[1], shape.window).repeat(group, 1)
+    seen = visible(positions, range(first, first + keys.shape[1]), shape).repeat(group, 1)
     wide = scores.to(torch.promote_types(q.dtype, torch.float32)).masked_fill(~seen, float("-inf"))
     if sinks is not None:
         column = sinks.to(wide.dtype).view(shape.kv_heads, group, 1).expand(-1, -1, tokens).flatten(1)
@@ -329,9 +343,11 @@ def attend(
     return mixed.view(shape.kv_heads, group, tokens, -1).permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def visible(positions: Tensor, context: int, window: int | None) -> Tensor:
-    """Return a mask [tokens, context] of the cached positions that each token sees."""
+def visible(positions: Tensor, keys: range, shape: AttentionShape) -> Tensor:
+    """Return a mask [tokens, keys] of the cached positions `keys` that each token sees."""
     query = positions.unsqueeze(1)
-    key = torch.arange(context, device=positions.device)
+    key = torch.arange(keys.start, keys.stop, device=positions.device)
     seen = key <= query
-    return seen if window is None else seen & (key > query - window)
+    if shape.chunk is not None:
+        return seen & (key // shape.chunk == query // shape.chunk)
+    return seen if shape.window is None else seen & (key > query - shape.window)

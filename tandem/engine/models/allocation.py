@@ -32,8 +32,10 @@ from tandem.engine.models.families import slots_of
 from tandem.engine.models.parameters import (
     AttentionParameters,
     DenseParameters,
+    EmbeddingParameters,
     IndexerParameters,
     LatentParameters,
+    LayerEmbeddingParameters,
     LayerParameters,
     Parameters,
     ParameterSlot,
@@ -283,13 +285,19 @@ def _plain_parameters(spec: ModelSpec, dtype: torch.dtype, device: torch.device)
     norm = partial(_empty, torch.float32 if spec.wide_norms else dtype, device)
     hidden = spec.hidden_size
     embedding = empty(spec.vocab_size, hidden)
+    embedded = len(spec.layers) * spec.layer_embedding
     return Parameters(
         dtype=dtype,
         embedding=embedding,
         lm_head=embedding if spec.tied_embeddings else empty(spec.vocab_size, hidden),
         final_norm=norm(hidden),
-        layers=tuple(_layer(layer, hidden, empty, norm, norm_bias=spec.norm_bias) for layer in spec.layers),
+        layers=tuple(_layer(spec, layer, empty, norm) for layer in spec.layers),
         final_norm_bias=norm(hidden) if spec.norm_bias else None,
+        layer_embedding=LayerEmbeddingParameters(
+            empty(spec.vocab_size, embedded), empty(embedded, hidden), norm(spec.layer_embedding)
+        )
+        if embedded
+        else None,
     )
 
 
@@ -297,7 +305,8 @@ def _empty(dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _layer(spec: LayerSpec, hidden: int, empty: Empty, norm: Empty, *, norm_bias: bool) -> LayerParameters:
+def _layer(model: ModelSpec, spec: LayerSpec, empty: Empty, norm: Empty) -> LayerParameters:
+    hidden, norm_bias, embedded = model.hidden_size, model.norm_bias, model.layer_embedding
     before = norm(hidden) if spec.input_norms else None
     return LayerParameters(
         input_norm=before,
@@ -308,6 +317,10 @@ def _layer(spec: LayerSpec, hidden: int, empty: Empty, norm: Empty, *, norm_bias
         feed_forward_output_norm=norm(hidden) if spec.output_norms else None,
         input_norm_bias=norm(hidden) if norm_bias else None,
         feed_forward_norm_bias=norm(hidden) if norm_bias else None,
+        embedding=EmbeddingParameters(empty(embedded, hidden), empty(hidden, embedded), norm(hidden))
+        if embedded
+        else None,
+        scale=empty(1) if spec.scaled else None,
     )
 
 
@@ -324,17 +337,17 @@ def _attention(
         return _state(spec, hidden, empty)
     if isinstance(spec, LatentAttention):
         return _latent(spec, hidden, empty, norm)
-    shape = spec.shape
+    shape, projected = spec.shape, spec.projected
     heads = spec.qk_norm // shape.head_dim  # the heads that are normalized together: 1, or all
     kv_elements = shape.head_dim if heads == 1 else shape.kv_heads * shape.head_dim
-    rows = shape.qkv_size + (shape.qkv_rows[0] if spec.output_gate else 0)
+    rows = projected.qkv_size + (shape.output_size if spec.output_gate else 0)
     return AttentionParameters(
         qkv=empty(rows, hidden),
         qkv_bias=empty(rows) if spec.qkv_bias else None,
-        output=empty(hidden, shape.heads * shape.head_dim),
+        output=empty(hidden, shape.output_size),
         output_bias=empty(hidden) if spec.output_bias else None,
-        q_norm=norm(spec.qk_norm) if spec.qk_norm else None,
-        k_norm=norm(kv_elements) if spec.qk_norm else None,
+        q_norm=norm(spec.qk_norm) if spec.qk_norm and spec.qk_norm_weights else None,
+        k_norm=norm(kv_elements) if spec.qk_norm and spec.qk_norm_weights and projected.kv_heads else None,
         sinks=empty(shape.heads).float() if spec.sinks else None,
     )
 

@@ -1,5 +1,6 @@
 """The kinds of attention and feed-forward network that a layer may have, with weights prepared for the kernels."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from tandem.engine.kernels.layers import (
     Norm,
     RecurrentLayer,
 )
-from tandem.engine.kernels.reference import activate
+from tandem.engine.kernels.reference import activate, rms_norm
 from tandem.engine.models.indexer import Indexer
 from tandem.engine.models.parameters import AttentionParameters, DenseParameters, LatentParameters, StateParameters
 
@@ -39,7 +40,7 @@ class Queries(NamedTuple):
 
     q: Tensor
     gate: Tensor | None = None
-    """[T, heads·head_dim], the output gate before the sigmoid; None without one."""
+    """[T, heads·v_dim], the output gate before the sigmoid; None without one."""
     indexed: IndexQueries | None = None
     """The inputs of the layer's indexer; None without one."""
 
@@ -82,6 +83,8 @@ class AttentionBlock:
         self._query_factors = query_factors
         self.input = products.prepare(Linear(weights.qkv, weights.qkv_bias))
         q_norm, k_norm = weights.q_norm, weights.k_norm
+        if spec.qk_norm and not spec.qk_norm_weights:
+            q_norm = k_norm = torch.ones(spec.qk_norm, device=rope.device)
         self._query_weight: Tensor | None = None
         if spec.norm_after_rope and q_norm is not None and k_norm is not None:
             # Rotation keeps the length of a vector, so only the weights must be applied after it: those of both norms
@@ -91,22 +94,33 @@ class AttentionBlock:
         self.cache_index = index
         """The layer's index in the pages of its KV group."""
         self._layer = AttentionLayer(index, spec.shape, rope, q_norm, k_norm, norm_eps, weights.sinks)
-        self._gate_size = spec.shape.qkv_rows[0] if spec.output_gate else 0
+        self._stored = replace(self._layer, shape=spec.projected)
+        self.stores_kv = spec.kv_layer is None
+        """False if the layer attends to the keys and values of another layer."""
+        self._value_size = spec.projected.qkv_rows[2]
+        self._value_norm = Norm(torch.ones(spec.shape.v_dim, device=rope.device), norm_eps) if spec.value_norm else None
+        self._output_scale = spec.output_scale
+        self._gate_size = spec.shape.output_size if spec.output_gate else 0
 
     def store(self, hidden: Tensor, layout: StepLayout, cache: GroupCache) -> Queries:
-        """Store the keys and values of the step's tokens in `cache`, and return the queries."""
+        """Store the keys and values, if the layer has its own, of the step's tokens in `cache`; return the queries."""
         qkv = normed_linear(self._products, hidden, self.norm, self.input)
         gate = None
         if self._gate_size:
             gate, qkv = qkv[:, : self._gate_size], qkv[:, self._gate_size :].contiguous()
-        q = self._kernels.rope_and_store(qkv, self._layer, kv_of(cache), layout)
+        if self._value_norm is not None and self._value_size:
+            values = torch.unflatten(qkv[:, -self._value_size :], 1, (-1, len(self._value_norm.weight)))
+            values.copy_(rms_norm(values, self._value_norm.weight, self._value_norm.eps))
+        q = self._kernels.rope_and_store(qkv, self._stored, kv_of(cache), layout)
         if self._query_weight is not None:
             q *= self._query_weight
         return Queries(_scaled(q, self._query_factors, layout), gate)
 
     def attend(self, queries: Queries, layout: StepLayout, cache: GroupCache) -> Tensor:
-        """Return the output [T, heads·head_dim] of the attention heads, before the output projection."""
+        """Return the output [T, heads·v_dim] of the attention heads, before the output projection."""
         out = self._kernels.attention(queries.q, self._layer, kv_of(cache), layout)
+        if self._output_scale != 1.0:
+            out *= self._output_scale
         return out if queries.gate is None else out * torch.sigmoid(queries.gate)
 
 

@@ -12,6 +12,7 @@ from tandem.engine.kernels.kv_cache import GroupCache, kv_of
 from tandem.engine.kernels.layers import Linear
 from tandem.engine.kernels.lora.adapted_products import AdaptedProducts
 from tandem.engine.models.blocks import Queries, StateBlock, normed_linear
+from tandem.engine.models.layer_embedding import LayerEmbeddings, embedded
 from tandem.engine.models.layers import DecoderLayer, input_norm, prepare_layers
 from tandem.engine.models.parameters import Parameters
 from tandem.engine.steps.prompt_scoring import StepPieces
@@ -51,6 +52,9 @@ class DecoderModel:
         # Rounded to the model's dtype before the product, as transformers does.
         scale = torch.tensor(spec.embedding_scale, dtype=parameters.dtype).item()
         self._embedding_scale = None if scale == 1.0 else scale
+        self._layer_embeddings: LayerEmbeddings | None = None
+        if parameters.layer_embedding is not None:
+            self._layer_embeddings = LayerEmbeddings(spec, parameters.layer_embedding, parameters.dtype, kernels)
         self.expert_tokens = ExpertTokens(spec, device)
         self._layers = prepare_layers(
             spec, parameters, kernels, self._products, max_context=max_context, expert_tokens=self.expert_tokens
@@ -65,13 +69,21 @@ class DecoderModel:
         return () if self._updates is None else self._updates.trial_tokens
 
     def run_layer(
-        self, number: int, hidden: Tensor, layouts: Sequence[StepLayout], caches: Sequence[GroupCache]
+        self,
+        number: int,
+        hidden: Tensor,
+        layouts: Sequence[StepLayout],
+        caches: Sequence[GroupCache],
+        embedding: Tensor | None = None,
     ) -> None:
-        """Store the KV of layer `number`, and add its attention and feed-forward outputs to `hidden` in place."""
+        """Store the KV of layer `number`, and add its attention and feed-forward outputs to `hidden` in place.
+
+        `embedding` [T, size] is the layer's own embedding of the tokens, if it has one.
+        """
         layer = self._layers[number]
         layout, cache = layouts[layer.group], caches[layer.group]
         q = self._store(layer, hidden, layout, cache)
-        self._finish(layer, layer.attention.attend(q, layout, cache), hidden, layouts[0].slots)
+        self._finish(layer, layer.attention.attend(q, layout, cache), hidden, layouts[0].slots, embedding)
 
     def forward(
         self,
@@ -108,8 +120,11 @@ class DecoderModel:
     ) -> Tensor | None:
         """Run a step as `forward` does, up to the hidden states [D, H] after the last layer."""
         hidden = self._begin_step(token_ids, layouts, caches, feed)
-        for number in range(len(self._layers) - 1):
-            self.run_layer(number, hidden, layouts, caches)
+        embeddings: Sequence[Tensor | None] = [None] * len(self._layers)
+        if self._layer_embeddings is not None:
+            embeddings = self._layer_embeddings(token_ids, hidden, feed).unbind(1)
+        for number, embedding in enumerate(embeddings[:-1]):
+            self.run_layer(number, hidden, layouts, caches, embedding)
         last = self._layers[-1]
         layout, cache = layouts[last.group], caches[last.group]
         q = self._store(last, hidden, layout, cache)
@@ -117,12 +132,13 @@ class DecoderModel:
             # No row needs logits, so the last layer's attention and feed-forward network have no effect.
             return None
         mixed = last.attention.attend(q, layout, cache)
-        slots = layouts[0].slots
+        slots, embedding = layouts[0].slots, embeddings[-1]
         if drawn is not None:
             if self._updates is not None:
                 self._updates.keep_tokens(drawn)
             hidden, mixed, slots = hidden[drawn], mixed[drawn], slots[drawn]
-        self._finish(last, mixed, hidden, slots)
+            embedding = None if embedding is None else embedding[drawn]
+        self._finish(last, mixed, hidden, slots, embedding)
         return hidden
 
     def accept_drafts(self, layouts: Sequence[StepLayout], caches: Sequence[GroupCache]) -> None:
@@ -150,21 +166,16 @@ class DecoderModel:
         return hidden
 
     def _embed(self, token_ids: Tensor, feed: DeferredTokens | None) -> Tensor:
-        table = self._embedding
-        if isinstance(table, Tensor):
-            return self.kernels.embed(token_ids, table, feed)
-        # A step needs few rows of the table, so they are dequantized here, and the kernels do not have to support
-        # packed tables.
-        if feed is not None:
-            token_ids = feed.tokens(token_ids)
-        return table.rows(token_ids).dequantized(self.dtype)
+        return embedded(self.kernels, self._embedding, token_ids, feed, self.dtype)
 
     def _store(self, layer: DecoderLayer, hidden: Tensor, layout: StepLayout, cache: GroupCache) -> Queries:
         """Store the KV of the step's tokens in one layer, and return their queries."""
         return layer.attention.store(hidden, layout, cache)
 
-    def _finish(self, layer: DecoderLayer, mixed: Tensor, hidden: Tensor, slots: Tensor) -> None:
-        """Add a layer's attention and feed-forward outputs to the residual stream `hidden`, in place."""
+    def _finish(
+        self, layer: DecoderLayer, mixed: Tensor, hidden: Tensor, slots: Tensor, embedding: Tensor | None = None
+    ) -> None:
+        """Add a layer's attention and feed-forward outputs, and its embedding, to the residual stream, in place."""
         if layer.parallel and layer.feed_forward is not None:
             # Attention has already read its input, so the order of the additions does not matter to it.
             layer.feed_forward.add(hidden, slots, layer.feed_forward_output_norm)
@@ -175,6 +186,10 @@ class DecoderModel:
             self.kernels.norm_add(out, layer.attention_output_norm, hidden)
         if not layer.parallel and layer.feed_forward is not None:
             layer.feed_forward.add(hidden, slots, layer.feed_forward_output_norm)
+        if layer.embedding is not None and embedding is not None:
+            layer.embedding.add(hidden, embedding)
+        if layer.scale is not None:
+            hidden *= layer.scale
 
     def _step_logits(self, hidden: Tensor, scoring: StepPieces | None) -> Tensor | None:
         """Return the logits of hidden states; the scored positions, which are the last ones, only give their scores."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tandem.engine.config.kv import kv_groups
+from tandem.engine.config.kv import kv_groups, kv_layer_of
 from tandem.engine.config.model import (
     GroupedQueryAttention,
     MixtureOfExperts,
@@ -22,6 +22,7 @@ from tandem.engine.kernels.base import Kernels, Products
 from tandem.engine.kernels.layers import Experts, LayerNorm, Norm
 from tandem.engine.models.blocks import AttentionBlock, DenseBlock, ExpertsBlock, LatentBlock, StateBlock
 from tandem.engine.models.indexer import Indexer
+from tandem.engine.models.layer_embedding import EmbeddingBlock
 from tandem.engine.models.parameters import (
     AttentionParameters,
     DenseParameters,
@@ -54,6 +55,10 @@ class DecoderLayer:
     group: int
     parallel: bool
     """True if attention and feed-forward network have the same input (`LayerSpec.parallel`)."""
+    embedding: EmbeddingBlock | None
+    """The block that adds the layer's own embedding of the tokens; None without one."""
+    scale: Tensor | None
+    """The factor [1] of the hidden states after the layer; None without one."""
 
 
 def prepare_layers(
@@ -86,6 +91,8 @@ def prepare_layers(
         for number, group in enumerate(kv_groups(spec))
         for index, layer in enumerate(group.layers)
     }
+    shared = {number: source for number, layer in enumerate(spec.layers) if (source := kv_layer_of(layer)) is not None}
+    slots |= {number: slots[source] for number, source in shared.items()}
     layers: list[DecoderLayer] = []
     indexer: Indexer | None = None
     for number, weights in enumerate(parameters.layers):
@@ -182,6 +189,8 @@ def _prepare_layer(
         _output_norm(weights.feed_forward_output_norm, spec),
         slot.group,
         layer.parallel,
+        None if weights.embedding is None else EmbeddingBlock(weights.embedding, spec.norm_eps, kernels),
+        weights.scale,
     )
 
 

@@ -30,13 +30,13 @@ class AttentionParameters:
     """
 
     qkv: Weight
-    """The stacked q, k and v weights: [(heads + 2·kv_heads)·head_dim, H].
+    """The stacked q, k and v weights: [(heads + kv_heads)·head_dim + kv_heads·v_dim, H].
 
-    With an output gate, its heads·head_dim rows come before those of q.
+    With an output gate, its heads·v_dim rows come before those of q.
     """
     qkv_bias: Tensor | None
     output: Weight
-    """The output projection: [H, heads·head_dim]."""
+    """The output projection: [H, heads·v_dim]."""
     output_bias: Tensor | None
     q_norm: Tensor | None
     """The norm of queries; None without one.
@@ -135,6 +135,18 @@ class DenseParameters:
 
 
 @dataclass(frozen=True, slots=True)
+class EmbeddingParameters:
+    """The weights with which one layer adds its embedding, of P elements, to the hidden states."""
+
+    gate: Weight
+    """The projection of the hidden states: [P, H]."""
+    output: Weight
+    """The projection of the gated embedding: [H, P]."""
+    norm: Tensor
+    """The norm of the result: [H]."""
+
+
+@dataclass(frozen=True, slots=True)
 class LayerParameters:
     """The weights of one layer. Norms are [H]."""
 
@@ -149,6 +161,22 @@ class LayerParameters:
     feed_forward_output_norm: Tensor | None
     input_norm_bias: Tensor | None = None
     feed_forward_norm_bias: Tensor | None = None
+    embedding: EmbeddingParameters | None = None
+    """The weights of the layer's embedding; None without one."""
+    scale: Tensor | None = None
+    """The factor of the hidden states after the layer, [1]; None without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerEmbeddingParameters:
+    """The embeddings that each of L layers has for itself, of P elements each."""
+
+    table: Tensor
+    """The embeddings of each token: [vocab, L·P]."""
+    projection: Weight
+    """The projection of the hidden states before the first layer: [L·P, H]."""
+    norm: Tensor
+    """The norm of the projection of each layer: [P]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +193,8 @@ class Parameters:
     """The norm before the output layer: [H]."""
     layers: tuple[LayerParameters, ...]
     final_norm_bias: Tensor | None = None
+    layer_embedding: LayerEmbeddingParameters | None = None
+    """The embeddings of each layer; None without them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,8 +374,9 @@ def renamed(slots: dict[str, ParameterSlot], names: Mapping[str, str]) -> dict[s
 
 
 def _attention_slots(spec: GroupedQueryAttention, weights: AttentionParameters) -> dict[str, ParameterSlot]:
-    rows = spec.shape.qkv_rows
-    names = [f"self_attn.{name}_proj" for name in "qkv"]
+    sizes = spec.projected.qkv_rows
+    names = [f"self_attn.{name}_proj" for name, size in zip("qkv", sizes, strict=True) if size]
+    rows = tuple(size for size in sizes if size)
     gate = (rows[0],) if spec.output_gate else ()
     stacked: Sequence[Weight] = weights.qkv.split_with_sizes((*gate, *rows))[len(gate) :]
     slots = {f"{name}.weight": ParameterSlot(part) for name, part in zip(names, stacked, strict=True)}

@@ -24,7 +24,7 @@ def rope_table(rope: RopeConfig | None, dims: int, max_context: int, device: tor
 
 def query_factors(scaling: QueryScaling, max_context: int, device: torch.device) -> Tensor:
     """Return the factor of the queries at each position: [max_context] float32."""
-    intervals = torch.arange(max_context, device=device) // scaling.interval
+    intervals = torch.arange(scaling.offset, scaling.offset + max_context, device=device) // scaling.interval
     return 1 + scaling.beta * torch.log1p(intervals.float())
 
 
@@ -36,6 +36,9 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, max_context: int) -> Tenso
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     plain = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "proportional":
+        plain[int(rope.fraction * head_dim // 2) :] = 0.0
         return plain / rope.factor
     if rope.kind == "longrope":
         # Cached keys keep their rotation, so all requests have the same factors, whatever their lengths.

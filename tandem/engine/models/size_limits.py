@@ -41,14 +41,18 @@ _LIMITS = {
     **dict.fromkeys(("linear_conv_kernel_dim", "conv_kernel", "conv_L_cache"), _HEAD_WIDTH),
     **dict.fromkeys(("moe_k", "moe_topk", "num_experts_per_tok", "n_group", "topk_group"), _EXPERTS),
     **dict.fromkeys(("first_k_dense_replace", "moe_layer_start_index", "no_rope_layer_interval"), _LAYERS),
-    "max_window_layers": _LAYERS,
-    **dict.fromkeys(("block_multiple_of", "prefix_dense_intermediate_size"), _WIDTH),
-    "rotary_dim": _HEAD_WIDTH,
+    **dict.fromkeys(("max_window_layers", "interleave_moe_layer_step", "num_kv_shared_layers"), _LAYERS),
+    **dict.fromkeys(("block_multiple_of", "prefix_dense_intermediate_size", "intermediate_size_mlp"), _WIDTH),
+    **dict.fromkeys(("rotary_dim", "global_head_dim"), _HEAD_WIDTH),
+    "num_global_key_value_heads": _HEADS,
+    "hidden_size_per_layer_input": _WIDTH,
+    "vocab_size_per_layer_input": _VOCABULARY,
     "index_n_heads": _HEADS,
     "index_head_dim": _HEAD_WIDTH,
     "index_topk": MAX_CONTEXT,
     "vocab_size": _VOCABULARY,
     **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings", "sliding_window"), MAX_CONTEXT),
+    **dict.fromkeys(("sliding_window_size", "attention_chunk_size", "floor_scale"), MAX_CONTEXT),
 }
 _PER_LAYER = ("moe_topk", "moe_intermediate_size")
 """The sizes that may be lists, with a size for each layer."""
@@ -56,6 +60,7 @@ _NUMBERS = (
     *("rms_norm_eps", "layer_norm_eps", "norm_eps", "rope_theta", "rope_local_base_freq", "partial_rotary_factor"),
     *("attention_multiplier", "residual_multiplier", "embedding_multiplier", "logits_scaling", "logit_scale"),
     *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "routed_scaling_factor"),
+    *("attn_scale", "attention_value_scale", "swa_rope_theta", "layernorm_epsilon"),
 )
 """The numbers that may have a fraction."""
 

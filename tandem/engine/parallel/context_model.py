@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tandem.engine.config.sharding import Rank
 from tandem.engine.kernels.base import DeferredTokens, StepLayout, is_cpu
-from tandem.engine.kernels.kv_cache import GroupCache, QuantizedKv, kv_of
-from tandem.engine.models.blocks import Queries, StateBlock
+from tandem.engine.kernels.kv_cache import GroupCache, kv_of, tensors_of
+from tandem.engine.models.blocks import AttentionBlock, Queries, StateBlock
 from tandem.engine.models.layers import DecoderLayer
 from tandem.engine.parallel.group_model import GroupModel
 from tandem.engine.steps.prompt_scoring import StepPieces
@@ -169,8 +169,10 @@ class ContextModel(GroupModel):
         if not isinstance(layout, _PartLayout):
             return queries
         assert not isinstance(layer.attention, StateBlock)
-        number, kv = layer.attention.cache_index, kv_of(cache)
-        for tensor in (kv.codes, kv.scales) if isinstance(kv, QuantizedKv) else (kv,):
+        if isinstance(layer.attention, AttentionBlock) and not layer.attention.stores_kv:
+            return queries
+        number = layer.attention.cache_index
+        for tensor in tensors_of(kv_of(cache)):
             # [most, parts, heads, ...]
             values = tensor[layout.sent[0], number, :, :, layout.sent[1]].contiguous()
             gathered = self._collectives.all_gather(values).flatten(0, 1)

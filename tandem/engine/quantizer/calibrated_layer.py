@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from tandem.engine.cache.paged_cache import kernel_view
 from tandem.engine.config.kv import KvGroup, kv_groups
 from tandem.engine.config.model import DenseFeedForward, GroupedQueryAttention, ModelSpec, StateLayer
 from tandem.engine.kernels.base import StepLayout
+from tandem.engine.kernels.kv_cache import KvCache
 from tandem.engine.kernels.packed_weight import Weight
 from tandem.engine.models.allocation import allocate_parameters
 from tandem.engine.models.decoder import DecoderModel
@@ -141,7 +143,7 @@ def embedded(source: Source, samples: Sequence[Sequence[int]], device: torch.dev
     return [table[torch.tensor(sample)].to(device).float() * scale for sample in samples]
 
 
-def _whole(spec: ModelSpec, tokens: int, device: torch.device) -> tuple[StepLayout, Tensor]:
+def _whole(spec: ModelSpec, tokens: int, device: torch.device) -> tuple[StepLayout, KvCache]:
     """Return the layout of a single row of `tokens` tokens, and a KV cache of one page that holds them."""
     (group,) = kv_groups(spec)
     assert isinstance(group, KvGroup)
@@ -155,7 +157,7 @@ def _whole(spec: ModelSpec, tokens: int, device: torch.device) -> tuple[StepLayo
         max_row_tokens=tokens,
         max_context=tokens,
     )
-    return layout, torch.empty(1, group.depth, group.parts, group.heads, tokens, group.dim, device=device)
+    return layout, kernel_view(torch.empty(1, tokens * group.elements, device=device), group, tokens)
 
 
 def _plain(weight: Weight) -> Tensor:

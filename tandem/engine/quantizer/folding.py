@@ -67,7 +67,7 @@ def folds(layer: CalibratedLayer, dtype: torch.dtype) -> Iterator[Fold]:
     assert before is not None
     assert between is not None
     yield Fold(layer.qkv, (before,), dtype)
-    values = _rows(layer.qkv, attention.qkv_bias, shape.kv_heads * shape.head_dim)
+    values = _rows(layer.qkv, attention.qkv_bias, shape.qkv_rows[2])
     yield Fold(layer.output, values, dtype, shape.kv_heads, shape.heads // shape.kv_heads)
     yield Fold(layer.gate_up, (between,), dtype)
     yield Fold(layer.down, _rows(layer.gate_up, feed_forward.gate_up_bias, layer.down.shape[1]), dtype)

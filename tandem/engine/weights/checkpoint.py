@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from tandem.engine.config.kv import kv_layer_of
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.config.quantization import Quantization, WeightScheme
 from tandem.engine.config.sharding import ALONE, Rank, rank_spec
@@ -34,6 +35,7 @@ _PREFIXES = (
 """Pairs of name prefixes of the text model's tensors: in multimodal checkpoints, and in text-only checkpoints."""
 _ATTENTION_SCALES = tuple(f".{part}_{kind}" for part in ("q", "k", "v", "kv") for kind in ("scale", "zero_point"))
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_OWN_KV = re.compile(r"model\.layers\.\d+\.self_attn\.[kv]_(proj|norm)\.")
 _PREDICTING_MODULE = re.compile(r"(model\.)?mtp[._]")
 """Begins the names of multi-token prediction modules that are not numbered as layers (Qwen3-Next, MiMo, ERNIE 4.5)."""
 
@@ -68,8 +70,9 @@ class TensorNames:
     def is_harmless(self, name: str) -> bool:
         """Return True if a tensor that the model does not use may be ignored.
 
-        These are RoPE constants and copies of tied embeddings in old exports, multi-token prediction layers, and scales
-        with which other servers quantize queries, keys and values.
+        These are RoPE constants and copies of tied embeddings in old exports, multi-token prediction layers, scales
+        with which other servers quantize queries, keys and values, and projections of keys and values in layers that
+        use those of another layer.
         """
         if self.spec.quantization is not None and name.endswith(_ATTENTION_SCALES):
             return True
@@ -78,6 +81,8 @@ class TensorNames:
         if _PREDICTING_MODULE.match(name):
             return True
         layer, own = _LAYER.match(name), len(self.spec.layers)
+        if layer is not None and int(layer[1]) < own and _OWN_KV.match(name):
+            return kv_layer_of(self.spec.layers[int(layer[1])]) is not None
         return layer is not None and own <= int(layer[1]) < own + self.predicting_layers
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tandem.engine.config.attention import AttentionShape
 from tandem.engine.config.model import DenseFeedForward, GroupedQueryAttention, LayerSpec
-from tandem.engine.kernels.attention.prefill_attention import AttentionKind, FlashPrefill
+from tandem.engine.kernels.attention.prefill_attention import AttentionKind, FlashPrefill, has_flash_kernel
 from tandem.engine.kernels.cuda import CudaKernels
 from tandem.engine.kernels.reference import attend
 from tandem.engine.kernels.triton_launch import overlaps_launches
@@ -21,7 +21,7 @@ from tests.kernels.steps import assert_as_good, head_major, heads, make_step, wi
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGE = 128
-WHOLE, WINDOWED = heads(2, 1, 16), heads(2, 1, 16, window=40)
+WHOLE, WINDOWED = heads(2, 1, 64), heads(2, 1, 64, window=40)
 
 
 class Flash:
@@ -42,7 +42,7 @@ class Flash:
         self.calls.append((left, asked["max_seqlen_q"]))
         self.softcap, self.sinks = asked.get("softcap"), asked.get("learnable_sink")
         assert self.sinks is None or self.sinks.dtype == torch.bfloat16
-        out = torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
+        out = q.new_full((*q.shape[:2], values.shape[-1]), float("nan"))
         starts = asked["cu_seqlens_q"].tolist()
         shape = AttentionShape(
             q.shape[1],
@@ -71,6 +71,24 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> Flash:
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(flash_attn_varlen_func=made))
     return made
+
+
+def test_layers_that_the_library_does_not_compute_are_computed_by_pytorch(flash: Flash) -> None:
+    """They are those of other head dimensions, and of chunks if a context may be longer than one."""
+    rows, attention = [(129, 129), (5, 200)], FlashPrefill(PAGE, overlaps_launches())
+    for shape, calls in (
+        (heads(2, 1, 48), 0),
+        (replace(WHOLE, chunk=100), 0),
+        (replace(WHOLE, chunk=256), 1),
+        (replace(heads(2, 1, 192), value_dim=64), 0),
+    ):
+        before = len(flash.calls)
+        if shape.value_dim is None:
+            check(attention, make_step(rows, shape, PAGE), torch.float32, DEVICE)
+        assert has_flash_kernel(shape) == (shape.head_dim == 64)
+        assert len(flash.calls) == before + calls
+    attention.compile([AttentionKind(heads(2, 1, 48))], torch.float32, DEVICE)
+    assert len(flash.calls) == 1, "nothing is compiled for them"
 
 
 @pytest.mark.parametrize("first_row", [0, 2])

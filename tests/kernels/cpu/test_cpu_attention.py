@@ -22,6 +22,8 @@ SHAPES = {
     "tail": heads(4, 2, 24),
     "window": heads(6, 2, 64, window=100),
     "narrow": heads(2, 1, 64, window=5),
+    "chunks": replace(heads(6, 2, 64), chunk=100),
+    "long chunks": replace(heads(2, 1, 64), chunk=512),
 }
 STEPS = {
     "decode": [(1, 1), (1, 15), (1, 16), (1, 17), (1, 127), (1, 129), (1, 1025)],

@@ -31,6 +31,7 @@ SPECS = {
         ExpertRouter(groups=3, top_groups=2, group_score="top_2_sum", choice_bias=True), experts=9, top_k=2
     ),
     "without a gate": moe(ExpertRouter("sigmoid", choice_bias=True), experts=6, activation="relu2", bias=True),
+    "weights on the inputs": moe(ExpertRouter("sigmoid", renormalize=False, on_input=True), experts=6, top_k=2),
     "all chosen": moe(ExpertRouter(), experts=3, top_k=3),
 }
 

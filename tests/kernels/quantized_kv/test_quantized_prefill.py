@@ -24,8 +24,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGE = 128
 PDL = overlaps_launches()
 KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-GQA, WINDOWED = heads(4, 2, 32), heads(4, 2, 32, window=40)
-SHAPES = {"gqa": GQA, "window": WINDOWED, "capped": replace(GQA, softcap=0.5)}
+GQA, WINDOWED = heads(4, 2, 64), heads(4, 2, 64, window=40)
+SHAPES = {"gqa": GQA, "window": WINDOWED, "capped": replace(GQA, softcap=0.5), "chunks": replace(GQA, chunk=90)}
 ROWS = [(1, 300), (1, 2), (5, 5), (9, 200), (129, 129), (3, 128)]
 
 
@@ -69,7 +69,7 @@ def test_copies_are_the_dequantized_numbers(kind: torch.dtype, page_tokens: int,
     cache, rows = quantized(step.cache, kind), range(first_row, len(ROWS))
     used = [-(-context // page_tokens) for _, context in ROWS[first_row:]]
     copies = copies_of(sum(used) + 1, step.shape, page_tokens)
-    dequantize_pages(moved(cache, DEVICE), LAYER, to_device(step.layout, DEVICE), rows, None, copies)
+    dequantize_pages(moved(cache, DEVICE), LAYER, to_device(step.layout, DEVICE), rows, 0, copies)
     copied, at = copies.cpu(), 0
     for row, pages in zip(rows, used, strict=True):
         ids, context = step.layout.page_table[row, :pages].long(), ROWS[row][1]
@@ -92,11 +92,23 @@ def test_pages_before_the_window_are_neither_read_nor_written() -> None:
     assert unwritten.tolist() == [number < firsts[0] or 25 <= number < 25 + firsts[1] for number in range(25 + 19)]
 
 
+def test_pages_before_the_chunk_of_the_first_token_are_neither_read_nor_written() -> None:
+    """The first tokens are in chunks that begin at 360 and at 90: on page 22 of the first row, and 5 of the second."""
+    step = make_step([(9, 400), (130, 300)], SHAPES["chunks"], 16)
+    cache, copies = quantized(step.cache), copies_of(25 + 19, GQA, 16)
+    for row, first in enumerate((22, 5)):
+        step.layout.page_table[row, :first] = 1 << 30
+    layout = to_device(step.layout, DEVICE)
+    dequantize_pages(moved(cache, DEVICE), LAYER, layout, range(2), SHAPES["chunks"].window_code, copies)
+    unwritten = (copies.cpu() == -7).flatten(1).all(1)
+    assert unwritten.tolist() == [number < 22 or 25 <= number < 25 + 5 for number in range(25 + 19)]
+
+
 def test_what_does_not_fit_is_left_out() -> None:
     step = make_step([(100, 100), (40, 40)], GQA, 16)
     copies = copies_of(10, GQA, 16)
     layout = to_device(step.layout, DEVICE)
-    dequantize_pages(moved(quantized(step.cache), DEVICE), LAYER, layout, range(2), None, copies[:8])
+    dequantize_pages(moved(quantized(step.cache), DEVICE), LAYER, layout, range(2), 0, copies[:8])
     written = (copies.cpu() != -7).flatten(1).all(1)
     assert written.tolist() == [True] * 8 + [False] * 2
 
@@ -109,7 +121,7 @@ def test_flash_attention_over_the_copies(
     attention = QuantizedPrefill(FlashPrefill(PAGE, PDL), copies_of(pages, shape))
     check(attention, step, quantized(step.cache, kind), first_row)
     calls = 1 if pages == 64 else -(-(len(ROWS) - first_row) // (pages // 3))
-    assert len(flash.calls) == calls
+    assert len(flash.calls) == (0 if shape.chunk else calls)
 
 
 def test_sinks(flash: Flash) -> None:

@@ -30,7 +30,7 @@ def test_the_transfer_sees_one_part() -> None:
     spec = latent_spec(2, 16)
     cache = PagedCache(spec, 16, cache_bytes(spec, 4, 16, torch.bfloat16), torch.bfloat16, torch.device("cpu"))
     layout = layout_of(cache)
-    assert (layout.parts, layout.kv_heads, layout.head_dim) == (1, 1, 576)
+    assert (layout.kv_heads, layout.dims) == (1, (576,))
     assert layout.page_bytes == cache.page_bytes == cache.tensor[0].nbytes == 16 * 2 * 576 * 2
     assert layout.page_address(1) == cache.tensor[1].data_ptr()
 

@@ -44,7 +44,7 @@ class Case:
     def __init__(self, folder: Path, page_tokens: int, kernels: Kernels | None) -> None:
         config = tiny_engine_config(folder, page_tokens=page_tokens, kv_cache_bytes=8 << 20)
         self.runner = ModelRunner.load(config, kernels=kernels)
-        self.runner.cache.tensor.fill_(float("nan"))
+        self.runner.cache.storage.fill_(float("nan"))
         self._free = list(range(self.runner.cache.pages))
         random.Random(page_tokens).shuffle(self._free)
         self.expect = functools.cache(Reference(folder).logits)
@@ -56,7 +56,7 @@ class Case:
     def row(self, token_ids: list[int], start: int, pages: list[int], *, drawn: bool = True) -> StepRow:
         """Returns a row; the pages that it does not see are freed, and NaN like those that nobody has written."""
         for entry in self.runner.cache.kv_pages.dead(pages, start):
-            self.runner.cache.tensor[pages[entry]] = float("nan")
+            self.runner.cache.storage[pages[entry]] = float("nan")
             pages[entry] = FREED
         return row(token_ids, start, pages, drawn=drawn)
 

@@ -14,7 +14,7 @@ LAYOUT = KVLayout(
     layers=2,
     kv_heads=3,
     page_tokens=16,
-    head_dim=64,
+    dims=(64, 64),
     item_bytes=4,
     dtype="float32",
 )
@@ -32,7 +32,7 @@ def test_equal_sides_pass_whatever_their_pools_and_the_order_of_facts() -> None:
     check_compatible(handshake("prefill-0"), theirs)
 
 
-@pytest.mark.parametrize("field", ["layers", "kv_heads", "page_tokens", "head_dim", "item_bytes"])
+@pytest.mark.parametrize("field", ["layers", "kv_heads", "page_tokens", "item_bytes"])
 def test_each_layout_fact_is_compared(field: str) -> None:
     theirs = handshake("decode-0", layout=replace(LAYOUT, **{field: getattr(LAYOUT, field) + 1}))
     with pytest.raises(FailedPrecondition) as caught:
@@ -40,6 +40,13 @@ def test_each_layout_fact_is_compared(field: str) -> None:
     mine, other = getattr(LAYOUT, field), getattr(LAYOUT, field) + 1
     assert f"{field} is {mine} on prefill-0 but {other} on decode-0" in caught.value.message
     assert caught.value.message.count(" on decode-0") == 1
+
+
+@pytest.mark.parametrize(("dims", "named"), [((65, 65), "65"), ((64, 32), "64 and 32")])
+def test_the_dimensions_of_keys_and_values_are_compared(dims: tuple[int, ...], named: str) -> None:
+    theirs = handshake("decode-0", layout=replace(LAYOUT, dims=dims))
+    with pytest.raises(FailedPrecondition, match=f"head_dim is 64 on prefill-0 but {named} on decode-0"):
+        check_compatible(handshake("prefill-0"), theirs)
 
 
 def test_groups_and_windows_are_compared() -> None:

@@ -22,7 +22,7 @@ class Worker:
     def __init__(self, fabric: InMemoryFabric, name: str, incarnation: int = 1, head_dim: int = 8) -> None:
         shape = (PAGES, 2, 2, 1, 4, head_dim)
         self.pool = np.random.default_rng(zlib.crc32(name.encode())).random(shape, dtype=np.float32)
-        self.layout = KVLayout(self.pool.ctypes.data, PAGES, 2, 1, 4, head_dim, 4, "float32")
+        self.layout = KVLayout(self.pool.ctypes.data, PAGES, 2, 1, 4, (head_dim, head_dim), 4, "float32")
         self.notices: list[TransferNotice] = []
         self.transport = InMemoryTransport(fabric, self.layout, PeerRef(name, incarnation), self.notices.append)
 

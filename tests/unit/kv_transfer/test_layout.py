@@ -5,7 +5,7 @@ import pytest
 from kv_transfer.layout import KVLayout
 
 LAYOUT = KVLayout(
-    base_address=4096, pages=3, layers=3, kv_heads=8, page_tokens=4, head_dim=2, item_bytes=2, dtype="bfloat16"
+    base_address=4096, pages=3, layers=3, kv_heads=8, page_tokens=4, dims=(2, 2), item_bytes=2, dtype="bfloat16"
 )
 
 

@@ -35,7 +35,7 @@ class Pair:
         self.prefill.add_peer(self.decode.describe())
 
     def layout(self, at: int) -> KVLayout:
-        return KVLayout(self.memory[at].ctypes.data, PAGES, 1, 1, 4, 1, 4, "int32")
+        return KVLayout(self.memory[at].ctypes.data, PAGES, 1, 1, 4, (1, 1), 4, "int32")
 
     def landing(self, posted: InFlightWrite, local: int, remote: int) -> None:
         assert posted.sender == PREFILL

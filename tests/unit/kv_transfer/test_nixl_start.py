@@ -12,7 +12,7 @@ from kv_transfer.nixl_backend.transport import LISTEN_S, REST_S, NixlTransport
 from tandem.protocol.errors import TransferFailed
 from tandem.protocol.messages import PeerRef
 
-LAYOUT = KVLayout(4096, 8, 1, 1, 1, 2, 4, "float32")
+LAYOUT = KVLayout(4096, 8, 1, 1, 1, (2, 2), 4, "float32")
 
 
 def test_one_that_takes_too_long_is_a_failure_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

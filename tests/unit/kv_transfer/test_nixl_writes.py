@@ -21,7 +21,7 @@ from tandem.protocol.conversion import encode_notice
 from tandem.protocol.errors import TransferFailed
 from tandem.protocol.messages import Lease, PeerDescription, PeerRef, TransferNotice
 
-LAYOUT = KVLayout(4096, 8, 1, 1, 1, 2, 4, "float32")
+LAYOUT = KVLayout(4096, 8, 1, 1, 1, (2, 2), 4, "float32")
 PEER = PeerRef("decode-0", 1)
 
 

@@ -13,9 +13,10 @@ from tests.soak import soak
 LAYERS = 4
 STAGES = {1: ((0, 1, 2, 3),), 2: ((0, 1), (2, 3)), 4: ((0,), (1,), (2,), (3,))}
 KINDS = {
-    "plain": {"parts": 2, "token_bytes": 4, "scale_bytes": 0},
-    "8-bit": {"parts": 2, "token_bytes": 3, "scale_bytes": 2},
-    "latents": {"parts": 1, "token_bytes": 5, "scale_bytes": 0},
+    "plain": {"token_bytes": (4, 4), "scale_bytes": 0},
+    "8-bit": {"token_bytes": (3, 3), "scale_bytes": 2},
+    "latents": {"token_bytes": (5,), "scale_bytes": 0},
+    "short values": {"token_bytes": (5, 3), "scale_bytes": 2},
 }
 TENSOR_RANKS = (1, 2, 3, 4, 8)
 
@@ -31,10 +32,10 @@ def is_possible(tensor_ranks: int, heads: int) -> bool:
 def contents(pages: RankedPages, rank: int, page: int) -> np.ndarray:
     """Returns the page of a rank, in which each byte of the model's KV has a number of its own."""
     planes = []
-    for head, layer, part in product(pages.heads(rank), pages.layers(rank), range(pages.parts)):
-        plane = (head * LAYERS + layer) * pages.parts + part
+    for head, layer, part in product(pages.heads(rank), pages.layers(rank), range(len(pages.token_bytes))):
+        plane = (head * LAYERS + layer) * len(pages.token_bytes) + part
         tokens = range(page * pages.page_tokens, (page + 1) * pages.page_tokens)
-        for region, size in enumerate((pages.token_bytes, pages.scale_bytes)):
+        for region, size in enumerate((pages.token_bytes[part], pages.scale_bytes)):
             planes += [((plane * 64 + token) * 2 + region) * 8 + byte for token in tokens for byte in range(size)]
     return np.array(planes, dtype=np.int64)
 
@@ -62,7 +63,7 @@ def assert_every_byte_arrives(source: RankedPages, target: RankedPages) -> None:
 
 CASES = [
     (kind, heads, mine, theirs)
-    for kind, heads in [*product(("plain", "8-bit"), (1, 2, 3, 4, 8, 16)), ("latents", 1)]
+    for kind, heads in [*product(("plain", "8-bit"), (1, 2, 3, 4, 8, 16)), ("latents", 1), ("short values", 4)]
     for mine, theirs in product(product(TENSOR_RANKS, STAGES), repeat=2)
     if is_possible(mine[0], heads) and is_possible(theirs[0], heads)
 ]

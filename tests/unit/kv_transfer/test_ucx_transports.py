@@ -9,7 +9,7 @@ from kv_transfer.nixl_backend.ucx_transports import UcxTransports, host_id, slow
 from tandem.protocol.messages import PeerDescription, PeerRef
 from tests.unit.kv_transfer.test_nixl_wire import PUT, table
 
-LAYOUT = KVLayout(0, 8, 2, 2, 16, 64, 4, "float32")
+LAYOUT = KVLayout(0, 8, 2, 2, 16, (64, 64), 4, "float32")
 HERE = "the host of this worker"
 CMA = table("prefill-0/1", PUT, "| 0..inf | zero-copy | cma/memory |")
 TCP_HERE = table("prefill-0/1", PUT, "| 0..inf | zero-copy | tcp/lo |")

@@ -15,7 +15,7 @@ from tandem.engine.config.attention import AttentionShape
 from tandem.engine.kernels.attention.triton_tails import clear_value_tails
 from tandem.engine.kernels.base import StepLayout
 from tandem.engine.kernels.fallback import failure_of, why_no_flash, why_not_imported
-from tandem.engine.kernels.kv_cache import KvCache, unquantized
+from tandem.engine.kernels.kv_cache import KvCache, kv_view, layer_part, unquantized, value_dim
 from tandem.engine.kernels.layers import AttentionLayer
 from tandem.engine.kernels.reference import attend, first_read, gather_row, visible
 from tandem.protocol.ending import pages_for
@@ -23,6 +23,8 @@ from tandem.protocol.ending import pages_for
 log = logging.getLogger(__name__)
 
 _FLASH_DIMS = (64, 96, 128, 256)
+_FLASH_UNEQUAL_DIMS = (192, 128)
+"""The dimensions of keys and of values, if they differ, for which flash-attn-4 is used."""
 _SDPA_SCORES = 1 << 26
 """Maximum number of scores computed at a time. Some of SDPA's implementations store all of them: 256 MiB in float32."""
 _SOFTCAP, _SINKS = "softcap", "learnable_sink"
@@ -59,7 +61,7 @@ class PrefillAttention(Protocol):
         """Prepare a step. Called once before the step's first layer; `cache` is as in `Kernels.rope_and_store`."""
 
     def __call__(self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout, first_row: int) -> Tensor:
-        """Compute attention: q [T, heads, head_dim] of the whole step → [T, heads, head_dim], contiguous.
+        """Compute attention: q [T, heads, head_dim] of the whole step → [T, heads, v_dim], contiguous.
 
         The result of the rows before `first_row`, which have one token each, is undefined; the caller overwrites it
         (see `Kernels.attention`).
@@ -80,6 +82,9 @@ def choose_prefill_attention(
     if page_tokens != _FLASH_PAGE:
         log.warning("pages of %d tokens slow prefill attention down; %d is the fast size", page_tokens, _FLASH_PAGE)
     log.info("prefill attention: flash-attn-4")
+    others = sorted({kind.shape.head_dim for kind in kinds if not has_flash_kernel(kind.shape)})
+    if others:
+        log.warning("prefill attention of heads of %s dimensions: PyTorch SDPA, one row at a time", others)
     return FlashPrefill(page_tokens, pdl)
 
 
@@ -102,12 +107,19 @@ def compiled(
 def _why_no_flash(device: torch.device, dtype: torch.dtype, kinds: Collection[AttentionKind], page_tokens: int) -> str:
     if reason := why_no_flash(device, dtype):
         return reason
-    if any(kind.shape.head_dim not in _FLASH_DIMS for kind in kinds):
-        return f"flash-attn-4 is used for head dims {', '.join(map(str, _FLASH_DIMS))}"
-    if page_tokens % _FLASH_PAGE and any(kind.shape.window is not None for kind in kinds):
+    if not any(has_flash_kernel(kind.shape) for kind in kinds):
+        return f"flash-attn-4 is used for head dims {', '.join(map(str, _FLASH_DIMS))}, and 192 with values of 128"
+    if page_tokens % _FLASH_PAGE and any(kind.shape.most_seen is not None for kind in kinds):
         # Its tiles of keys would reach into pages before the window, which may belong to other requests by then.
         return f"flash-attn-4 computes windows over pages of {_FLASH_PAGE} tokens only"
     return why_not_imported("flash_attn.cute", "flash-attn-4") or _what_flash_lacks(kinds)
+
+
+def has_flash_kernel(shape: AttentionShape) -> bool:
+    """Return True if flash-attn-4 is used for heads of these dimensions."""
+    if shape.v_dim == shape.head_dim:
+        return shape.head_dim in _FLASH_DIMS
+    return (shape.head_dim, shape.v_dim) == _FLASH_UNEQUAL_DIMS
 
 
 def _what_flash_lacks(kinds: Collection[AttentionKind]) -> str:
@@ -146,10 +158,11 @@ class FlashPrefill:
     ) -> None:
         """Compile the kernels that layers of these kinds need, for rows of `lengths` tokens."""
         for (shape, has_sinks), tokens in itertools.product(kinds, lengths):
-            pages = pages_for(tokens, self._page_tokens)
-            cache = torch.zeros(
-                pages, 1, 2, shape.kv_heads, self._page_tokens, shape.head_dim, dtype=dtype, device=device
-            )
+            if not has_flash_kernel(shape):
+                continue
+            pages, elements = pages_for(tokens, self._page_tokens), self._page_tokens * (shape.head_dim + shape.v_dim)
+            planes = torch.zeros(pages, 1, shape.kv_heads, elements, dtype=dtype, device=device)
+            cache = kv_view(planes, (shape.head_dim, shape.v_dim), self._page_tokens)
             q = torch.zeros(tokens, shape.heads, shape.head_dim, dtype=dtype, device=device)
             sinks = torch.zeros(shape.heads, device=device) if has_sinks else None
             layer = AttentionLayer(0, shape, rope=q, sinks=sinks)  # rope is not read: q and k are rotated already
@@ -157,20 +170,28 @@ class FlashPrefill:
 
     def begin_step(self, cache: KvCache, layout: StepLayout, first_row: int) -> None:
         """Zero the values after each row's context in the row's last page, if TMA loads whole pages."""
-        if self._page_tokens == _FLASH_PAGE:
-            clear_value_tails(unquantized(cache), layout, first_row, pdl=self._pdl)
+        if self._page_tokens == _FLASH_PAGE and value_dim(cache) <= max(_FLASH_DIMS):
+            clear_value_tails(cache, layout, first_row, pdl=self._pdl)
 
     def __call__(self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout, first_row: int) -> Tensor:
-        """Compute the attention of all rows from `first_row` on in one launch."""
-        shape, held, special = layer.shape, unquantized(cache), dict[str, Any]()
+        """Compute the attention of all rows from `first_row` on in one launch.
+
+        SDPA computes layers of other head dimensions, and of chunks, which flash-attn-4 lacks, if a context may be
+        longer than a chunk.
+        """
+        longer = layer.shape.chunk is not None and layout.max_context > layer.shape.chunk
+        if longer or not has_flash_kernel(layer.shape):
+            return SdpaPrefill()(q, layer, cache, layout, first_row)
+        shape, special = layer.shape, dict[str, Any]()
+        keys, values = (unquantized(layer_part(cache, layer.index, part)) for part in range(2))
         if shape.softcap is not None:
             special[_SOFTCAP] = shape.softcap
         if layer.sinks is not None:
             special[_SINKS] = self._rounded(layer.sinks)
         out = self._flash(
             q,
-            held[:, layer.index, 0].transpose(1, 2),
-            held[:, layer.index, 1].transpose(1, 2),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
             cu_seqlens_q=layout.row_starts[first_row:],
             max_seqlen_q=layout.max_row_tokens,
             seqused_k=layout.context_lens[first_row:],
@@ -212,28 +233,28 @@ class SdpaPrefill:
     def __call__(self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout, first_row: int) -> Tensor:
         """Compute attention row by row, with a bounded number of scores at a time."""
         shape, starts, contexts = layer.shape, layout.row_starts.tolist(), layout.context_lens.tolist()
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = q.new_empty(len(q), shape.heads, shape.v_dim)
         for row in range(first_row, len(contexts)):
-            first = first_read(contexts[row], starts[row + 1] - starts[row], shape.window, cache.shape[4])
+            first = first_read(contexts[row], starts[row + 1] - starts[row], shape, cache.shape[4])
             keys, values = gather_row(cache, layer.index, layout.page_table[row], contexts[row], first, q.dtype)
             at_once = max(1, _SDPA_SCORES // (shape.heads * keys.shape[1]))
             for start in range(starts[row], starts[row + 1], at_once):
                 here = slice(start, min(start + at_once, starts[row + 1]))
-                positions = layout.positions[here] - first
+                positions = layout.positions[here]
                 if shape.softcap is None and layer.sinks is None:
-                    out[here] = _sdpa(q[here], keys, values, positions, shape)
+                    out[here] = _sdpa(q[here], keys, values, positions, shape, first)
                 else:
-                    out[here] = attend(q[here], keys, values, positions, shape, layer.sinks)
+                    out[here] = attend(q[here], keys, values, positions, shape, layer.sinks, first)
         return out
 
 
-def _sdpa(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, shape: AttentionShape) -> Tensor:
+def _sdpa(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, shape: AttentionShape, first: int) -> Tensor:
     """Compute the same as `reference.attend`, for layers with neither a soft cap nor sinks."""
     mixed = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         keys[None],
         values[None],
-        attn_mask=visible(positions, keys.shape[1], shape.window)[None, None],
+        attn_mask=visible(positions, range(first, first + keys.shape[1]), shape)[None, None],
         scale=shape.scale,
         enable_gqa=True,
     )

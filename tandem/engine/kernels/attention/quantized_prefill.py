@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.kernels.attention.prefill_attention import PrefillAttention
+from tandem.engine.kernels.attention.triton_attention_tiles import first_seen
 from tandem.engine.kernels.base import StepLayout
-from tandem.engine.kernels.kv_cache import KvCache, QuantizedKv
+from tandem.engine.kernels.kv_cache import KvCache, UnequalKv, codes_of, part_stride, value_dim
 from tandem.engine.kernels.layers import AttentionLayer
 from tandem.protocol.ending import pages_for
 
@@ -26,18 +28,19 @@ _ROWS = tl.constexpr(32)
 
 
 def dequantize_pages(
-    cache: QuantizedKv, layer: int, layout: StepLayout, rows: range, window: int | None, pages: Tensor
+    cache: KvCache, layer: int, layout: StepLayout, rows: range, window_code: int, pages: Tensor
 ) -> None:
     """Dequantize the keys and values of `layer` that the tokens of `rows` see, and write them to `pages` row by row.
 
-    pages is [n, 2, kv_heads, page_tokens, head_dim] float16, bfloat16 or float32. Each row gets as many consecutive
-    pages as its whole context fills, and begins after the last page of the row before; pages beyond number n - 1 are
-    not written. In the last page of a row, positions after the row's context are set to 0. Pages before the window of a
-    row's first token are neither read nor written. The launch does not overlap with others.
+    pages is [n, 2, kv_heads, page_tokens, head_dim] float16, bfloat16 or float32; with values of other dimensions, a
+    page has the keys [kv_heads, page_tokens, head_dim], then the values [kv_heads, page_tokens, v_dim]. Each row gets
+    as many consecutive pages as its whole context fills, and begins after the last page of the row before; pages beyond
+    number n - 1 are not written. In the last page of a row, positions after the row's context are set to 0. Pages
+    that a row's first token does not see are neither read nor written. The launch does not overlap with others.
     """
-    _, _, _, kv_heads, page_tokens, head_dim = cache.shape
+    codes = codes_of(cache)
+    _, _, _, kv_heads, page_tokens, head_dim = codes.shape
     contexts, table = layout.context_lens[rows.start : rows.stop], layout.page_table[rows.start : rows.stop]
-    codes = cache.codes
     row_programs = max(1, min(-(-table.shape[1] * page_tokens // _TOKENS), _PROGRAMS // (len(rows) * kv_heads)))
     _dequantize[(row_programs, kv_heads, len(rows))](
         codes,
@@ -49,13 +52,14 @@ def dequantize_pages(
         table.stride(0),
         codes.stride(1) * layer,
         codes.stride(0),
-        codes.stride(2),
+        part_stride(cache),
         codes.stride(3),
         pages.stride(0),
-        WINDOW=window or 0,
+        WINDOW=window_code,
         PAGE_TOKENS=page_tokens,
         HEAD_DIM=head_dim,
-        DIM_PADDED=triton.next_power_of_2(head_dim),
+        VALUE_DIM=value_dim(cache),
+        DIM_PADDED=triton.next_power_of_2(max(head_dim, value_dim(cache))),
         KV_HEADS=kv_heads,
         TOKENS=_TOKENS,
         num_warps=_WARPS,
@@ -82,6 +86,7 @@ def _dequantize(
     WINDOW: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     KV_HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -94,27 +99,49 @@ def _dequantize(
         earlier = first + tl.arange(0, _ROWS)
         first_page += tl.sum(tl.cdiv(tl.load(contexts_ptr + earlier, mask=earlier < row, other=0), PAGE_TOKENS))
     begin = 0
-    if WINDOW > 0:
+    if WINDOW != 0:
         tokens = tl.load(starts_ptr + row + 1) - tl.load(starts_ptr + row)
-        begin = tl.maximum(context - tokens - WINDOW + 1, 0) // PAGE_TOKENS * PAGE_TOKENS
+        begin = first_seen(context - tokens + 1, WINDOW) // PAGE_TOKENS * PAGE_TOKENS
     end = tl.cdiv(context, PAGE_TOKENS) * PAGE_TOKENS
-    dim = tl.arange(0, DIM_PADDED)[None, :]
-    wanted = dim < HEAD_DIM
     for start in tl.range(begin + tl.program_id(0) * TOKENS, end, tl.num_programs(0) * TOKENS):
         position = start + tl.arange(0, TOKENS)
         number, within = position // PAGE_TOKENS, position % PAGE_TOKENS
         seen = position < context
         page = tl.load(table_ptr + row * table_stride + number, mask=seen, other=0).to(tl.int64)
         written = (position < end) & (first_page + number < most_pages)
-        for part in tl.static_range(2):
-            plane = codes_ptr + layer_offset + page * page_stride + part * part_stride + head * head_stride
-            scales = (plane + PAGE_TOKENS * HEAD_DIM).to(tl.pointer_type(tl.float32), bitcast=True)
-            scale = tl.load(scales + within, mask=seen, other=0.0)
-            held = tl.load((plane + within * HEAD_DIM)[:, None] + dim, mask=seen[:, None] & wanted, other=0.0)
-            numbers = held.to(tl.float32) * scale[:, None]
-            to = pages_ptr + (first_page + number).to(tl.int64) * to_stride
-            to += ((part * KV_HEADS + head) * PAGE_TOKENS + within) * HEAD_DIM
-            tl.store(to[:, None] + dim, numbers.to(pages_ptr.dtype.element_ty), mask=written[:, None] & wanted)
+        from_page = codes_ptr + layer_offset + page * page_stride + head * head_stride
+        to_page = pages_ptr + (first_page + number).to(tl.int64) * to_stride
+        _dequantize_part(from_page, to_page, head, within, seen, written, PAGE_TOKENS, HEAD_DIM, DIM_PADDED)
+        _dequantize_part(
+            from_page + part_stride, to_page + KV_HEADS * PAGE_TOKENS * HEAD_DIM, head, within, seen, written,
+            PAGE_TOKENS, VALUE_DIM, DIM_PADDED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _dequantize_part(
+    from_page,
+    to_page,
+    head,
+    within,
+    seen,
+    written,
+    PAGE_TOKENS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+):
+    """Dequantize the keys, or the values, of one head: those of the tokens `within` the pages [tokens].
+
+    `from_page` points to the head's codes, and `to_page` to the copies of all heads.
+    """
+    dim = tl.arange(0, DIM_PADDED)[None, :]
+    wanted = dim < DIM
+    scales = (from_page + PAGE_TOKENS * DIM).to(tl.pointer_type(tl.float32), bitcast=True)
+    scale = tl.load(scales + within, mask=seen, other=0.0)
+    held = tl.load((from_page + within * DIM)[:, None] + dim, mask=seen[:, None] & wanted, other=0.0)
+    numbers = held.to(tl.float32) * scale[:, None]
+    to = to_page + (head * PAGE_TOKENS + within) * DIM
+    tl.store(to[:, None] + dim, numbers.to(to_page.dtype.element_ty), mask=written[:, None] & wanted)
 
 
 _LEAST_TOKENS = 32768
@@ -124,12 +151,14 @@ _LEAST_TOKENS = 32768
 def make_copies(model: ModelSpec, page_tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate memory for the dequantized copies of one layer: [pages, 2, kv_heads, page_tokens, head_dim].
 
-    The number of heads and their dimension are those of the layers with the most KV. The pages hold the longest context
-    of the model, and at least `_LEAST_TOKENS` tokens.
+    The number of heads and their dimension, the mean of keys and values, are those of the layers with the most KV. The
+    pages hold the longest context of the model, and at least `_LEAST_TOKENS` tokens.
     """
-    shape = max(model.attention_shapes, key=lambda shape: shape.kv_heads * shape.head_dim)
+    heads, dim = max(
+        ((shape.kv_heads, (shape.head_dim + shape.v_dim) // 2) for shape in model.attention_shapes), key=prod
+    )
     pages = pages_for(max(model.max_context, _LEAST_TOKENS), page_tokens)
-    return torch.zeros(pages, 2, shape.kv_heads, page_tokens, shape.head_dim, dtype=dtype, device=device)
+    return torch.zeros(pages, 2, heads, page_tokens, dim, dtype=dtype, device=device)
 
 
 class _Part(NamedTuple):
@@ -197,21 +226,29 @@ class QuantizedPrefill:
         token = torch.arange(len(layout.positions), dtype=torch.int32, device=first.device)
         return _Part(rows, part, (token >= layout.row_starts[rows.start])[:, None, None])
 
-    def _pages_like(self, cache: QuantizedKv) -> Tensor:
-        """Return the memory of the copies as pages with the heads and dimensions of `cache`."""
-        _, _, *shape = cache.shape
-        size = torch.Size(shape).numel()
-        return self._copies.flatten(1)[:, :size].view(len(self._copies), *shape)
+    def _pages_like(self, cache: KvCache, layers: int) -> KvCache:
+        """Return the memory of the copies as pages with the heads and dimensions of `cache`.
+
+        All `layers` layers of a page have the same memory.
+        """
+        heads, page_tokens, dim = cache.shape[3:]
+        memory = self._copies.flatten(1)
+
+        def view(first: int, parts: int, dim: int) -> Tensor:
+            some = memory[:, first : first + parts * heads * page_tokens * dim]
+            return some.view(len(some), 1, parts, heads, page_tokens, dim).expand(-1, layers, -1, -1, -1, -1)
+
+        if not isinstance(cache, UnequalKv):
+            return view(0, 2, dim)
+        return UnequalKv((view(0, 1, dim), view(heads * page_tokens * dim, 1, value_dim(cache))))
 
     def __call__(self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout, first_row: int) -> Tensor:
         """Compute the attention of all rows from `first_row` on."""
-        assert isinstance(cache, QuantizedKv)
         out: Tensor | None = None
         for rows, part, later in self._begun.parts:
-            pages = self._pages_like(cache)
-            dequantize_pages(cache, layer.index, layout, rows, layer.shape.window, pages)
+            dequantize_pages(cache, layer.index, layout, rows, layer.shape.window_code, self._copies)
             # The wrapped attention indexes the copies by layer, so every layer index has to lead to the same copies.
-            copies = pages[:, None].expand(-1, layer.index + 1, -1, -1, -1, -1)
+            copies = self._pages_like(cache, layer.index + 1)
             result = self._attention(q, layer, copies, part, 0)
             out = result if out is None else torch.where(later, result, out)
         assert out is not None

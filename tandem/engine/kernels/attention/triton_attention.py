@@ -25,7 +25,7 @@ from tandem.engine.kernels.attention.triton_attention_kernels import persistent_
 from tandem.engine.kernels.attention.triton_attention_plan import LEAST_DOT, Plan, PlanFunction, make_plan
 from tandem.engine.kernels.attention.triton_attention_ranges import TileRange, plan_tile_ranges_kernel
 from tandem.engine.kernels.attention.triton_attention_tiles import LOG2_E
-from tandem.engine.kernels.kv_cache import KvCache, codes_of
+from tandem.engine.kernels.kv_cache import KvCache, codes_of, part_stride
 from tandem.engine.kernels.triton_launch import INTERPRETED, prefer_shared_memory
 
 MERGED_ELEMENTS = 8192
@@ -104,7 +104,7 @@ class DecodeAttention:
         # The scratch memory must suffice for any page table, whose width is not known before a step.
         most = max(self._plan(rows, ENDLESS).partials(rows) for rows in range(1, max_rows + 1))
         partials = most * shape.heads * tokens
-        self._partials = torch.empty(partials, shape.head_dim, dtype=torch.float32, device=device)
+        self._partials = torch.empty(partials, shape.v_dim, dtype=torch.float32, device=device)
         self._partial_lse = torch.empty(partials, dtype=torch.float32, device=device)
         self._counters = torch.zeros(max_rows * shape.kv_heads, dtype=torch.int32, device=device)
         self._device = device
@@ -144,7 +144,7 @@ class DecodeAttention:
                 context_lens if groups is None else groups,
                 tile_ranges,
                 rows,
-                WINDOW=self._shape.window or 0,
+                WINDOW=self._shape.window_code,
                 BLOCK_TOKENS=plan.block_tokens,
                 ROWS_TILE=ROWS_TILE,
                 TOKENS=self._tokens,
@@ -163,21 +163,20 @@ class DecodeAttention:
         *,
         alone: bool = False,
     ) -> Tensor:
-        """Compute attention of each row's query to positions context - window .. context - 1 of its pages.
+        """Compute attention of each row's query to positions up to context - 1 of its pages, see `AttentionShape`.
 
         q            [R, heads, head_dim]; rows and heads may be strided
-        cache        [pages, layers, 2, kv_heads, page_tokens, head_dim], its last two dimensions contiguous; if it is
-                     quantized, the scales follow the codes in memory, as `QuantizedKv` says
+        cache        [pages, layers, 2, kv_heads, page_tokens, head_dim], its last two dimensions contiguous, or an
+                     `UnequalKv`; if it is quantized, the scales follow the codes in memory, as `QuantizedKv` says
         page_table   [R, W] int32; entries after a row's context are not read
         context_lens [R] int32; 0 marks a padding row, which reads nothing and gives zeros
         out          memory for the contiguous result; None = it is allocated
         sinks        [heads] float32 as in `AttentionLayer.sinks`, never written by an earlier kernel, or None
         alone        the launch does not overlap with the one before it on its stream
-        → [R, heads·head_dim], dtype of q. Raises ValueError unless `begin_step` was called for as many rows and a page
+        → [R, heads·v_dim], dtype of q. Raises ValueError unless `begin_step` was called for as many rows and a page
         table of the same width
         """
-        tokens, heads, head_dim = q.shape
-        shape, held = self._shape, codes_of(cache)
+        tokens, shape, held = len(q), self._shape, codes_of(cache)
         page_tokens = held.shape[4]
         step: _Step | None = getattr(self._begun, "step", None)
         rows = tokens if step is None or step.groups is None else step.rows
@@ -185,7 +184,7 @@ class DecodeAttention:
             raise ValueError(f"{tokens} rows of a step that began with others")
         chosen = step.plan
         if out is None:
-            out = torch.empty(tokens, heads * head_dim, dtype=q.dtype, device=q.device)
+            out = torch.empty(tokens, shape.output_size, dtype=q.dtype, device=q.device)
         pdl = self._pdl and not alone
         kernel: Any
         if chosen.units:
@@ -215,7 +214,7 @@ class DecodeAttention:
             **cut,
             **self._constants(page_tokens, chosen.block_tokens, held.element_size()),
             HEAD_STRIDE=held.stride(3),
-            PART_STRIDE=held.stride(2),
+            PART_STRIDE=part_stride(cache),
             SINKS=sinks is not None,
             PDL=pdl,
             EARLY=self._early,
@@ -232,7 +231,7 @@ class DecodeAttention:
         shape = self._shape
         group = shape.heads // shape.kv_heads
         group_padded = triton.next_power_of_2(group)
-        dim_padded = triton.next_power_of_2(shape.head_dim)
+        dim_padded, value_padded = triton.next_power_of_2(shape.head_dim), triton.next_power_of_2(shape.v_dim)
         group_tile = max(LEAST_DOT, group_padded * self._tokens)
         merged_tile = group_padded if self._tokens == 1 else group_tile
         large = self._tokens > 1 and group_tile > LEAST_DOT
@@ -244,13 +243,16 @@ class DecodeAttention:
             "KV_HEADS": shape.kv_heads,
             "HEAD_DIM": shape.head_dim,
             "DIM_PADDED": dim_padded,
+            "VALUE_DIM": shape.v_dim,
+            "VALUE_PADDED": value_padded,
             "PAGE_TOKENS": page_tokens,
             "BLOCK_TOKENS": block_tokens,
             "MERGED_TILE": merged_tile,
-            "MERGED_SPLITS": max(1, merged_elements // (merged_tile * dim_padded)),
+            "MERGED_SPLITS": max(1, merged_elements // (merged_tile * value_padded)),
             "TOKENS": self._tokens,
             "LINES": max(1, dim_padded * item_bytes // LINE_BYTES),
-            "WINDOW": shape.window or 0,
+            "VALUE_LINES": max(1, value_padded * item_bytes // LINE_BYTES),
+            "WINDOW": shape.window_code,
             "SOFTCAP": (shape.softcap or 0.0) * LOG2_E.value,
         }
 
@@ -258,7 +260,7 @@ class DecodeAttention:
         key = (rows, capacity)
         if key not in self._plans:
             shape = self._shape
-            seen = capacity if shape.window is None else min(capacity, shape.window)
+            seen = min(capacity, shape.most_seen or capacity)
             self._plans[key] = self._choose(rows, shape.kv_heads, shape.head_dim, seen, self._planned_dtype, self._sms)
         return self._plans[key]
 

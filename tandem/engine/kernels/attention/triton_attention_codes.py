@@ -142,6 +142,8 @@ def attend_to_codes(
     GROUP_PADDED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -151,6 +153,7 @@ def attend_to_codes(
 ):
     """Compute the same as `attend` over 8-bit codes, with queries loaded from `q_at` [GROUP_TILE] where `held`."""
     WORDS: tl.constexpr = HEAD_DIM // 2
+    VALUE_WORDS: tl.constexpr = VALUE_DIM // 2
     FP8: tl.constexpr = keys.dtype.element_ty == tl.float8e4nv
     wide: tl.constexpr = q_at.dtype.element_ty == tl.float32
     dtype: tl.constexpr = tl.float32 if wide else tl.float16
@@ -163,23 +166,27 @@ def attend_to_codes(
     if BIASED:
         summed = tl.sum(even.to(tl.float32), axis=1) + tl.sum(odd.to(tl.float32), axis=1)
         first_scores -= (summed * (BIAS * FACTOR))[:, None]
+    value_word = tl.arange(0, VALUE_PADDED // 2)
     if PAGE_TOKENS % BLOCK_TOKENS == 0:
         cells = token[:, None] * WORDS + word[None, :]
+        value_cells = token[:, None] * VALUE_WORDS + value_word[None, :]
     else:
         cells = word[None, :]
+        value_cells = value_word[None, :]
     highest = tl.full([GROUP_TILE], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_TILE], tl.float32)
-    mixed_even = tl.zeros([GROUP_TILE, DIM_PADDED // 2], tl.float32)
-    mixed_odd = tl.zeros([GROUP_TILE, DIM_PADDED // 2], tl.float32)
+    mixed_even = tl.zeros([GROUP_TILE, VALUE_PADDED // 2], tl.float32)
+    mixed_odd = tl.zeros([GROUP_TILE, VALUE_PADDED // 2], tl.float32)
     for tile in tl.range(start, end):
         offset = token_offsets(page, tile, page_stride, PAGE_TOKENS, BLOCK_TOKENS, HEAD_DIM)
+        value_offset = token_offsets(page, tile, page_stride, PAGE_TOKENS, BLOCK_TOKENS, VALUE_DIM)
         key_scale_at = _scales_at(keys, page, tile, page_stride, PAGE_TOKENS, BLOCK_TOKENS, HEAD_DIM)
-        value_scale_at = _scales_at(values, page, tile, page_stride, PAGE_TOKENS, BLOCK_TOKENS, HEAD_DIM)
+        value_scale_at = _scales_at(values, page, tile, page_stride, PAGE_TOKENS, BLOCK_TOKENS, VALUE_DIM)
         # The next tile's page id is loaded while this tile is computed.
         page = page_of_tile(table, tile + 1, begin, context, PAGE_TOKENS, BLOCK_TOKENS)
         position = tile * BLOCK_TOKENS + token
         seen = position < context
-        if WINDOW > 0:
+        if WINDOW != 0:
             seen = seen & (position >= begin)
         loaded = seen[:, None] & (word < WORDS)[None, :]
         key = tl.load((keys + offset).to(tl.pointer_type(tl.int16), bitcast=True) + cells, mask=loaded, other=0)
@@ -198,7 +205,9 @@ def attend_to_codes(
         weight = tl.exp2(scores - base[:, None])
         fade = tl.exp2(highest - base)
         total = total * fade + tl.sum(weight * _reciprocal(value_scale)[None, :], axis=1)
-        value = tl.load((values + offset).to(tl.pointer_type(tl.int16), bitcast=True) + cells, mask=loaded, other=0)
+        value_loaded = seen[:, None] & (value_word < VALUE_WORDS)[None, :]
+        value_at = (values + value_offset).to(tl.pointer_type(tl.int16), bitcast=True) + value_cells
+        value = tl.load(value_at, mask=value_loaded, other=0)
         weight = weight.to(dtype)
         mixed_even = _add_product(weight, _numbers(value, False, False, FP8, dtype), mixed_even * fade[:, None])
         mixed_odd = _add_product(weight, _numbers(value, True, False, FP8, dtype), mixed_odd * fade[:, None])

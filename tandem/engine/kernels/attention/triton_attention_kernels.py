@@ -47,11 +47,14 @@ def split_attention_kernel(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     MERGED_TILE: tl.constexpr,
     MERGED_SPLITS: tl.constexpr,
     LINES: tl.constexpr,
+    VALUE_LINES: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
     PART_STRIDE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -96,8 +99,12 @@ def split_attention_kernel(
     if EARLY:
         if PDL:
             fetch_tile(
-                cache, keys, values, page, start, begin, context, page_stride,
+                cache, keys, page, start, begin, context, page_stride,
                 HEAD_DIM, DIM_PADDED, PAGE_TOKENS, BLOCK_TOKENS, LINES,
+            )  # fmt: skip
+            fetch_tile(
+                cache, values, page, start, begin, context, page_stride,
+                VALUE_DIM, VALUE_PADDED, PAGE_TOKENS, BLOCK_TOKENS, VALUE_LINES,
             )  # fmt: skip
         wait_for_inputs(PDL)
     CODES: tl.constexpr = cache.dtype.element_ty.primitive_bitwidth == 8
@@ -113,23 +120,23 @@ def split_attention_kernel(
             highest, total, mixed = attend_to_codes(
                 query_at, query_held, keys, values, table, page, start, end, begin, context, page_stride, log2_scale,
                 sinks + kv_head * GROUP, split, contexts, GROUP, GROUP_TILE, GROUP_PADDED, HEAD_DIM, DIM_PADDED,
-                PAGE_TOKENS, BLOCK_TOKENS, WINDOW, SOFTCAP, SINKS, TOKENS,
+                VALUE_DIM, VALUE_PADDED, PAGE_TOKENS, BLOCK_TOKENS, WINDOW, SOFTCAP, SINKS, TOKENS,
             )  # fmt: skip
         else:
             highest, total, mixed = attend(
                 query, keys, values, table, page, start, end, begin, context, page_stride, log2_scale,
                 sinks + kv_head * GROUP, split, contexts, GROUP, GROUP_TILE, GROUP_PADDED, HEAD_DIM, DIM_PADDED,
-                PAGE_TOKENS, BLOCK_TOKENS, WINDOW, SOFTCAP, SINKS, TOKENS, WIDE_DOT,
+                VALUE_DIM, VALUE_PADDED, PAGE_TOKENS, BLOCK_TOKENS, WINDOW, SOFTCAP, SINKS, TOKENS, WIDE_DOT,
             )  # fmt: skip
         deliver(
             highest, total, mixed, lane, split, active, lane * tl.num_programs(2), query_rows * KV_HEADS + kv_head,
-            count, out, partials, partial_lse, counters, GROUP, GROUP_TILE, GROUP_PADDED, HEAD_DIM, DIM_PADDED,
+            count, out, partials, partial_lse, counters, GROUP, GROUP_TILE, GROUP_PADDED, VALUE_DIM, VALUE_PADDED,
             MERGED_TILE, MERGED_SPLITS, TOKENS,
         )  # fmt: skip
     if TOKENS > 1:
         clear_padding(
             out, groups + 3 * tl.num_programs(1), tokens, kv_head, row * tl.num_programs(2) + split,
-            tl.num_programs(1) * tl.num_programs(2), GROUP, GROUP_PADDED, KV_HEADS, HEAD_DIM, DIM_PADDED,
+            tl.num_programs(1) * tl.num_programs(2), GROUP, GROUP_PADDED, KV_HEADS, VALUE_DIM, VALUE_PADDED,
         )  # fmt: skip
 
 
@@ -163,11 +170,14 @@ def persistent_attention_kernel(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     MERGED_TILE: tl.constexpr,
     MERGED_SPLITS: tl.constexpr,
     LINES: tl.constexpr,
+    VALUE_LINES: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
     PART_STRIDE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -213,8 +223,12 @@ def persistent_attention_kernel(
             table = page_table + table_row * table_stride
             page = page_of_tile(table, start, begin, context, PAGE_TOKENS, BLOCK_TOKENS)
             fetch_tile(
-                cache, keys, values, page, start, begin, context, page_stride,
+                cache, keys, page, start, begin, context, page_stride,
                 HEAD_DIM, DIM_PADDED, PAGE_TOKENS, BLOCK_TOKENS, LINES,
+            )  # fmt: skip
+            fetch_tile(
+                cache, values, page, start, begin, context, page_stride,
+                VALUE_DIM, VALUE_PADDED, PAGE_TOKENS, BLOCK_TOKENS, VALUE_LINES,
             )  # fmt: skip
         wait_for_inputs(PDL)
 
@@ -241,7 +255,7 @@ def persistent_attention_kernel(
             highest, mass, mixed = attend_to_codes(
                 query_at, query_held, keys, values, table, page, start, end, begin, context, page_stride, log2_scale,
                 sinks + kv_head * GROUP, unit - first_unit, contexts, GROUP, GROUP_TILE, GROUP_PADDED, HEAD_DIM,
-                DIM_PADDED, PAGE_TOKENS, BLOCK_TOKENS, WINDOW, SOFTCAP, SINKS, TOKENS,
+                DIM_PADDED, VALUE_DIM, VALUE_PADDED, PAGE_TOKENS, BLOCK_TOKENS, WINDOW, SOFTCAP, SINKS, TOKENS,
             )  # fmt: skip
         else:
             held = query_held[:, None] & (dim < HEAD_DIM)[None, :]
@@ -249,17 +263,18 @@ def persistent_attention_kernel(
             highest, mass, mixed = attend(
                 query, keys, values, table, page, start, end, begin, context, page_stride, log2_scale,
                 sinks + kv_head * GROUP, unit - first_unit, contexts, GROUP, GROUP_TILE, GROUP_PADDED, HEAD_DIM,
-                DIM_PADDED, PAGE_TOKENS, BLOCK_TOKENS, WINDOW, SOFTCAP, SINKS, TOKENS, WIDE_DOT,
+                DIM_PADDED, VALUE_DIM, VALUE_PADDED, PAGE_TOKENS, BLOCK_TOKENS, WINDOW, SOFTCAP, SINKS, TOKENS,
+                WIDE_DOT,
             )  # fmt: skip
         deliver(
             highest, mass, mixed, row * KV_HEADS + kv_head, unit - first_unit, active,
             kv_head * (tl.num_programs(1) + rows) + first_unit + row, query_rows * KV_HEADS + kv_head, count, out,
-            partials, partial_lse, counters, GROUP, GROUP_TILE, GROUP_PADDED, HEAD_DIM, DIM_PADDED, MERGED_TILE,
+            partials, partial_lse, counters, GROUP, GROUP_TILE, GROUP_PADDED, VALUE_DIM, VALUE_PADDED, MERGED_TILE,
             MERGED_SPLITS, TOKENS,
         )  # fmt: skip
         flat += span
     if TOKENS > 1:
         clear_padding(
             out, groups + 3 * rows, tokens, kv_head, unit, tl.num_programs(1),
-            GROUP, GROUP_PADDED, KV_HEADS, HEAD_DIM, DIM_PADDED,
+            GROUP, GROUP_PADDED, KV_HEADS, VALUE_DIM, VALUE_PADDED,
         )  # fmt: skip

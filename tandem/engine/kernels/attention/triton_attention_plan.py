@@ -72,6 +72,9 @@ ROUNDS_TILE = Plan(block_tokens=64, warps=4, stages=3, shared_percent=72)
 """The tile with `ROUNDS`: 164 of 228 KiB are shared memory, which fits `PROGRAMS_PER_SM` programs of 64 KiB each."""
 LARGE_TILE_DIMS = 128
 """Maximum head dim with which `LARGE_TILE` and `ROUNDS_TILE` fit into shared memory."""
+WIDE_TILE = Plan(block_tokens=32, warps=4, stages=2)
+"""The tile of heads of more than `WIDE_DIMS` dimensions: two stages of 512 dimensions take 128 KiB of shared memory."""
+WIDE_DIMS = 256
 NARROW_TILE = Plan(block_tokens=64, warps=2, stages=3)
 """The tile for many rows of narrow heads, whose keys and values take fewer bytes."""
 NARROW_DIMS = 64
@@ -113,7 +116,9 @@ def make_plan(rows: int, kv_heads: int, head_dim: int, capacity: int, dtype: tor
     if rows >= ROUNDS * resident and tile is not SMALL_TILE:
         tile = ROUNDS_TILE if tile is LARGE_TILE else tile
         resident *= ROUNDS
-    if dtype.itemsize == 1:
+    if head_dim > WIDE_DIMS:
+        tile = WIDE_TILE
+    elif dtype.itemsize == 1:
         tile = ONE_ROW_CODE_TILE if rows == 1 else CODE_TILES[tile]
     most = min(MOST_SPLITS, -(-capacity // tile.block_tokens))
     if rows == 1:

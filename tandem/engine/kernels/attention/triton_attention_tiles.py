@@ -18,10 +18,12 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 
 @triton.jit
 def first_seen(context, WINDOW: tl.constexpr):
-    """Return the first position that a row with this context sees."""
+    """Return the first position that a row with this context sees; WINDOW is `AttentionShape.window_code`."""
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(context - WINDOW, 0)
+    if WINDOW < 0:
+        begin = tl.maximum(context - 1, 0) // -WINDOW * -WINDOW
     return begin
 
 
@@ -122,6 +124,8 @@ def is_seen(position, seen, contexts, WINDOW: tl.constexpr, TOKENS: tl.constexpr
         visible = visible & (position[None, :] < contexts[:, None])
         if WINDOW > 0:
             visible = visible & (position[None, :] >= (contexts - WINDOW)[:, None])
+        if WINDOW < 0:
+            visible = visible & (position[None, :] >= first_seen(contexts, WINDOW)[:, None])
     return visible
 
 
@@ -164,8 +168,7 @@ def _dot(a, b, WIDE_DOT: tl.constexpr):
 @triton.jit
 def fetch_tile(
     cache,
-    keys,
-    values,
+    plane,
     page,
     tile,
     begin,
@@ -177,7 +180,7 @@ def fetch_tile(
     BLOCK_TOKENS: tl.constexpr,
     LINES: tl.constexpr,
 ):
-    """Prefetch a tile's keys and values into L2, without waiting."""
+    """Prefetch a tile's keys or values, whose head begins at `plane` in page 0, into L2, without waiting."""
     token = tl.arange(0, BLOCK_TOKENS)
     line = tl.arange(0, LINES)
     spot = token_offsets(page, tile, page_stride, PAGE_TOKENS, BLOCK_TOKENS, HEAD_DIM)
@@ -186,8 +189,7 @@ def fetch_tile(
     spot += line[None, :] * (DIM_PADDED // LINES)
     position = tile * BLOCK_TOKENS + token
     wanted = ((position >= begin) & (position < context))[:, None] & (line * (DIM_PADDED // LINES) < HEAD_DIM)
-    _fetch_into_cache(cache, keys + spot, wanted)
-    _fetch_into_cache(cache, values + spot, wanted)
+    _fetch_into_cache(cache, plane + spot, wanted)
 
 
 @triton.jit
@@ -211,6 +213,8 @@ def attend(
     GROUP_PADDED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -225,17 +229,21 @@ def attend(
     `contexts`. If SINKS, `sinks` points to the sinks of the key head, whose scores the first range (`split` 0) of a row
     includes. SOFTCAP is in units of log2, 0 = none.
 
-    Returns the running maximum and sum [GROUP_TILE] of the scores, and the weighted values [GROUP_TILE, DIM_PADDED].
+    Returns the running maximum and sum [GROUP_TILE] of the scores, and the weighted values [GROUP_TILE,
+    VALUE_PADDED].
     """
     token = tl.arange(0, BLOCK_TOKENS)
     dim = tl.arange(0, DIM_PADDED)
+    value_dim = tl.arange(0, VALUE_PADDED)
     if PAGE_TOKENS % BLOCK_TOKENS == 0:
         cells = token[:, None] * HEAD_DIM + dim[None, :]
+        value_cells = token[:, None] * VALUE_DIM + value_dim[None, :]
     else:
         cells = dim[None, :]
+        value_cells = value_dim[None, :]
     highest = tl.full([GROUP_TILE], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_TILE], tl.float32)
-    mixed = tl.zeros([GROUP_TILE, DIM_PADDED], tl.float32)
+    mixed = tl.zeros([GROUP_TILE, VALUE_PADDED], tl.float32)
     if SINKS:
         head = heads_of(GROUP_TILE, GROUP_PADDED, TOKENS)
         if split == 0:
@@ -244,11 +252,12 @@ def attend(
 
     for tile in tl.range(start, end):
         offset = token_offsets(page, tile, page_stride, PAGE_TOKENS, BLOCK_TOKENS, HEAD_DIM)
+        value_offset = token_offsets(page, tile, page_stride, PAGE_TOKENS, BLOCK_TOKENS, VALUE_DIM)
         # The next tile's page id is loaded while this tile is computed.
         page = page_of_tile(table, tile + 1, begin, context, PAGE_TOKENS, BLOCK_TOKENS)
         position = tile * BLOCK_TOKENS + token
         seen = position < context
-        if WINDOW > 0:
+        if WINDOW != 0:
             seen = seen & (position >= begin)
         loaded = seen[:, None] & (dim < HEAD_DIM)[None, :]
         key = tl.load(keys + offset + cells, mask=loaded, other=0.0)
@@ -261,7 +270,8 @@ def attend(
         weight = tl.exp2(scores - base[:, None])
         fade = tl.exp2(highest - base)
         total = total * fade + tl.sum(weight, axis=1)
-        value = tl.load(values + offset + cells, mask=loaded, other=0.0)
+        value_loaded = seen[:, None] & (value_dim < VALUE_DIM)[None, :]
+        value = tl.load(values + value_offset + value_cells, mask=value_loaded, other=0.0)
         mixed = mixed * fade[:, None] + _dot(weight.to(value.dtype), value, WIDE_DOT)
         highest = higher
     return highest, total, mixed

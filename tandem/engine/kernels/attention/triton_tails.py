@@ -2,34 +2,35 @@
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from tandem.engine.kernels.base import StepLayout
+from tandem.engine.kernels.kv_cache import KvCache, codes_of, part_stride, value_dim
 from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
 _WARPS = 4
 
 
-def clear_value_tails(cache: Tensor, layout: StepLayout, first_row: int, *, pdl: bool) -> None:
+def clear_value_tails(cache: KvCache, layout: StepLayout, first_row: int, *, pdl: bool) -> None:
     """Zero the values after a row's context in the row's last page, in all layers, for each row from `first_row` on.
 
-    cache [pages, layers, 2, kv_heads, page_tokens, head_dim]. The keys there are not zeroed, because masked scores are
-    not used.
+    cache [pages, layers, 2, kv_heads, page_tokens, head_dim] without codes. The keys there are not zeroed, because
+    masked scores are not used.
     """
-    _, layers, _, kv_heads, page_tokens, head_dim = cache.shape
+    keys = codes_of(cache)
+    _, layers, _, kv_heads, page_tokens, _ = keys.shape
     contexts, table = layout.context_lens[first_row:], layout.page_table[first_row:]
     _clear[(len(contexts), layers, kv_heads)](
-        cache,
+        keys,
         contexts,
         table,
         table.stride(0),
-        cache.stride(0),
-        cache.stride(1),
-        cache.stride(2),
-        cache.stride(3),
+        keys.stride(0),
+        keys.stride(1),
+        part_stride(cache),
+        keys.stride(3),
         PAGE=page_tokens,
-        DIM=head_dim,
-        BLOCK=triton.next_power_of_2(page_tokens * head_dim),
+        DIM=value_dim(cache),
+        BLOCK=triton.next_power_of_2(page_tokens * value_dim(cache)),
         PDL=pdl,
         num_warps=_WARPS,
         launch_pdl=pdl,

@@ -44,29 +44,38 @@ LOWEST = np.float32(-1e30)
 """A finite number below every score, so that a block without a visible key adds exactly nothing."""
 
 (Q, Q_ITEMS, OUT, CACHE, PAGE_ITEMS, PART_ITEMS, HEAD_ITEMS, PAGE_TOKENS, POSITIONS, ROW_STARTS, CONTEXT_LENS,
- PAGE_TABLE, COLUMNS, TABLE_ROWS, HEADS, KV_HEADS, HEAD_DIM, WINDOW, SINKS, ITEMS, PARTIALS, QUANTIZED, SCALE,
- SOFTCAP) = range(2, 26)  # fmt: skip
+ PAGE_TABLE, COLUMNS, TABLE_ROWS, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM, WINDOW, CHUNK, SINKS, ITEMS, PARTIALS,
+ QUANTIZED, SCALE, SOFTCAP) = range(2, 28)  # fmt: skip
 """Indices of the arguments of an ATTENTION job.
 
 `q_items` is the distance between the tokens of q, in elements. `cache` is the layer's part of page 0; `page_items`,
 `part_items` and `head_items` are the distances between pages, between keys and values, and between heads. `page_table`
-has `table_rows` rows of `columns` entries. `sinks` (float32) and `softcap` are 0 where there are none. `items` and
-`partials` are memory for the list of items and for partial results (each head_dim sums, the largest score and the total
-weight, in float32). If `quantized` is 1 the cache holds codes and scales, laid out as the arguments of `rope.ROPE` say.
+has `table_rows` rows of `columns` entries. Queries and keys have `head_dim` dimensions, values `value_dim`. A token
+sees those of its `window` latest positions that are in the same chunk of `chunk` positions. `sinks` (float32) and
+`softcap` are 0 where there are none. `items` and `partials` are memory for the list of items and for partial results
+(each value_dim sums, the largest score and the total weight, in float32). If `quantized` is 1 the cache holds codes and
+scales, laid out as the arguments of `rope.ROPE` say.
 """
-ATTENTION = struct.Struct("=24q2d")
+ATTENTION = struct.Struct("=26q2d")
+
+
+@inlined
+def _first_seen(shared, position):  # type: ignore[no-untyped-def]
+    """Return the first position that a token at `position` sees."""
+    chunk = argument(shared, CHUNK)
+    return max(position - argument(shared, WINDOW) + 1, position // chunk * chunk, 0)
 
 
 @inlined
 def list_items(shared):  # type: ignore[no-untyped-def]
     """Write the items of the step to the `items` argument, and return their number."""
-    items, kv_heads, window = argument(shared, ITEMS), argument(shared, KV_HEADS), argument(shared, WINDOW)
+    items, kv_heads = argument(shared, ITEMS), argument(shared, KV_HEADS)
     row_starts, context_lens = argument(shared, ROW_STARTS), argument(shared, CONTEXT_LENS)
     count, slots, group = 0, 0, argument(shared, HEADS) // kv_heads
     for row in range(argument(shared, TABLE_ROWS)):
         tokens = load_int(row_starts, row + 1, INT32) - load_int(row_starts, row, INT32)
         context = load_int(context_lens, row, INT32)
-        first_block = max(context - window, 0) // KEYS
+        first_block = _first_seen(shared, context - 1) // KEYS
         last_block = (context - 1) // KEYS
         # Only rows of one token are split into blocks: longer rows have an item for each 16 queries.
         split = tokens == 1 and first_block != last_block
@@ -88,67 +97,69 @@ def list_items(shared):  # type: ignore[no-untyped-def]
 def attention_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
     """Compute the item whose number in the list is `chunk`."""
     heads, kv_heads, head_dim = argument(shared, HEADS), argument(shared, KV_HEADS), argument(shared, HEAD_DIM)
-    positions, window, size = argument(shared, POSITIONS), argument(shared, WINDOW), item_bytes(tag)
+    positions, size = argument(shared, POSITIONS), item_bytes(tag)
     group = heads // kv_heads
     item = argument(shared, ITEMS) + 8 * ITEM_FIELDS * chunk
     row, head, first_query = load_int(item, 0, INT64), load_int(item, 1, INT64), load_int(item, 2, INT64)
     block, slot = load_int(item, 3, INT64), load_int(item, 4, INT64)
     row_start = load_int(argument(shared, ROW_STARTS), row, INT32)
     row_tokens = load_int(argument(shared, ROW_STARTS), row + 1, INT32) - row_start
-    queries = min(QUERIES, row_tokens * group - first_query)
-    q_stride = head_dim * F32_BYTES
+    queries, value_dim = min(QUERIES, row_tokens * group - first_query), argument(shared, VALUE_DIM)
+    stride = value_dim * F32_BYTES
     scores = scratch
-    qs, sums = scores + QUERIES * KEYS * F32_BYTES, scores + QUERIES * (KEYS * F32_BYTES + q_stride)
-    fresh = sums + QUERIES * q_stride
-    largest, weights = fresh + QUERIES * q_stride, fresh + QUERIES * (q_stride + F32_BYTES)
+    qs, sums = scores + QUERIES * KEYS * F32_BYTES, scores + QUERIES * (KEYS + head_dim) * F32_BYTES
+    fresh = sums + QUERIES * stride
+    largest, weights = fresh + QUERIES * stride, fresh + QUERIES * (stride + F32_BYTES)
     wide = weights + QUERIES * F32_BYTES
 
     # A sink counts once, in the first block of a row that is split.
-    first_block = max(load_int(argument(shared, CONTEXT_LENS), row, INT32) - window, 0) // KEYS
+    first_block = _first_seen(shared, load_int(argument(shared, CONTEXT_LENS), row, INT32) - 1) // KEYS
     has_sink = argument(shared, SINKS) != 0 and (block < 0 or block == first_block)
     for i in range(queries):
         token, member = row_start + (first_query + i) // group, (first_query + i) % group
         source = argument(shared, Q) + (token * argument(shared, Q_ITEMS) + (head * group + member) * head_dim) * size
         for d in range(head_dim):
             store(qs + i * head_dim * size, d, load(source, d, tag), tag)
-            store(sums + i * q_stride, d, np.float32(0), F32)
+        for d in range(value_dim):
+            store(sums + i * stride, d, np.float32(0), F32)
         store(largest, i, load(argument(shared, SINKS), head * group + member, F32) if has_sink else LOWEST, F32)
         store(weights, i, np.float32(1 if has_sink else 0), F32)
 
     # Only keys that some query of the item sees are read: from the first query's window up to the last query's
     # position.
-    first_position = load_int(positions, row_start + first_query // group, INT32)
+    first_read = _first_seen(shared, load_int(positions, row_start + first_query // group, INT32))
     end = load_int(positions, row_start + (first_query + queries - 1) // group, INT32) + 1
-    start = max(first_position - window + 1, 0) // KEYS * KEYS
+    start = first_read // KEYS * KEYS
     if block >= 0:
         start, end = block * KEYS, min(end, (block + 1) * KEYS)
     for begin in range(start, end, KEYS):
         stop = min(begin + KEYS, end)
         # No query sees keys before the first query's window, and other requests may own the pages there by now.
-        begin = max(begin, first_position - window + 1)  # noqa: PLW2901
+        begin = max(begin, first_read)  # noqa: PLW2901
         _score(shared, row, head, begin, stop, qs, queries, scores, wide, tag)
         for i in range(queries):
             position = load_int(positions, row_start + (first_query + i) // group, INT32)
             target, scale, softcap = scores + i * KEYS * F32_BYTES, real(shared, SCALE), real(shared, SOFTCAP)
-            factor = _soften(target, begin, stop, position, window, scale, softcap, largest, weights, i)
-            scale_row(sums + i * q_stride, factor, sums + i * q_stride, head_dim, F32)
-            for d in range(head_dim):
-                store(fresh + i * q_stride, d, np.float32(0), F32)
+            first_seen = _first_seen(shared, position)
+            factor = _soften(target, begin, stop, first_seen, position, scale, softcap, largest, weights, i)
+            scale_row(sums + i * stride, factor, sums + i * stride, value_dim, F32)
+            for d in range(value_dim):
+                store(fresh + i * stride, d, np.float32(0), F32)
         # A block is summed by itself first: long contexts would round away what each key adds.
-        _mix(shared, row, head, begin, stop, scores, queries, fresh, q_stride, wide, tag)
-        add_row(sums, fresh, queries * head_dim, F32)
+        _mix(shared, row, head, begin, stop, scores, queries, fresh, stride, wide, tag)
+        add_row(sums, fresh, queries * value_dim, F32)
 
     for i in range(queries):
         if slot >= 0:
-            partial = argument(shared, PARTIALS) + (slot + i) * (head_dim + 2) * F32_BYTES
-            scale_row(sums + i * q_stride, np.float32(1.0), partial, head_dim, F32)
-            store(partial, head_dim, load(largest, i, F32), F32)
-            store(partial, head_dim + 1, load(weights, i, F32), F32)
+            partial = argument(shared, PARTIALS) + (slot + i) * (value_dim + 2) * F32_BYTES
+            scale_row(sums + i * stride, np.float32(1.0), partial, value_dim, F32)
+            store(partial, value_dim, load(largest, i, F32), F32)
+            store(partial, value_dim + 1, load(weights, i, F32), F32)
         else:
             token, member = row_start + (first_query + i) // group, (first_query + i) % group
-            target = argument(shared, OUT) + (token * heads + head * group + member) * head_dim * size
+            target = argument(shared, OUT) + (token * heads + head * group + member) * value_dim * size
             factor = np.float32(1.0) / load(weights, i, F32)
-            scale_row(sums + i * q_stride, factor, target, head_dim, tag)
+            scale_row(sums + i * stride, factor, target, value_dim, tag)
 
 
 @inlined
@@ -169,23 +180,23 @@ def _keys_at_once(shared, key, stop):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _rows(shared, plane, token, n, wide, tag):  # type: ignore[no-untyped-def]
+def _rows(shared, plane, token, n, dims, wide, tag):  # type: ignore[no-untyped-def]
     """Return the address of n keys or values of type `tag`: in the cache, or in `wide` if converted from codes.
 
-    They are those of the page's tokens from `token` on; `plane` is the result of `_plane`.
+    They have `dims` elements each, and are those of the page's tokens from `token` on; `plane` is the result of
+    `_plane`.
     """
-    head_dim = argument(shared, HEAD_DIM)
     if argument(shared, QUANTIZED) == 0:
-        return argument(shared, CACHE) + (plane + token * head_dim) * item_bytes(tag)
-    widen_row(argument(shared, CACHE) + plane + token * head_dim, wide, n * head_dim, tag)
+        return argument(shared, CACHE) + (plane + token * dims) * item_bytes(tag)
+    widen_row(argument(shared, CACHE) + plane + token * dims, wide, n * dims, tag)
     return wide
 
 
 @inlined
-def _apply_scales(shared, plane, token, n, numbers, queries):  # type: ignore[no-untyped-def]
+def _apply_scales(shared, plane, token, n, dims, numbers, queries):  # type: ignore[no-untyped-def]
     """Multiply n numbers of each query by the scales of n keys or values from `token` on, if the cache is quantized."""
     if argument(shared, QUANTIZED) != 0:
-        scales = argument(shared, CACHE) + plane + argument(shared, PAGE_TOKENS) * argument(shared, HEAD_DIM)
+        scales = argument(shared, CACHE) + plane + argument(shared, PAGE_TOKENS) * dims
         for i in range(queries):
             multiply_row(numbers + i * KEYS * F32_BYTES, scales + token * F32_BYTES, n, F32)
 
@@ -198,24 +209,24 @@ def _score(shared, row, head, begin, stop, qs, queries, scores, wide, tag):  # t
     while key < stop:
         n = _keys_at_once(shared, key, stop)
         plane, token = _plane(shared, row, head, key, False), key % page_tokens
-        keys, target = _rows(shared, plane, token, n, wide, tag), scores + (key - begin) * F32_BYTES
+        keys, target = _rows(shared, plane, token, n, head_dim, wide, tag), scores + (key - begin) * F32_BYTES
         dot_rows(keys, head_dim * size, n, qs, head_dim * size, queries, head_dim, target, KEYS * F32_BYTES, tag)
-        _apply_scales(shared, plane, token, n, target, queries)
+        _apply_scales(shared, plane, token, n, head_dim, target, queries)
         key += n
 
 
 @inlined
-def _soften(scores, begin, stop, position, window, scale, softcap, largest, weights, i):  # type: ignore[no-untyped-def]
+def _soften(scores, begin, stop, first_seen, position, scale, softcap, largest, weights, i):  # type: ignore[no-untyped-def]
     """Turn a block's scores into softmax weights relative to the largest score so far.
 
-    Positions outside of the query's window are masked. Updates the running largest score and total weight of query `i`,
-    and returns the factor by which its sums of earlier blocks must be multiplied.
+    Positions before `first_seen` and after `position` are masked. Updates the running largest score and total weight of
+    query `i`, and returns the factor by which its sums of earlier blocks must be multiplied.
     """
     n = (stop - begin + LANES - 1) // LANES * LANES
     if softcap != 0:
         cap_row(scores, scale / softcap, softcap, n, F32)
         scale = np.float32(1.0)
-    for j in range(min(max(position - window + 1 - begin, 0), n)):
+    for j in range(min(max(first_seen - begin, 0), n)):
         store(scores, j, np.float32(-np.inf), F32)
     for j in range(max(min(position + 1, stop) - begin, 0), n):
         store(scores, j, np.float32(-np.inf), F32)
@@ -229,24 +240,24 @@ def _soften(scores, begin, stop, position, window, scale, softcap, largest, weig
 
 
 @inlined
-def _mix(shared, row, head, begin, stop, scores, queries, sums, q_stride, wide, tag):  # type: ignore[no-untyped-def]
+def _mix(shared, row, head, begin, stop, scores, queries, sums, stride, wide, tag):  # type: ignore[no-untyped-def]
     """Add Σ weight · value to sums[q] for each query, page by page; weights are multiplied by value scales first."""
-    page_tokens, head_dim, size = argument(shared, PAGE_TOKENS), argument(shared, HEAD_DIM), item_bytes(tag)
+    page_tokens, dims, size = argument(shared, PAGE_TOKENS), argument(shared, VALUE_DIM), item_bytes(tag)
     key = begin
     while key < stop:
         n = _keys_at_once(shared, key, stop)
         plane, token = _plane(shared, row, head, key, True), key % page_tokens
-        values, weights = _rows(shared, plane, token, n, wide, tag), scores + (key - begin) * F32_BYTES
-        _apply_scales(shared, plane, token, n, weights, queries)
-        mix_rows(values, head_dim * size, n, weights, KEYS * F32_BYTES, queries, sums, q_stride, head_dim, tag)
+        values, weights = _rows(shared, plane, token, n, dims, wide, tag), scores + (key - begin) * F32_BYTES
+        _apply_scales(shared, plane, token, n, dims, weights, queries)
+        mix_rows(values, dims * size, n, weights, KEYS * F32_BYTES, queries, sums, stride, dims, tag)
         key += n
 
 
 @inlined
 def merge_partials(shared, tag):  # type: ignore[no-untyped-def]
     """Merge the partial results of rows that were split into blocks, in the order of the blocks, into the output."""
-    heads, kv_heads, head_dim = argument(shared, HEADS), argument(shared, KV_HEADS), argument(shared, HEAD_DIM)
-    group, stride = heads // kv_heads, (head_dim + 2) * F32_BYTES
+    heads, kv_heads, dims = argument(shared, HEADS), argument(shared, KV_HEADS), argument(shared, VALUE_DIM)
+    group, stride = heads // kv_heads, (dims + 2) * F32_BYTES
     items, count, first = argument(shared, ITEMS), argument(shared, CHUNKS), 0
     while first < count:
         item = items + 8 * ITEM_FIELDS * first
@@ -258,13 +269,13 @@ def merge_partials(shared, tag):  # type: ignore[no-untyped-def]
             token = load_int(argument(shared, ROW_STARTS), row, INT32)
             for i in range(min(QUERIES, group - query)):
                 partial = argument(shared, PARTIALS) + (slot + i) * stride
-                target = (token * heads + head * group + query + i) * head_dim * item_bytes(tag)
+                target = (token * heads + head * group + query + i) * dims * item_bytes(tag)
                 _merge(
                     partial,
                     last - first + 1,
                     min(QUERIES, group) * stride,
                     argument(shared, OUT) + target,
-                    head_dim,
+                    dims,
                     tag,
                 )
         first = last + 1
@@ -279,19 +290,19 @@ def _continues(items, index):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _merge(partial, blocks, stride, out, head_dim, tag):  # type: ignore[no-untyped-def]
+def _merge(partial, blocks, stride, out, dims, tag):  # type: ignore[no-untyped-def]
     """Merge the partial results of one query into the first one, and round the result to `out`.
 
     The partial results are `stride` bytes apart.
     """
     for block in range(1, blocks):
         next_partial = partial + block * stride
-        before, after = load(partial, head_dim, F32), load(next_partial, head_dim, F32)
+        before, after = load(partial, dims, F32), load(next_partial, dims, F32)
         now = max(before, after)
         kept, added = exp(before - now), exp(after - now)
-        combine_row(partial, kept, next_partial, added, head_dim, F32)
-        total = load(partial, head_dim + 1, F32) * kept + load(next_partial, head_dim + 1, F32) * added
-        store(partial, head_dim, now, F32)
-        store(partial, head_dim + 1, total, F32)
-    factor = np.float32(1.0) / load(partial, head_dim + 1, F32)
-    scale_row(partial, factor, out, head_dim, tag)
+        combine_row(partial, kept, next_partial, added, dims, F32)
+        total = load(partial, dims + 1, F32) * kept + load(next_partial, dims + 1, F32) * added
+        store(partial, dims, now, F32)
+        store(partial, dims + 1, total, F32)
+    factor = np.float32(1.0) / load(partial, dims + 1, F32)
+    scale_row(partial, factor, out, dims, tag)

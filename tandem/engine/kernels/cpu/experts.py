@@ -52,9 +52,12 @@ def add_experts(products: Products, x: Tensor, out: Tensor, layer: ExpertsLayer,
         index = expert - spec.local_experts.start
         gate_up = Linear(experts.gate_up[index], _row(experts.gate_up_bias, index))
         down = Linear(experts.down[index], _row(experts.down_bias, index))
-        output = products.linear(products.gate_up(x[tokens], gate_up, spec.activation), down)
+        source, weight = x[tokens], weights[tokens, ranks, None]
+        if spec.router.on_input:
+            source, weight = source * weight.to(x.dtype), torch.ones_like(weight)
+        output = products.linear(products.gate_up(source, gate_up, spec.activation), down)
         # An expert has a token at most once, so no element is added twice.
-        mixed[tokens] += output.float() * weights[tokens, ranks, None]
+        mixed[tokens] += output.float() * weight
     if experts.shared_gate_up is not None and experts.shared_down is not None:
         inner = products.gate_up(x, experts.shared_gate_up, spec.shared_activation)
         shared = products.linear(inner, experts.shared_down).float()

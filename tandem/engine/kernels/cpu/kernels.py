@@ -36,7 +36,7 @@ from tandem.engine.kernels.cpu.panel_weight import UNIT, PanelWeight, in_panels
 from tandem.engine.kernels.cpu.pool import Pool, usable_cores
 from tandem.engine.kernels.cpu.products import MAX_CHUNK_ROWS
 from tandem.engine.kernels.held_weight import CODES_A_BLOCK, multiplied_on_cpus
-from tandem.engine.kernels.kv_cache import KvCache, QuantizedKv, codes_of
+from tandem.engine.kernels.kv_cache import KvCache, codes_of, has_codes, part_stride
 from tandem.engine.kernels.layers import (
     AttentionLayer,
     Experts,
@@ -189,9 +189,9 @@ class CpuKernels(PlainStates):
         codes, tokens, width = _int8_or_plain(cache), len(qkv), shape.heads * shape.head_dim
         self._pool.write(
             cpu_rope.ROPE, cpu_jobs.ROPE, 0, qkv.data_ptr(), rope.data_ptr(), _address(q_norm), _address(k_norm),
-            _is_wide(q_norm), _layer_address(codes, layer.index), codes.stride(0), codes.stride(2), codes.stride(3),
+            _is_wide(q_norm), _layer_address(codes, layer.index), codes.stride(0), part_stride(cache), codes.stride(3),
             layout.positions.data_ptr(), layout.slots.data_ptr(), tokens, shape.heads, shape.kv_heads, shape.head_dim,
-            rope.shape[1], codes.shape[4], isinstance(cache, QuantizedKv), layer.norm_eps,
+            shape.v_dim, rope.shape[1], codes.shape[4], has_codes(cache), layer.norm_eps,
         )  # fmt: skip
         self._perform(cpu_jobs.ROPE)
         return qkv[:, :width].view(tokens, shape.heads, shape.head_dim)
@@ -199,15 +199,16 @@ class CpuKernels(PlainStates):
     def attention(self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout) -> Tensor:
         """Compute the attention of all rows as one job."""
         shape, codes, tokens, rows = layer.shape, _int8_or_plain(cache), q.shape[0], len(layout.context_lens)
-        out = torch.empty(tokens, shape.heads * shape.head_dim, dtype=self._dtype)
+        out = torch.empty(tokens, shape.output_size, dtype=self._dtype)
         self._reserve_items(tokens, rows, layout.max_context, shape)
         self._pool.write(
             cpu_attention.ATTENTION, cpu_jobs.ATTENTION, 0, q.data_ptr(), q.stride(0), out.data_ptr(),
-            _layer_address(codes, layer.index), codes.stride(0), codes.stride(2), codes.stride(3), codes.shape[4],
+            _layer_address(codes, layer.index), codes.stride(0), part_stride(cache), codes.stride(3), codes.shape[4],
             layout.positions.data_ptr(), layout.row_starts.data_ptr(), layout.context_lens.data_ptr(),
             layout.page_table.data_ptr(), layout.page_table.stride(0), rows, shape.heads, shape.kv_heads,
-            shape.head_dim, shape.window or _ALL_POSITIONS, _address(layer.sinks), self._items.data_ptr(),
-            self._partials.data_ptr(), isinstance(cache, QuantizedKv), shape.scale, shape.softcap or 0.0,
+            shape.head_dim, shape.v_dim, shape.window or _ALL_POSITIONS, shape.chunk or _ALL_POSITIONS,
+            _address(layer.sinks), self._items.data_ptr(), self._partials.data_ptr(), has_codes(cache), shape.scale,
+            shape.softcap or 0.0,
         )  # fmt: skip
         self._perform(cpu_jobs.ATTENTION)
         return out
@@ -316,7 +317,7 @@ class CpuKernels(PlainStates):
         items = ITEM_FIELDS * (decode + shape.kv_heads * (-(-tokens * group // QUERIES) + rows))
         if self._items.numel() < items:
             self._items = torch.empty(items, dtype=torch.int64)
-        partials = decode * min(group, QUERIES) * (shape.head_dim + 2)
+        partials = decode * min(group, QUERIES) * (shape.v_dim + 2)
         if blocks > 1 and self._partials.numel() < partials:
             self._partials = torch.empty(partials)
 
@@ -353,9 +354,10 @@ def _int8_or_plain(cache: KvCache) -> Tensor:
 
     Raises Internal if the codes are not int8, because they would be misread.
     """
-    if isinstance(cache, QuantizedKv) and cache.codes.dtype != torch.int8:
-        raise Internal(f"CPU kernels compute with int8 keys and values, not with {cache.codes.dtype}.")
-    return codes_of(cache)
+    codes = codes_of(cache)
+    if has_codes(cache) and codes.dtype != torch.int8:
+        raise Internal(f"CPU kernels compute with int8 keys and values, not with {codes.dtype}.")
+    return codes
 
 
 def _is_wide(norm: Tensor | None) -> bool:

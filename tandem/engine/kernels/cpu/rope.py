@@ -13,23 +13,23 @@ INT8, INT32, INT64 = np.int8(0), np.int32(0), np.int64(0)
 LARGEST_CODE = 127
 """The largest code of int8 keys and values."""
 (QKV, ANGLES, Q_NORM, K_NORM, WIDE_NORM, CACHE, PAGE_ITEMS, PART_ITEMS, HEAD_ITEMS, POSITIONS, SLOTS, TOKENS, HEADS,
- KV_HEADS, HEAD_DIM, ROTATED, PAGE_TOKENS, QUANTIZED, EPS) = range(2, 21)  # fmt: skip
+ KV_HEADS, HEAD_DIM, VALUE_DIM, ROTATED, PAGE_TOKENS, QUANTIZED, EPS) = range(2, 22)  # fmt: skip
 """Indices of the arguments of a ROPE job.
 
 `q_norm` and `k_norm` are the addresses of the norms' weights, 0 if there are no norms. The weights are float32 if
 `wide_norm` is 1, else they have the model's dtype. `cache` is the layer's part of page 0; `page_items`, `part_items`
-and `head_items` are the distances between pages, between keys and values, and between heads, in elements. The leading
-`rotated` dimensions of a head are rotated. If `quantized` is 1 the cache holds int8 codes, and the float32 scales
-follow the codes of a head's `page_tokens` tokens.
+and `head_items` are the distances between pages, between keys and values, and between heads, in elements. Queries and
+keys have `head_dim` dimensions, values `value_dim`. The leading `rotated` dimensions of a head are rotated. If
+`quantized` is 1 the cache holds int8 codes, and the float32 scales follow the codes of a head's `page_tokens` tokens.
 """
-ROPE = struct.Struct("=20qd")
+ROPE = struct.Struct("=21qd")
 
 
 @inlined
 def rope_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
     """Process the chunk's tokens: apply norm and rotary embedding to q in place and to k, and store k and v."""
     heads, kv_heads, head_dim = argument(shared, HEADS), argument(shared, KV_HEADS), argument(shared, HEAD_DIM)
-    page_tokens = argument(shared, PAGE_TOKENS)
+    page_tokens, value_dim = argument(shared, PAGE_TOKENS), argument(shared, VALUE_DIM)
     rotated = argument(shared, ROTATED)
     half = rotated // 2
     part_items, head_items = argument(shared, PART_ITEMS), argument(shared, HEAD_ITEMS)
@@ -39,8 +39,9 @@ def rope_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
     for token in range(chunk * TOKENS_A_CHUNK, min((chunk + 1) * TOKENS_A_CHUNK, argument(shared, TOKENS))):
         angles = argument(shared, ANGLES) + load_int(argument(shared, POSITIONS), token, INT32) * rotated * F32_BYTES
         slot = load_int(argument(shared, SLOTS), token, INT64)
-        place = (slot // page_tokens) * argument(shared, PAGE_ITEMS) + (slot % page_tokens) * head_dim
-        head_row = qkv + token * (heads + 2 * kv_heads) * head_dim * size
+        page = (slot // page_tokens) * argument(shared, PAGE_ITEMS)
+        place = page + (slot % page_tokens) * head_dim
+        head_row = qkv + token * ((heads + kv_heads) * head_dim + kv_heads * value_dim) * size
         for head in range(heads + kv_heads):
             source = head_row + head * head_dim * size
             is_key = head >= heads
@@ -56,16 +57,16 @@ def rope_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
             for i in range(rotated, head_dim):
                 store(target, i, load(scratch, i, F32), tag)
             if is_key and quantized:
-                plane = cache + (slot // page_tokens) * argument(shared, PAGE_ITEMS) + (head - heads) * head_items
-                _store_codes(shared, rounded, plane, slot % page_tokens, scratch, tag)
+                plane = cache + page + (head - heads) * head_items
+                _store_codes(shared, rounded, plane, slot % page_tokens, head_dim, scratch, tag)
         for head in range(kv_heads):
-            source = head_row + (heads + kv_heads + head) * head_dim * size
+            source = head_row + ((heads + kv_heads) * head_dim + head * value_dim) * size
+            plane = page + part_items + head * head_items
             if quantized:
-                plane = cache + (slot // page_tokens) * argument(shared, PAGE_ITEMS) + part_items + head * head_items
-                _store_codes(shared, source, plane, slot % page_tokens, scratch, tag)
+                _store_codes(shared, source, cache + plane, slot % page_tokens, value_dim, scratch, tag)
             else:
-                target = cache + (place + part_items + head * head_items) * size
-                for i in range(head_dim):
+                target = cache + (plane + (slot % page_tokens) * value_dim) * size
+                for i in range(value_dim):
                     store(target, i, load(source, i, tag), tag)
 
 
@@ -84,18 +85,18 @@ def _norm_head(shared, source, norm, scratch, tag):  # type: ignore[no-untyped-d
 
 
 @inlined
-def _store_codes(shared, source, plane, token, scratch, tag):  # type: ignore[no-untyped-def]
-    """Store head_dim elements of type `tag` as codes and a scale, for token `token` of the page and head at `plane`.
+def _store_codes(shared, source, plane, token, dims, scratch, tag):  # type: ignore[no-untyped-def]
+    """Store `dims` elements of type `tag` as codes and a scale, for token `token` of the page and head at `plane`.
 
     The scale is NaN if an element is infinite or NaN.
     """
-    head_dim, page_tokens = argument(shared, HEAD_DIM), argument(shared, PAGE_TOKENS)
+    page_tokens = argument(shared, PAGE_TOKENS)
     most, poison = np.float32(0), np.float32(0)
-    for i in range(head_dim):
+    for i in range(dims):
         value = load(source, i, tag)
         store(scratch, i, value, F32)
         most = max(most, abs(value))
         poison += value - value  # 0, or NaN if the element is not finite
     factor = np.float32(LARGEST_CODE) / most if most > 0 else np.float32(0)
-    scale_row(scratch, factor, plane + token * head_dim, head_dim, INT8)
-    store(plane + page_tokens * head_dim, token, most / np.float32(LARGEST_CODE) + poison, F32)
+    scale_row(scratch, factor, plane + token * dims, dims, INT8)
+    store(plane + page_tokens * dims, token, most / np.float32(LARGEST_CODE) + poison, F32)

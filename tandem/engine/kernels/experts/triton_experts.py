@@ -119,11 +119,11 @@ class ExpertKernels:
         if tile.tokens == 1:
             choice = Choice(tokens, shape, hidden.device)
             self._choose(logits, layer, slots, choice, counts, x.dtype)
-            self._add_single(x, layer, choice, out, tile)
+            self._add_single(*_inputs(x, layer, choice), layer, choice, out, tile)
             return x
         tiled = TiledChoice(tokens, shape, tile.tokens, hidden.device)
         self._choose(logits, layer, slots, tiled, counts, x.dtype)
-        self._add_tiles(x, layer, tiled, out, tile)
+        self._add_tiles(*_inputs(x, layer, tiled), layer, tiled, out, tile)
         return x
 
     def gate(self, inner: Tensor, x: Tensor, gate: Tensor) -> None:
@@ -200,11 +200,20 @@ class ExpertKernels:
                 PDL=self._pdl, num_warps=8, launch_pdl=self._pdl,
             )  # fmt: skip
 
-    def _add_tiles(self, x: Tensor, layer: ExpertsLayer, choice: TiledChoice, hidden: Tensor, tile: ExpertTile) -> None:
+    def _add_tiles(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        layer: ExpertsLayer,
+        choice: TiledChoice,
+        hidden: Tensor,
+        tile: ExpertTile,
+    ) -> None:
+        """Add the products of tiles to `hidden`; `x` and `weights` are those of `_inputs`."""
         experts, spec = layer.experts, layer.spec
         (tokens, width), pairs = hidden.shape, choice.pairs
         inner, parts = x.new_empty(pairs, spec.width), x.new_empty(pairs, width)
-        activation = ACTIVATIONS[spec.activation]
+        activation, shared_by = ACTIVATIONS[spec.activation], pairs // len(x)
         for gated, source, weight, bias, out, product in (
             (True, x, experts.gate_up, experts.gate_up_bias, inner, tile.gate_up),
             (False, inner, experts.down, experts.down_bias, parts, tile.down),
@@ -212,14 +221,14 @@ class ExpertKernels:
             outputs = out.shape[1]
             if isinstance(weight, PackedWeight):
                 launch_packed(
-                    source, weight, bias, choice.weights, choice.tiles, choice.order, out, tile, top_k=spec.top_k,
+                    source, weight, bias, weights, choice.tiles, choice.order, out, tile, top_k=shared_by,
                     activation=activation if gated else None, pdl=self._pdl,
                 )  # fmt: skip
                 continue
             tile_kernel[(choice.max_tiles, triton.cdiv(outputs, product.rows))](
-                source, weight, source if bias is None else bias, choice.weights, choice.tiles, choice.order, out,
+                source, weight, source if bias is None else bias, weights, choice.tiles, choice.order, out,
                 pairs, choice.max_tiles,
-                N=outputs, K=source.shape[1], E=len(weight), TOP_K=spec.top_k, GATED=gated,
+                N=outputs, K=source.shape[1], E=len(weight), TOP_K=shared_by, GATED=gated,
                 ACTIVATION=activation, BIAS=bias is not None,
                 ROWS=product.rows, TOKENS=tile.tokens, COLUMNS=product.columns, PDL=self._pdl,
                 num_warps=product.warps, num_stages=product.stages, launch_pdl=self._pdl,
@@ -230,7 +239,10 @@ class ExpertKernels:
             num_warps=2, launch_pdl=self._pdl,
         )  # fmt: skip
 
-    def _add_single(self, x: Tensor, layer: ExpertsLayer, choice: Choice, hidden: Tensor, tile: ExpertTile) -> None:
+    def _add_single(
+        self, x: Tensor, weights: Tensor, layer: ExpertsLayer, choice: Choice, hidden: Tensor, tile: ExpertTile
+    ) -> None:
+        """Add the experts' output of one token to `hidden`; `x` and `weights` are those of `_inputs`."""
         experts, spec = layer.experts, layer.spec
         width, ranks = hidden.shape[1], triton.next_power_of_2(spec.top_k)
         gate_up, down = tile.gate_up, tile.down
@@ -238,13 +250,25 @@ class ExpertKernels:
         bias, down_bias = experts.gate_up_bias, experts.down_bias
         single_gate_up_kernel[(triton.cdiv(spec.width, gate_up.rows), spec.top_k)](
             x, experts.matrices[0], x if bias is None else bias, choice.experts, inner,
-            N=spec.width, K=width, E=len(experts.matrices[0]), ACTIVATION=ACTIVATIONS[spec.activation],
-            BIAS=bias is not None, ROWS=gate_up.rows, COLUMNS=min(triton.next_power_of_2(width), gate_up.columns),
-            PDL=self._pdl, num_warps=gate_up.warps, launch_pdl=self._pdl,
+            N=spec.width, K=width, X_STRIDE=width if spec.router.on_input else 0, E=len(experts.matrices[0]),
+            ACTIVATION=ACTIVATIONS[spec.activation], BIAS=bias is not None, ROWS=gate_up.rows,
+            COLUMNS=min(triton.next_power_of_2(width), gate_up.columns), PDL=self._pdl, num_warps=gate_up.warps,
+            launch_pdl=self._pdl,
         )  # fmt: skip
         columns = min(triton.next_power_of_2(spec.width), max(down.columns // ranks, 1))
         single_down_kernel[(triton.cdiv(width, down.rows),)](
-            inner, experts.matrices[1], x if down_bias is None else down_bias, choice.weights, choice.experts, hidden,
+            inner, experts.matrices[1], x if down_bias is None else down_bias, weights, choice.experts, hidden,
             N=width, K=spec.width, E=len(experts.matrices[1]), TOP_K=spec.top_k, BIAS=down_bias is not None,
             ROWS=down.rows, COLUMNS=columns, BLOCK_K=ranks, PDL=self._pdl, num_warps=down.warps, launch_pdl=self._pdl,
         )  # fmt: skip
+
+
+def _inputs(x: Tensor, layer: ExpertsLayer, choice: Choice) -> tuple[Tensor, Tensor]:
+    """Return the inputs of the gated product, and the factors of the outputs [pairs].
+
+    The inputs are `x` [T, H], or, with `ExpertRouter.on_input`, one row for each pair: x · the pair's weight.
+    """
+    if not layer.spec.router.on_input:
+        return x, choice.weights
+    rows = x.repeat_interleave(layer.spec.top_k, dim=0) * choice.weights.to(x.dtype)[:, None]
+    return rows, torch.ones_like(choice.weights)

@@ -159,10 +159,13 @@ def sum_kernel(
 @triton.jit
 def single_gate_up_kernel(
     x, weight, bias, chosen, out,
-    N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, X_STRIDE: tl.constexpr, E: tl.constexpr,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute out [TOP_K, N] = activation(g) · u of one token x [K]; grid (ceil(N / ROWS), TOP_K)."""
+    """Compute out [TOP_K, N] = activation(g) · u of one token; grid (ceil(N / ROWS), TOP_K).
+
+    The inputs are x [K] for all of the token's experts, or, if X_STRIDE is K, a row of x [TOP_K, K] for each.
+    """
     EVEN: tl.constexpr = K % COLUMNS == 0
     UP: tl.constexpr = ACTIVATION != RELU2
     WEIGHT_ROWS: tl.constexpr = 2 * N if UP else N
@@ -180,7 +183,7 @@ def single_gate_up_kernel(
             at = start + columns
             inside = at < K
             held = _load_weight(weight_at + at[None, :], inside, EVEN).to(tl.float32)
-            taken = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+            taken = tl.load(x + rank * X_STRIDE + at, mask=inside, other=0.0).to(tl.float32)[None, :]
             gates += held * taken
             if UP:
                 held_up = _load_weight(weight_at + N * K + at[None, :], inside, EVEN).to(tl.float32)

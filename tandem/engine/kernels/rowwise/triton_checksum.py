@@ -25,7 +25,7 @@ def partial_sums(
 ) -> None:
     """Compute `parts` [n, SPLITS] int64: a page's checksum is the sum of a row mod 2^64. Does not wait for the device.
 
-    words [pages, rows, words of a row] int32, each page contiguous: the first `codes` words of a row are `token_words`
+    words [pages, rows, words of a row] int32, each row contiguous: the first `codes` words of a row are `token_words`
     words of each token, the rest one word of each token (the scales). chosen [n, 2] int64: a page's number, and the
     number of tokens in the page. All tensors are on one device. With the numbering (first, head, gap), the index of
     word w of a page is w + first + w // head * gap.
@@ -39,6 +39,7 @@ def partial_sums(
         rows * row_words,
         words.stride(0),
         ROW=row_words,
+        ROW_STRIDE=row_words if rows == 1 else words.stride(1),
         CODES=codes,
         TOKEN=token_words,
         FIRST=first,
@@ -74,6 +75,7 @@ def _sum_page(
     total,
     page_stride,
     ROW: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
     CODES: tl.constexpr,
     TOKEN: tl.constexpr,
     FIRST: tl.constexpr,
@@ -83,8 +85,8 @@ def _sum_page(
 ):
     """Program (n, split) sums the blocks split, split + SPLITS, … of page n.
 
-    ROW, CODES, TOKEN, FIRST, HEAD and GAP are numbers of words; `total` is the number of words of a page, and
-    `page_stride` that from a page to the next.
+    ROW, ROW_STRIDE, CODES, TOKEN, FIRST, HEAD and GAP are numbers of words; `total` is the number of words of a page,
+    and `page_stride` that from a page to the next.
     """
     number, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     page = tl.load(chosen_ptr + 2 * number)
@@ -96,7 +98,10 @@ def _sum_page(
         inside = place % ROW
         token = tl.where(inside < CODES, inside // TOKEN, inside - CODES)
         counts = (place < total) & (token < filled)
-        word = tl.load(first + place, mask=counts, other=0).to(tl.int64)
+        at = place
+        if ROW_STRIDE != ROW:
+            at = place // ROW * ROW_STRIDE + inside
+        word = tl.load(first + at, mask=counts, other=0).to(tl.int64)
         index = place.to(tl.int64) + FIRST
         if GAP:
             index += place.to(tl.int64) // HEAD * GAP

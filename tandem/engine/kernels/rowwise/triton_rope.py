@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tandem.engine.config.attention import AttentionShape
 from tandem.engine.kernels.base import StepLayout
-from tandem.engine.kernels.kv_cache import KvCache, codes_of
+from tandem.engine.kernels.kv_cache import KvCache, codes_of, part_stride
 from tandem.engine.kernels.layers import AttentionLayer
 from tandem.engine.kernels.rowwise.triton_codes import store_head
 from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
@@ -70,10 +70,10 @@ def rope_and_store(
 ) -> Tensor:
     """Compute `Kernels.rope_and_store`: rotated queries stay in qkv, keys and values go to the cache.
 
-    qkv       [T, (heads + 2·kv_heads)·head_dim] contiguous; its queries are overwritten
-    layer     its norms may have any dtype; head_dim and the number of rotated dimensions are even
+    qkv       [T, (heads + kv_heads)·head_dim + kv_heads·v_dim] contiguous; its queries are overwritten
+    layer     its norms may have any dtype; head_dim, v_dim and the number of rotated dimensions are even
     cache     [pages, layers, 2, kv_heads, page_tokens, head_dim], its last dimension contiguous, or the last two if it
-              is a `QuantizedKv`
+              is a `QuantizedKv` or an `UnequalKv`
     layout    its slots are below 2³¹: a token with slot -1 (a padding row) is not stored, its position is not used, and
               its query is undefined
     tile      None = that of `plan_tile`
@@ -84,7 +84,7 @@ def rope_and_store(
     if tile is None:
         tile = plan_tile(tokens, shape, qkv.element_size())
     held = codes_of(cache)
-    page_stride, layer_stride, kind_stride, head_stride, token_stride, _ = held.stride()
+    page_stride, layer_stride, _, head_stride, token_stride, _ = held.stride()
     whole_rows = _norms_rows(q_norm, shape) or _norms_rows(k_norm, shape)
     scales = _row_scales(qkv, layer.norm_eps, shape, pdl=pdl) if whole_rows else rope
     _rope_and_store[(-(-tokens // tile.tokens), all_heads // tile.group)](
@@ -101,12 +101,13 @@ def rope_and_store(
         layer.index,
         page_stride,
         layer_stride,
-        kind_stride,
+        part_stride(cache),
         head_stride,
         token_stride,
         HEADS=shape.heads,
         KV_HEADS=shape.kv_heads,
         HEAD_DIM=head_dim,
+        VALUE_DIM=shape.v_dim,
         ROTATED=rope.shape[1],
         WHOLE_ROWS=whole_rows,
         PAGE_TOKENS=held.shape[4],
@@ -114,12 +115,12 @@ def rope_and_store(
         K_NORMED=k_norm is not None,
         TOKENS=tile.tokens,
         GROUP=tile.group,
-        HALF_BLOCK=triton.next_power_of_2(head_dim // 2),
+        HALF_BLOCK=triton.next_power_of_2(max(head_dim, shape.v_dim) // 2),
         PDL=pdl,
         num_warps=tile.warps,
         launch_pdl=pdl,
     )
-    return qkv.view(-1, all_heads, head_dim)[:, : shape.heads]
+    return qkv[:, : shape.qkv_rows[0]].view(tokens, shape.heads, head_dim)
 
 
 def _norms_rows(norm: Tensor | None, shape: AttentionShape) -> bool:
@@ -135,8 +136,9 @@ def _row_scales(qkv: Tensor, eps: float, shape: AttentionShape, *, pdl: bool) ->
         qkv,
         scales,
         eps,
-        QUERY=shape.heads * shape.head_dim,
-        KEY=shape.kv_heads * shape.head_dim,
+        QUERY=shape.qkv_rows[0],
+        KEY=shape.qkv_rows[1],
+        VALUE=shape.qkv_rows[2],
         BLOCK=triton.next_power_of_2(shape.heads * shape.head_dim),
         PDL=pdl,
         num_warps=LARGE_WARPS,
@@ -147,7 +149,14 @@ def _row_scales(qkv: Tensor, eps: float, shape: AttentionShape, *, pdl: bool) ->
 
 @triton.jit
 def _scale_rows(
-    qkv_ptr, scales_ptr, eps, QUERY: tl.constexpr, KEY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    qkv_ptr,
+    scales_ptr,
+    eps,
+    QUERY: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program (token, 0 for queries or 1 for keys) computes the scale of one row."""
     launch_dependents(PDL)
@@ -156,7 +165,7 @@ def _scale_rows(
     kind = tl.program_id(1)
     column = tl.arange(0, BLOCK)
     width = tl.where(kind == 0, QUERY, KEY)
-    row = qkv_ptr + token * (QUERY + 2 * KEY) + kind * QUERY
+    row = qkv_ptr + token * (QUERY + KEY + VALUE) + kind * QUERY
     x = tl.load(row + column, mask=column < width, other=0.0).to(tl.float32)
     tl.store(scales_ptr + 2 * token + kind, tl.rsqrt(tl.sum(x * x, axis=0) / width + eps))
 
@@ -182,6 +191,7 @@ def _rope_and_store(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     ROTATED: tl.constexpr,
     WHOLE_ROWS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
@@ -216,10 +226,20 @@ def _rope_and_store(
     else:
         column = tl.where(lane < TURNED, lane, lane + TURNED)
         gap = tl.where(lane < TURNED, TURNED, HALF - TURNED)
-    at = qkv_ptr + token.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * HEAD_DIM) + head * HEAD_DIM + column
+    WIDTH: tl.constexpr = (HEADS + KV_HEADS) * HEAD_DIM + KV_HEADS * VALUE_DIM
+    at = qkv_ptr + token.to(tl.int64) * WIDTH + head * HEAD_DIM + column
+    apart = HEAD_DIM
+    if VALUE_DIM != HEAD_DIM:
+        is_value = head >= HEADS + KV_HEADS
+        lanes = tl.where(is_value, VALUE_DIM // 2, HALF)
+        inside, stored = real & (lane < lanes), (slot >= 0) & (lane < lanes)
+        column, gap = tl.where(is_value, lane, column), tl.where(is_value, VALUE_DIM // 2, gap)
+        apart = tl.where(is_value, VALUE_DIM, HEAD_DIM)
+        earlier_values = tl.maximum(head - HEADS - KV_HEADS, 0)
+        at = qkv_ptr + token.to(tl.int64) * WIDTH + (head * HEAD_DIM + earlier_values * (VALUE_DIM - HEAD_DIM)) + column
     heads = ()
     for number in tl.static_range(GROUP):
-        heads += (_load_pairs(at + number * HEAD_DIM, gap, inside),)  # type: ignore[assignment]
+        heads += (_load_pairs(at + number * apart, gap, inside),)  # type: ignore[assignment]
     # Loaded before the branches (not for values), because inside a branch the load would wait for all heads.
     turned = stored & (head < HEADS + KV_HEADS)
     if ROTATED == HEAD_DIM:
@@ -256,6 +276,9 @@ def _rope_and_store(
             WHOLE_ROWS, HEAD_DIM, GROUP,
         )  # fmt: skip
     else:
+        if VALUE_DIM != HEAD_DIM:
+            kept += offset * (VALUE_DIM - HEAD_DIM)
+            scale += PAGE_TOKENS * (VALUE_DIM - HEAD_DIM)
         kept += kind_stride + (head - HEADS - KV_HEADS) * head_stride
         scale += kind_stride + (head - HEADS - KV_HEADS) * head_stride
         for number in tl.static_range(GROUP):

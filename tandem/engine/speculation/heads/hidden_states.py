@@ -70,10 +70,15 @@ class HiddenStateModel(DecoderModel):
         return super().forward(token_ids, layouts, caches, drawn, feed, scoring=scoring)
 
     def run_layer(
-        self, number: int, hidden: Tensor, layouts: Sequence[StepLayout], caches: Sequence[GroupCache]
+        self,
+        number: int,
+        hidden: Tensor,
+        layouts: Sequence[StepLayout],
+        caches: Sequence[GroupCache],
+        embedding: Tensor | None = None,
     ) -> None:
         """Run layer `number`, and store its output if the input of the next layer is kept."""
-        super().run_layer(number, hidden, layouts, caches)
+        super().run_layer(number, hidden, layouts, caches, embedding)
         columns = self._columns.get(number + 1)
         if columns is not None:
             rows = len(self.drawn_hidden)

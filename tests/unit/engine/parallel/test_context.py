@@ -8,7 +8,7 @@ import torch
 
 from tandem.engine.cache.paged_cache import PagedCache
 from tandem.engine.config.sharding import Rank
-from tandem.engine.kernels.kv_cache import QuantizedKv, kv_of
+from tandem.engine.kernels.kv_cache import kv_of, tensors_of
 from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.parallel.context_model import row_parts
@@ -19,7 +19,7 @@ from tests.ranks import Boards, ThreadCollectives, group_runner
 
 TOLERANCE = 2e-5
 IDS = [(7 * position + 3) % 157 for position in range(60)]
-FAMILIES = ("llama3", "qwen3_moe", "gpt_oss", "gemma3", "deepseek_v3", "deepseek_v32")
+FAMILIES = ("llama3", "qwen3_moe", "gpt_oss", "gemma3", "gemma4", "mimo_v2_flash", "deepseek_v3", "deepseek_v32")
 """GQA, a mixture of experts, windows with sinks, windows in groups, latent attention, and that of chosen tokens."""
 
 
@@ -45,15 +45,14 @@ def logits_of(runner: ModelRunner) -> list[torch.Tensor]:
 
 def stored(cache: PagedCache) -> list[torch.Tensor]:
     """Returns copies of the elements of a cache, or of its codes and scales."""
-    views = map(kv_of, cache.views)
-    parts = [(view.codes, view.scales) if isinstance(view, QuantizedKv) else (view,) for view in views]
-    return [part.clone() for view in parts for part in view]
+    return [tensor.clone() for view in cache.views for tensor in tensors_of(kv_of(view))]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(("family", "kv_dtype"), [*((family, "auto") for family in FAMILIES), ("llama3", "int8")])
 def test_logits_and_kv_are_those_of_one_rank(family: str, kv_dtype: str, ranks: int, tmp_path: Path) -> None:
-    config = tiny_engine_config(write_tiny_model(tmp_path, family), kv_cache_bytes=8 << 20, kv_cache_dtype=kv_dtype)
+    folder = write_tiny_model(tmp_path, family, **({"num_kv_shared_layers": 2} if family == "gemma4" else {}))
+    config = tiny_engine_config(folder, kv_cache_bytes=8 << 20, kv_cache_dtype=kv_dtype)
     single = ModelRunner.load(config, kernels=ReferenceKernels())
     wanted = logits_of(single)
     with group_runner(config, ranks, divides_tokens=True) as (runner, followers):
@@ -102,7 +101,11 @@ def test_drafts_are_refused(tmp_path: Path) -> None:
     assert caught.value.field == "draft"
 
 
-def test_the_tokens_of_models_with_states_are_not_divided(tmp_path: Path) -> None:
-    config = tiny_engine_config(write_tiny_model(tmp_path, "qwen3_next"))
-    with pytest.raises(InvalidArgument, match="a state depends on all earlier tokens"):
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [("qwen3_next", "a state depends on all earlier tokens"), ("gemma4_e2b", "embeddings of each layer")],
+)
+def test_the_tokens_of_some_models_are_not_divided(family: str, reason: str, tmp_path: Path) -> None:
+    config = tiny_engine_config(write_tiny_model(tmp_path, family))
+    with pytest.raises(InvalidArgument, match=reason):
         ModelRunner.load(config, collectives=ThreadCollectives(Rank(0, 2, divides_tokens=True), Boards(2)))

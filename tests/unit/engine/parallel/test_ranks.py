@@ -77,9 +77,9 @@ INDIVISIBLE = {
         ),
         (3, 4),
     ),
-    *product(("granitemoehybrid", "minimax_m2", "olmo2", "olmo3", "olmo_hybrid", "olmoe"), (2, 3, 4)),
+    *product(("gemma4_e2b", "granitemoehybrid", "minimax_m2", "olmo2", "olmo3", "olmo_hybrid", "olmoe"), (2, 3, 4)),
 }
-"""Three heads, state layers of one or two groups of heads, and a norm over all heads of a query."""
+"""Three heads, few groups of heads in state layers, a norm over all heads of a query, embeddings of each layer."""
 NUMBERS = {family: number for number, family in enumerate(sorted(FAMILIES))}
 """Each family is tested with one number of ranks in `make test`."""
 DIVISIBLE = [case for case in product(sorted(FAMILIES), (2, 3, 4)) if case not in INDIVISIBLE]

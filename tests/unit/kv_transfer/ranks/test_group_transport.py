@@ -65,14 +65,14 @@ def open_group(
 ) -> Group:
     """Opens a group of (tensor ranks, stages); `in_processes` puts a pipe before each rank but the first."""
     tensor_ranks, stages = layout
-    pages = RankedPages(tensor_ranks, heads, even_stages(LAYERS, stages), PAGE_TOKENS, PARTS, DIM * 4)
+    pages = RankedPages(tensor_ranks, heads, even_stages(LAYERS, stages), PAGE_TOKENS, (DIM * 4,) * PARTS)
     pools, openers, sums = [], [], []
     for rank in range(pages.ranks):
         own_heads, own_layers = pages.heads(rank), pages.layers(rank)
         pool = np.zeros((PAGES, pages.page_bytes(rank) // 4), dtype=np.float32)
-        memory = (pool.ctypes.data, PAGES, len(own_layers), len(own_heads), PAGE_TOKENS, DIM, 4)
+        memory = (pool.ctypes.data, PAGES, len(own_layers), len(own_heads), PAGE_TOKENS, (DIM,) * PARTS, 4)
         open_rank = partial(InMemoryTransport, fabric, KVLayout(*memory, "float32"), rank_peer(me, rank))
-        group = KvGroup(own_layers, len(own_layers), len(own_heads), PARTS, DIM)
+        group = KvGroup(own_layers, len(own_layers), len(own_heads), (DIM,) * PARTS)
         part = PagePart(heads, LAYERS, own_heads.start, own_layers[0])
         rank_sums: PageSums = page_checksums(kernel_view(torch.from_numpy(pool), group, PAGE_TOKENS), parts=[part])
         pools.append(pool)
@@ -273,8 +273,8 @@ def test_reports_of_different_times_do_not_slow_the_polling_time_of_a_group() ->
 
 
 KV_AND_STATES = [
-    RankedPages(1, 2, even_stages(LAYERS, 1), PAGE_TOKENS, PARTS, DIM * 4),
-    RankedPages(1, 8, even_stages(3, 1), 1, 1, 96, alignment=16),
+    RankedPages(1, 2, even_stages(LAYERS, 1), PAGE_TOKENS, (DIM * 4,) * PARTS),
+    RankedPages(1, 8, even_stages(3, 1), 1, (96,), alignment=16),
 ]
 """Pages of two KV heads and four layers, and of the states of eight heads and three layers; the latter are larger."""
 GROUPS = [0, 1, 0]
@@ -292,7 +292,7 @@ def shaped_worker(
         partial(
             InMemoryTransport,
             fabric,
-            KVLayout(pool.ctypes.data, PAGES, 1, 1, 1, pool.shape[1], 1, "uint8", parts=1),
+            KVLayout(pool.ctypes.data, PAGES, 1, 1, 1, (pool.shape[1],), 1, "uint8"),
             rank_peer(me, rank),
         )
         for rank, pool in enumerate(pools)
@@ -316,7 +316,7 @@ def test_pages_of_groups_of_different_shapes_arrive_on_every_rank(
     prefill, sent, mine = shaped_worker(fabric, PREFILL, *source, [])
     decode, received, theirs = shaped_worker(fabric, DECODE, *target, notices)
     dice = np.random.default_rng(5)
-    planes = [group.parts * group.plane_bytes for group in KV_AND_STATES]
+    planes = [sum(group.plane_bytes) for group in KV_AND_STATES]
     whole = [
         dice.integers(0, 256, (KV_AND_STATES[group].kv_heads, len(KV_AND_STATES[group].stages[0]), planes[group]))
         for group in GROUPS

@@ -36,6 +36,11 @@ def gemma_model(config: Json, architecture: str, layers: Sequence[LayerSpec]) ->
 
 def gemma_slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
     """Return the slots of a model with output norms; its checkpoints store norm weights minus 1."""
+    return plus_one_norms(output_norm_slots(spec, parameters))
+
+
+def output_norm_slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
+    """Return the slots of a model with output norms, which have the names of Gemma's checkpoints."""
     slots = standard_slots(spec, parameters)
     named = renamed(slots, {"post_attention_layernorm": "pre_feedforward_layernorm"})
     for number, weights in enumerate(parameters.layers):
@@ -44,7 +49,7 @@ def gemma_slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterS
         assert weights.feed_forward_output_norm is not None
         named[f"{prefix}post_attention_layernorm.weight"] = ParameterSlot(weights.attention_output_norm)
         named[f"{prefix}post_feedforward_layernorm.weight"] = ParameterSlot(weights.feed_forward_output_norm)
-    return plus_one_norms(named)
+    return named
 
 
 def plus_one_norms(slots: dict[str, ParameterSlot]) -> dict[str, ParameterSlot]:
