@@ -8,7 +8,7 @@ import torch
 from tandem.engine.cache.paged_cache import choose_pages
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.kv import KvGroup, kv_groups
-from tandem.engine.config.model import LatentAttention, ModelSpec
+from tandem.engine.config.model import ModelSpec
 from tandem.engine.kernels.base import Kernels
 from tandem.engine.kernels.lora.adapted_products import LoraUpdates
 from tandem.engine.kernels.lora.plain_updates import PlainUpdates
@@ -103,8 +103,8 @@ def quantized_kv_dtype(name: str, model: ModelSpec) -> torch.dtype | None:
         return None
     if name not in _KV_DTYPES:
         raise InvalidArgument("kv_cache_dtype", f"{name!r} is not supported; use auto, {', '.join(_KV_DTYPES)}.")
-    if any(isinstance(layer.attention, LatentAttention) for layer in model.layers):
-        raise InvalidArgument("kv_cache_dtype", f"latents are not cached as {name}; use auto.")
+    if model.sparse_shapes:
+        raise InvalidArgument("kv_cache_dtype", f"the latents of sparse attention are not cached as {name}; use auto.")
     if any(
         isinstance(group, KvGroup) and any(dim % _KV_SCALE_ITEMS for dim in group.dims) for group in kv_groups(model)
     ):

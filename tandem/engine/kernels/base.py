@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.engine.kernels.kv_cache import KvCache, StateCache
+from tandem.engine.kernels.kv_cache import KvCache, LatentCache, StateCache
 from tandem.engine.kernels.layers import (
     AttentionLayer,
     DenseLayer,
@@ -282,17 +282,20 @@ class Kernels(Products):
         """
 
     @abstractmethod
-    def latent_store(self, q: Tensor, latents: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
+    def latent_store(
+        self, q: Tensor, latents: Tensor, layer: LatentLayer, cache: LatentCache, layout: StepLayout
+    ) -> Tensor:
         """Rotate the queries of latent attention, and store the normed latents and the rotated shared keys.
 
         q       [T, heads·(nope + rope)], rows may be strided; may be overwritten
         latents [T, latent + rope], rows may be strided: the latent, then the key that all heads share
-        cache   [pages, layers, 1, 1, page_tokens, shape.cached]: written at `layout.slots`
+        cache   [pages, layers, 1, 1, page_tokens, shape.cached]: written at `layout.slots`; an 8-bit cache has one
+                scale for all elements of a token
         → q [T, heads, nope + rope] with its last `rope` dimensions rotated
         """
 
     @abstractmethod
-    def latent_attention(self, q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
+    def latent_attention(self, q: Tensor, layer: LatentLayer, cache: LatentCache, layout: StepLayout) -> Tensor:
         """Compute causal attention of each row's tokens over the latents in the row's pages.
 
         q [T, heads, nope + rope] as `latent_store` returns it → [T, heads·v_dim].

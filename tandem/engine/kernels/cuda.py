@@ -23,7 +23,7 @@ from tandem.engine.kernels.base import DeferredTokens, Kernels, StepLayout
 from tandem.engine.kernels.experts import packed_experts
 from tandem.engine.kernels.experts.triton_experts import ExpertKernels
 from tandem.engine.kernels.fallback import why_no_flash
-from tandem.engine.kernels.kv_cache import KvCache, StateCache, is_quantized
+from tandem.engine.kernels.kv_cache import KvCache, LatentCache, StateCache, is_quantized
 from tandem.engine.kernels.latent.latent_kernels import LatentKernels
 from tandem.engine.kernels.layers import (
     AttentionLayer,
@@ -272,11 +272,13 @@ class CudaKernels(Kernels):
             self._experts.gate(inner, x, experts.shared_gate)
         self.linear_add(inner, experts.shared_down, out)
 
-    def latent_store(self, q: Tensor, latents: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
+    def latent_store(
+        self, q: Tensor, latents: Tensor, layer: LatentLayer, cache: LatentCache, layout: StepLayout
+    ) -> Tensor:
         """Apply norm and rotary embedding and store the latents, in one launch; queries are rotated in place."""
         return self._latent.store(q, latents, layer, cache, layout)
 
-    def latent_attention(self, q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
+    def latent_attention(self, q: Tensor, layer: LatentLayer, cache: LatentCache, layout: StepLayout) -> Tensor:
         """Compute absorbed attention of rows with few tokens, and expanded attention of longer rows."""
         return self._latent.attention(q, layer, cache, layout, self._single_rows(layout))
 

@@ -10,17 +10,18 @@ from torch import Tensor
 from tandem.protocol.errors import Internal
 
 SCALE_BYTES = 4
-"""Size of a scale in bytes; each token has one scale per head for its key and one for its value."""
+"""Size of a scale in bytes; a token has one per head for its key and one for its value, or one for its latent."""
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The largest code of each dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedKv:
-    """A cache of 8-bit codes with one scale for each token, head, and key or value: value = code · scale.
+    """A cache of 8-bit codes with one scale for each token, head, and key, value or latent: value = code · scale.
 
-    codes  [pages, layers, 2, kv_heads, page_tokens, head_dim] int8 or float8_e4m3fn, the last two dimensions contiguous
-    scales [pages, layers, 2, kv_heads, page_tokens] float32
+    codes  [pages, layers, parts, kv_heads, page_tokens, head_dim] int8 or float8_e4m3fn, the last two dimensions
+           contiguous
+    scales [pages, layers, parts, kv_heads, page_tokens] float32
 
     In memory the scales of a head's `page_tokens` tokens follow their codes.
     """
@@ -52,6 +53,9 @@ class UnequalKv:
 
 KvCache = Tensor | QuantizedKv | UnequalKv
 """A cache [pages, layers, parts, kv_heads, page_tokens, head_dim]; the 2 parts are keys and values, 1 is latents."""
+
+LatentCache = Tensor | QuantizedKv
+"""A cache of latents [pages, layers, 1, 1, page_tokens, latent + rope]; a token has one scale for all its elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,13 @@ def states_of(cache: GroupCache) -> StateCache:
     if not isinstance(cache, StateCache):
         raise Internal("The pages of attention have no states.")
     return cache
+
+
+def latents_of(cache: GroupCache) -> LatentCache:
+    """Return the cache of a layer with latents. Raises Internal if it has states, or parts of different dimensions."""
+    if isinstance(held := kv_of(cache), UnequalKv):
+        raise Internal("Latents have a single part.")
+    return held
 
 
 def unquantized(cache: GroupCache) -> Tensor:
@@ -152,6 +163,11 @@ def layer_part(cache: KvCache, layer: int, part: int) -> Tensor | QuantizedKv:
 def has_codes(cache: KvCache) -> bool:
     """Return True if the cache holds codes with scales."""
     return is_quantized(codes_of(cache).dtype)
+
+
+def largest_code(cache: KvCache) -> float:
+    """Return the largest code of the cache's dtype; 0 if the cache holds no codes."""
+    return _LARGEST.get(codes_of(cache).dtype, 0.0)
 
 
 def tensors_of(cache: KvCache) -> tuple[Tensor, ...]:

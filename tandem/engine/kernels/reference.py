@@ -11,7 +11,7 @@ from torch import Tensor
 from tandem.engine.config.attention import AttentionShape, LatentShape
 from tandem.engine.config.model import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertRouter, MixtureOfExperts
 from tandem.engine.kernels.base import DeferredTokens, StepLayout
-from tandem.engine.kernels.kv_cache import KvCache, QuantizedKv, dequantize_kv, layer_part, quantize_kv
+from tandem.engine.kernels.kv_cache import KvCache, LatentCache, QuantizedKv, dequantize_kv, layer_part, quantize_kv
 from tandem.engine.kernels.latent import sparse_reference
 from tandem.engine.kernels.layers import (
     AttentionLayer,
@@ -122,26 +122,32 @@ class ReferenceKernels(PlainStates):
             out[tokens] = attend(q[tokens], keys, values, layout.positions[tokens], shape, layer.sinks, first)
         return out.flatten(1)
 
-    def latent_store(self, q: Tensor, latents: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
+    def latent_store(
+        self, q: Tensor, latents: Tensor, layer: LatentLayer, cache: LatentCache, layout: StepLayout
+    ) -> Tensor:
         """Store the normed latents and the rotated shared key, and rotate the last `rope` dimensions of the queries."""
         shape = layer.shape
         cos, sin = layer.rope[layout.positions.long()].to(q.dtype).unsqueeze(1).chunk(2, dim=-1)
         page_tokens = cache.shape[4]
         page, offset = layout.slots // page_tokens, layout.slots % page_tokens
         latent, key = latents[:, : shape.latent], latents[:, shape.latent :]
-        stored = cache[:, layer.index, 0, 0]
-        stored[page, offset, : shape.latent] = rms_norm(latent, layer.norm.weight, layer.norm.eps)
-        stored[page, offset, shape.latent : shape.projected] = rotate(key.unsqueeze(1), cos, sin).squeeze(1)
+        normed = rms_norm(latent, layer.norm.weight, layer.norm.eps)
+        values = torch.cat((normed, rotate(key.unsqueeze(1), cos, sin).squeeze(1)), dim=-1)
+        stored = layer_part(cache, layer.index, 0)
+        if isinstance(stored, QuantizedKv):
+            stored.codes[page, 0, offset], stored.scales[page, 0, offset] = quantize_kv(values, stored.codes.dtype)
+        else:
+            stored[page, 0, offset, : shape.projected] = values
         per_head = q.reshape(-1, shape.heads, shape.query)
         return torch.cat((per_head[..., : shape.nope], rotate(per_head[..., shape.nope :], cos, sin)), dim=-1)
 
-    def latent_attention(self, q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
+    def latent_attention(self, q: Tensor, layer: LatentLayer, cache: LatentCache, layout: StepLayout) -> Tensor:
         """Expand each row's latents to the keys and values of all heads, and attend to them."""
         shape, starts = layer.shape, layout.row_starts.tolist()
         out = q.new_empty(len(q), shape.heads * shape.v_dim)
         for row, context in enumerate(layout.context_lens.tolist()):
             tokens = slice(starts[row], starts[row + 1])
-            stored = gather_latents(cache, layer.index, layout.page_table[row], context)
+            stored = gather_latents(cache, layer.index, layout.page_table[row], context, q.dtype)
             out[tokens] = attend_latents(q[tokens], stored, layer.kv_up, layout.positions[tokens], shape)
         return out
 
@@ -294,11 +300,16 @@ def gather_row(
     return gathered(layer_part(cache, layer, 0)), gathered(layer_part(cache, layer, 1))
 
 
-def gather_latents(cache: Tensor, layer: int, page_ids: Tensor, context: int) -> Tensor:
-    """Return a copy [context, latent + rope] of the latents of a row's `context` tokens."""
+def gather_latents(cache: LatentCache, layer: int, page_ids: Tensor, context: int, dtype: torch.dtype) -> Tensor:
+    """Return a copy [context, latent + rope], in `dtype`, of the latents of a row's `context` tokens."""
     page_tokens = cache.shape[4]
     used = page_ids[: -(-context // page_tokens)].long()
-    return cache[used, layer, 0, 0].flatten(0, 1)[:context]
+    stored = layer_part(cache, layer, 0)
+    if isinstance(stored, QuantizedKv):
+        pages = dequantize_kv(stored.codes[used, 0], stored.scales[used, 0], dtype)
+    else:
+        pages = stored[used, 0].to(dtype)
+    return pages.flatten(0, 1)[:context]
 
 
 def attend_latents(q: Tensor, stored: Tensor, kv_up: Tensor, positions: Tensor, shape: LatentShape) -> Tensor:

@@ -16,7 +16,7 @@ from tandem.engine.config.model import (
     StateLayer,
 )
 from tandem.engine.kernels.base import Kernels, Products, StepLayout
-from tandem.engine.kernels.kv_cache import GroupCache, kv_of, states_of, unquantized
+from tandem.engine.kernels.kv_cache import GroupCache, kv_of, latents_of, states_of, unquantized
 from tandem.engine.kernels.layers import (
     AttentionLayer,
     DenseLayer,
@@ -175,7 +175,7 @@ class LatentBlock:
             index = self._indexer.store(hidden, q.contiguous(), self._layer, unquantized(cache), layout)
         if self._query_up is not None and self._query_norm is not None:
             q = self._products.norm_linear(q.contiguous(), self._query_norm, self._query_up)
-        q = self._kernels.latent_store(q, latents, self._layer, unquantized(cache), layout)
+        q = self._kernels.latent_store(q, latents, self._layer, latents_of(cache), layout)
         return Queries(_scaled(q, self._query_factors, layout), indexed=index)
 
     def attend(self, queries: Queries, layout: StepLayout, cache: GroupCache) -> Tensor:
@@ -188,7 +188,7 @@ class LatentBlock:
             else:
                 chosen = self.indexer.choose(index, self._layer, held, layout)
             return self._kernels.sparse_attention(queries.q, chosen, self._layer, held, layout)
-        return self._kernels.latent_attention(queries.q, self._layer, unquantized(cache), layout)
+        return self._kernels.latent_attention(queries.q, self._layer, latents_of(cache), layout)
 
 
 class StateBlock:

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from tandem.engine.config.attention import LatentShape
 from tandem.engine.kernels.base import StepLayout
+from tandem.engine.kernels.kv_cache import LatentCache, QuantizedKv
 from tandem.engine.kernels.layers import LatentLayer, Norm
+from tests.kernels.quantized_kv.quantized_caches import moved, quantized
 
 LAYERS, LAYER = 3, 1
 EPS = 1e-6
@@ -34,13 +36,26 @@ class LatentStep:
     kv_up: Tensor
     norm: Tensor
     rope: Tensor
+    codes: QuantizedKv | None = None
+    """The cache that is used instead of `cache`."""
 
     def to(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> "LatentStep":
         """Returns the step with its tensors in `dtype`; angles stay in float32."""
         names = ("positions", "slots", "row_starts", "context_lens", "page_table")
         tensors = {name: getattr(self.layout, name).to(device) for name in names}
-        moved = {name: getattr(self, name).to(device, dtype) for name in ("cache", "q", "latents", "kv_up", "norm")}
-        return replace(self, layout=replace(self.layout, **tensors), rope=self.rope.to(device), **moved)
+        inputs = {name: getattr(self, name).to(device, dtype) for name in ("cache", "q", "latents", "kv_up", "norm")}
+        codes = None if self.codes is None else moved(self.codes, torch.device(device))
+        layout = replace(self.layout, **tensors)
+        return replace(self, layout=layout, rope=self.rope.to(device), codes=codes, **inputs)
+
+    def quantized(self, kind: torch.dtype) -> "LatentStep":
+        """Returns the step with its cache as 8-bit codes; scales that were never written are NaN."""
+        return replace(self, codes=quantized(self.cache, kind))
+
+    @property
+    def held(self) -> LatentCache:
+        """The cache that kernels get."""
+        return self.cache if self.codes is None else self.codes
 
     @property
     def layer(self) -> LatentLayer:

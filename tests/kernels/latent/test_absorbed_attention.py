@@ -24,17 +24,17 @@ def run(step: LatentStep, choose: PlanFunction = make_plan, tokens: int | None =
     shape, layout = step.shape, step.layout
     attention = AbsorbedAttention(shape, tokens or 1, DEVICE, step.q.dtype, pdl=False, choose=choose)
     if tokens is None:
-        attention.begin_step(step.cache, layout.page_table, layout.context_lens)
+        attention.begin_step(step.held, layout.page_table, layout.context_lens)
     else:
         groups = group_chunks(layout, 0, tokens)
-        attention.begin_step(step.cache, layout.page_table, groups.contexts, groups)
+        attention.begin_step(step.held, layout.page_table, groups.contexts, groups)
     out = torch.full((len(step.q), shape.heads * shape.v_dim), float("nan"), dtype=step.q.dtype, device=DEVICE)
-    attention(step.queries, step.kv_up, step.cache, LAYER, out)
+    attention(step.queries, step.kv_up, step.held, LAYER, out)
     return out.cpu()
 
 
 def reference(step: LatentStep) -> torch.Tensor:
-    return REFERENCE.latent_attention(step.queries, step.layer, step.cache, step.layout)
+    return REFERENCE.latent_attention(step.queries, step.layer, step.held, step.layout)
 
 
 def check(step: LatentStep, dtype: torch.dtype, choose: PlanFunction = make_plan, tokens: int | None = None) -> None:
@@ -80,6 +80,19 @@ def test_every_page_size(page_tokens: int, dtype: torch.dtype) -> None:
 
 def test_chunks_after_a_context(dtype: torch.dtype) -> None:
     check(make_latent_step(CHUNKS, TINY), dtype, tokens=group_tokens(TINY))
+
+
+@pytest.mark.parametrize("page_tokens", [4, 24, 128])
+def test_8_bit_decode_rows(page_tokens: int, kind: torch.dtype, dtype: torch.dtype) -> None:
+    check(make_latent_step(DECODE, ODD, page_tokens=page_tokens).quantized(kind), dtype)
+
+
+def test_8_bit_chunks(kind: torch.dtype, dtype: torch.dtype) -> None:
+    check(make_latent_step(CHUNKS, TINY).quantized(kind), dtype, tokens=group_tokens(TINY))
+
+
+def test_8_bit_deepseek_dimensions(kind: torch.dtype) -> None:
+    check(make_latent_step([(1, 35), (1, 3)], REAL).quantized(kind), torch.float16)
 
 
 @pytest.mark.parametrize("programs", [1, 5, 40])

@@ -47,14 +47,14 @@ def run(step: LatentStep, attention: BlockAttention | None = None) -> Tensor:
     single = step.layout.single_rows
     ours = ExpandedAttention(step.shape, attention or Spoiled(), pdl=False)
     ours.begin_step(step.layout, single)
-    out = ours(step.queries, step.kv_up, step.cache, LAYER, step.layout, single)
+    out = ours(step.queries, step.kv_up, step.held, LAYER, step.layout, single)
     return out.flatten(1)[single:].cpu()
 
 
 def check(step: LatentStep, dtype: torch.dtype) -> None:
     ours = run(step.to(dtype, DEVICE))
     plain, exact = (
-        REFERENCE.latent_attention(inputs.queries, inputs.layer, inputs.cache, inputs.layout)
+        REFERENCE.latent_attention(inputs.queries, inputs.layer, inputs.held, inputs.layout)
         for inputs in (step.to(dtype), step)
     )
     single = step.layout.single_rows
@@ -65,6 +65,11 @@ def check(step: LatentStep, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
 def test_as_exact_as_torch(rows: Sequence[tuple[int, int]], known: bool, dtype: torch.dtype) -> None:
     check(make_latent_step(rows, TINY, known=known), dtype)
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
+def test_8_bit_latents(rows: Sequence[tuple[int, int]], kind: torch.dtype, dtype: torch.dtype) -> None:
+    check(make_latent_step(rows, ODD, page_tokens=24).quantized(kind), dtype)
 
 
 def test_several_blocks_of_cached_positions(monkeypatch: pytest.MonkeyPatch) -> None:

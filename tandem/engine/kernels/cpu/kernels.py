@@ -36,7 +36,7 @@ from tandem.engine.kernels.cpu.panel_weight import UNIT, PanelWeight, in_panels
 from tandem.engine.kernels.cpu.pool import Pool, usable_cores
 from tandem.engine.kernels.cpu.products import MAX_CHUNK_ROWS
 from tandem.engine.kernels.held_weight import CODES_A_BLOCK, multiplied_on_cpus
-from tandem.engine.kernels.kv_cache import KvCache, codes_of, has_codes, part_stride
+from tandem.engine.kernels.kv_cache import KvCache, LatentCache, codes_of, has_codes, part_stride
 from tandem.engine.kernels.layers import (
     AttentionLayer,
     Experts,
@@ -213,11 +213,13 @@ class CpuKernels(PlainStates):
         self._perform(cpu_jobs.ATTENTION)
         return out
 
-    def latent_store(self, q: Tensor, latents: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
+    def latent_store(
+        self, q: Tensor, latents: Tensor, layer: LatentLayer, cache: LatentCache, layout: StepLayout
+    ) -> Tensor:
         """Store the normed latents and the rotated shared key, and rotate the last `rope` dimensions of the queries."""
         return self._plain.latent_store(q, latents, layer, cache, layout)
 
-    def latent_attention(self, q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
+    def latent_attention(self, q: Tensor, layer: LatentLayer, cache: LatentCache, layout: StepLayout) -> Tensor:
         """Compute absorbed attention of one-token rows, and expanded attention of longer rows."""
         return cpu_latent.latent_attention(q, layer, cache, layout)
 

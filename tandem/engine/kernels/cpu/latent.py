@@ -8,11 +8,12 @@ from torch import Tensor
 
 from tandem.engine.config.attention import LatentShape
 from tandem.engine.kernels.base import StepLayout
+from tandem.engine.kernels.kv_cache import LatentCache
 from tandem.engine.kernels.layers import LatentLayer
 from tandem.engine.kernels.reference import attend_latents, gather_latents
 
 
-def latent_attention(q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
+def latent_attention(q: Tensor, layer: LatentLayer, cache: LatentCache, layout: StepLayout) -> Tensor:
     """Compute causal attention over latents, as `Kernels.latent_attention` defines it.
 
     Absorbed attention is computed in float32, and only its result is rounded.
@@ -23,9 +24,11 @@ def latent_attention(q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepL
     wide = kv_up.float() if layout.single_rows else kv_up
     for row, context in enumerate(contexts):
         first, end = starts[row], starts[row + 1]
-        stored = gather_latents(cache, layer.index, layout.page_table[row], context)
-        if row < layout.single_rows:
-            out[first] = _absorbed(q[first].float(), stored.float(), wide, shape)
+        single = row < layout.single_rows
+        dtype = torch.float32 if single else q.dtype
+        stored = gather_latents(cache, layer.index, layout.page_table[row], context, dtype)
+        if single:
+            out[first] = _absorbed(q[first].float(), stored, wide, shape)
         else:
             out[first:end] = attend_latents(q[first:end], stored, kv_up, layout.positions[first:end], shape)
     return out

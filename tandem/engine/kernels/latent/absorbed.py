@@ -18,6 +18,7 @@ import triton
 from torch import Tensor
 
 from tandem.engine.config.attention import LatentShape
+from tandem.engine.kernels.kv_cache import LatentCache, codes_of, largest_code
 from tandem.engine.kernels.latent.absorbed_kernels import (
     PART_FIELDS,
     RANGE_FIELDS,
@@ -84,7 +85,7 @@ class AbsorbedAttention:
         self._begun = threading.local()
 
     def begin_step(
-        self, cache: Tensor, page_table: Tensor, contexts: Tensor, groups: TokenGroups | None = None
+        self, cache: LatentCache, page_table: Tensor, contexts: Tensor, groups: TokenGroups | None = None
     ) -> None:
         """Plan the ranges of a step. Called once before the calls of a step, by the same thread.
 
@@ -116,7 +117,7 @@ class AbsorbedAttention:
         )
         self._begun.step = _Step(page_table, contexts, groups, units, ranges, parts)
 
-    def __call__(self, q: Tensor, kv_up: Tensor, cache: Tensor, layer: int, out: Tensor) -> None:
+    def __call__(self, q: Tensor, kv_up: Tensor, cache: LatentCache, layer: int, out: Tensor) -> None:
         """Compute attention of the step's tokens to the latents of their rows.
 
         q      [T, heads, nope + rope], rows may be strided
@@ -127,10 +128,11 @@ class AbsorbedAttention:
         absorbed = absorb(q, kv_up, self._shape, pdl=self._pdl)
         values_of(self.mix(absorbed, cache, layer), kv_up, out, self._shape, pdl=self._pdl)
 
-    def mix(self, absorbed: Tensor, cache: Tensor, layer: int) -> Tensor:
+    def mix(self, absorbed: Tensor, cache: LatentCache, layer: int) -> Tensor:
         """Return each head's attention-weighted latents [T, heads, latent]; `absorbed` is the result of `absorb`."""
         shape, plan = self._shape, self._plan
         step: _Step = self._begun.step
+        codes = codes_of(cache)
         slots = step.units + len(step.contexts)
         partials = torch.empty(
             self._heads_tiles, slots, plan.rows, shape.latent, dtype=torch.float32, device=absorbed.device
@@ -140,15 +142,15 @@ class AbsorbedAttention:
         table, token_groups = (step.parts, step.parts) if step.groups is None else step.groups[:2]
         absorbed_attention_kernel[self._heads_tiles, step.units](
             absorbed,
-            cache,
+            codes,
             step.page_table,
             step.contexts,
             table,
             step.ranges,
             partials,
             lse,
-            cache.stride(0),
-            cache.stride(1) * layer,
+            codes.stride(0),
+            codes.stride(1) * layer,
             step.page_table.stride(0),
             slots,
             shape.scale * math.log2(math.e),
@@ -159,6 +161,7 @@ class AbsorbedAttention:
             ROPE=shape.rope,
             ROPE_PADDED=max(triton.next_power_of_2(shape.rope), 16),
             PAGE_TOKENS=cache.shape[4],
+            LARGEST=largest_code(cache),
             BLOCK_TOKENS=plan.block_tokens,
             ROWS=plan.rows,
             PDL=self._pdl,

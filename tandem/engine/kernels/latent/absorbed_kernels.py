@@ -9,6 +9,7 @@ of the row. Scores and log-sum-exps are base-2 logarithms (for `exp2`).
 import triton
 import triton.language as tl
 
+from tandem.engine.kernels import kv_cache
 from tandem.engine.kernels.latent.triton_products import dot
 from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
@@ -16,6 +17,7 @@ RANGE_FIELDS = tl.constexpr(4)
 """Number of fields of a program's range: first group, last group + 1, first tile of the first group, tile count."""
 PART_FIELDS = tl.constexpr(2)
 """Number of fields of a group's entry in `parts`: slot of the first partial result, number of partial results."""
+SCALE_BYTES = tl.constexpr(kv_cache.SCALE_BYTES)
 GROUP_FIELDS = tl.constexpr(3)
 """Number of fields of a group of several tokens: its row, its first token, its number of tokens."""
 
@@ -143,6 +145,7 @@ def _attend(
     ROPE: tl.constexpr,
     ROPE_PADDED: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
+    LARGEST: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     WIDE_DOT: tl.constexpr,
@@ -151,6 +154,9 @@ def _attend(
 
     Row i sees positions below visible[i], which is at most `context`. Returns the running maximum and sum [ROWS] of the
     scores, and the weighted latents [ROWS, LATENT_PADDED].
+
+    With LARGEST, the largest code, latents are 8-bit codes. A token's scale multiplies its scores. Its scale · LARGEST,
+    which is the largest number of the token, multiplies its weight, because weight · scale may underflow in float16.
     """
     dim = tl.arange(0, LATENT_PADDED)[None, :]
     rotated = tl.arange(0, ROPE_PADDED)[None, :]
@@ -161,14 +167,19 @@ def _attend(
     page = _page_of(table, start, context, PAGE_TOKENS, BLOCK_TOKENS)
     for tile in tl.range(start, end):
         offsets = _offsets_of(page, tile, page_stride, LATENT + ROPE, PAGE_TOKENS, BLOCK_TOKENS)
-        # The next tile's page id is loaded while this tile is computed.
-        page = _page_of(table, tile + 1, context, PAGE_TOKENS, BLOCK_TOKENS)
         position = tile * BLOCK_TOKENS + token
         seen = (position < context)[:, None]
-        latent = tl.load(latents + offsets + dim, mask=seen & (dim < LATENT), other=0.0)
-        key = tl.load(latents + offsets + LATENT + rotated, mask=seen & (rotated < ROPE), other=0.0)
+        scale = 1.0
+        if LARGEST > 0:
+            scales = latents + PAGE_TOKENS * (LATENT + ROPE)
+            scales += _offsets_of(page, tile, page_stride, SCALE_BYTES, PAGE_TOKENS, BLOCK_TOKENS)
+            scale = tl.trans(tl.load(scales.to(tl.pointer_type(tl.float32), bitcast=True), mask=seen, other=0.0))
+        # The next tile's page id is loaded while this tile is computed.
+        page = _page_of(table, tile + 1, context, PAGE_TOKENS, BLOCK_TOKENS)
+        latent = tl.load(latents + offsets + dim, mask=seen & (dim < LATENT), other=0.0).to(query.dtype)
+        key = tl.load(latents + offsets + LATENT + rotated, mask=seen & (rotated < ROPE), other=0.0).to(query.dtype)
         scores = dot(turned_query, tl.trans(key), tl.zeros([ROWS, BLOCK_TOKENS], tl.float32), WIDE_DOT)
-        scores = dot(query, tl.trans(latent), scores, WIDE_DOT) * log2_scale
+        scores = dot(query, tl.trans(latent), scores, WIDE_DOT) * (scale * log2_scale)
         scores = tl.where(position[None, :] < visible[:, None], scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, axis=1))
         base = higher
@@ -177,8 +188,12 @@ def _attend(
         weight = tl.exp2(scores - base[:, None])
         fade = tl.exp2(highest - base)
         total = total * fade + tl.sum(weight, axis=1)
+        if LARGEST > 0:
+            weight *= scale * LARGEST
         mixed = dot(weight.to(latent.dtype), latent, mixed * fade[:, None], WIDE_DOT)
         highest = higher
+    if LARGEST > 0:
+        mixed /= LARGEST
     return highest, total, mixed
 
 
@@ -207,6 +222,7 @@ def absorbed_attention_kernel(
     ROPE: tl.constexpr,
     ROPE_PADDED: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
+    LARGEST: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
@@ -248,7 +264,7 @@ def absorbed_attention_kernel(
         highest, total, mixed = _attend(
             query, turned_query, cache + layer_offset, page_table + table_row * table_stride, start, end, context,
             visible, page_stride, log2_scale,
-            GROUPED, LATENT, LATENT_PADDED, ROPE, ROPE_PADDED, PAGE_TOKENS, BLOCK_TOKENS, ROWS, WIDE_DOT,
+            GROUPED, LATENT, LATENT_PADDED, ROPE, ROPE_PADDED, PAGE_TOKENS, LARGEST, BLOCK_TOKENS, ROWS, WIDE_DOT,
         )  # fmt: skip
         if end > start:
             slot = heads_tile * slots + unit + group

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tandem.engine.config.attention import LatentShape
 from tandem.engine.kernels.base import StepLayout
+from tandem.engine.kernels.kv_cache import LatentCache
 from tandem.engine.kernels.latent.block_attention import BlockAttention
 from tandem.engine.kernels.latent.triton_expand import TAIL, expand, merge_block
 
@@ -79,7 +80,7 @@ class ExpandedAttention:
         self._begun.step = _Step(own, blocks)
 
     def __call__(
-        self, q: Tensor, kv_up: Tensor, cache: Tensor, layer: int, layout: StepLayout, first_row: int
+        self, q: Tensor, kv_up: Tensor, cache: LatentCache, layer: int, layout: StepLayout, first_row: int
     ) -> Tensor:
         """Compute attention of the whole step's q [T, heads, nope + rope] → [T, heads, v_dim].
 
@@ -113,11 +114,11 @@ class ExpandedAttention:
         return mixed.to(out.dtype)
 
     def _expand(
-        self, block: _Block, kv_up: Tensor, cache: Tensor, layer: int, page_table: Tensor
+        self, block: _Block, kv_up: Tensor, cache: LatentCache, layer: int, page_table: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Compute the keys and values of a block, each [tokens, heads, any]."""
         shape = self._shape
-        both = torch.empty(block.tokens, shape.heads, shape.query + shape.v_dim, dtype=cache.dtype, device=cache.device)
+        both = torch.empty(block.tokens, shape.heads, shape.query + shape.v_dim, dtype=kv_up.dtype, device=kv_up.device)
         expand(
             cache, layer, kv_up, page_table, block.starts, block.lengths, block.first_positions, block.longest, both,
             shape, pdl=self._pdl,

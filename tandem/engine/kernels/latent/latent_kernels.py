@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tandem.engine.config.attention import LatentShape
 from tandem.engine.kernels.base import StepLayout
-from tandem.engine.kernels.kv_cache import KvCache, unquantized
+from tandem.engine.kernels.kv_cache import KvCache, LatentCache, latents_of
 from tandem.engine.kernels.latent.absorbed import AbsorbedAttention
 from tandem.engine.kernels.latent.absorbed_plan import absorbed_tokens, group_tokens
 from tandem.engine.kernels.latent.block_attention import BlockAttention
@@ -75,7 +75,7 @@ class LatentKernels:
     def begin_step(self, cache: KvCache, layout: StepLayout, single: int) -> None:
         """Plan a step. Called once before a step's first layer; the first `single` rows have one token each."""
         for shape in self._shapes:
-            held = unquantized(cache)
+            held = latents_of(cache)
             if single:
                 self._single[shape].begin_step(held, layout.page_table[:single], layout.context_lens[:single])
             if single == len(layout.context_lens):
@@ -86,7 +86,7 @@ class LatentKernels:
             else:
                 self._prompts[shape].begin_step(layout, single)
 
-    def store(self, q: Tensor, latents: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
+    def store(self, q: Tensor, latents: Tensor, layer: LatentLayer, cache: LatentCache, layout: StepLayout) -> Tensor:
         """Apply norm and rotary embedding and store the latents, in one launch; see `Kernels.latent_store`."""
         return latent_store(q, latents, layer, cache, layout, pdl=self._pdl)
 
@@ -104,7 +104,7 @@ class LatentKernels:
         """Compute `Kernels.sparse_attention`."""
         return self._sparse[layer.shape].attend(q, chosen, layer, cache, layout)
 
-    def attention(self, q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout, single: int) -> Tensor:
+    def attention(self, q: Tensor, layer: LatentLayer, cache: LatentCache, layout: StepLayout, single: int) -> Tensor:
         """Compute `Kernels.latent_attention` for a step that began with the same number of `single` rows."""
         rows, shape = len(layout.context_lens), layer.shape
         if single == rows or _is_absorbed(shape, layout, single):

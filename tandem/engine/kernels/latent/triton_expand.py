@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.engine.config.attention import LatentShape
+from tandem.engine.kernels.kv_cache import LatentCache, codes_of, has_codes
 from tandem.engine.kernels.latent.triton_products import dot
 from tandem.engine.kernels.triton_launch import INTERPRETED, launch_dependents, wait_for_inputs
 
@@ -27,7 +28,7 @@ them would make this row's result NaN.
 
 
 def expand(
-    cache: Tensor,
+    cache: LatentCache,
     layer: int,
     kv_up: Tensor,
     page_table: Tensor,
@@ -50,18 +51,18 @@ def expand(
     out             [tokens, heads, nope + rope + v_dim]: each head's key, then its value
     """
     nope, values = (max(triton.next_power_of_2(dim), 16) for dim in (shape.nope, shape.v_dim))
-    exact = cache.dtype == torch.float32
+    exact, codes = kv_up.dtype == torch.float32, codes_of(cache)
     tile = _EXACT_TOKENS if exact else min(_MOST_TOKENS, _SUMS // (nope + values))
     _expand[(triton.cdiv(longest + TAIL, tile), len(page_table), shape.heads)](
-        cache,
+        codes,
         kv_up,
         page_table,
         starts,
         lengths,
         first_positions,
         out,
-        cache.stride(0),
-        cache.stride(1) * layer,
+        codes.stride(0),
+        codes.stride(1) * layer,
         page_table.stride(0),
         HEADS=shape.heads,
         LATENT=shape.latent,
@@ -72,6 +73,7 @@ def expand(
         V_DIM=shape.v_dim,
         V_PADDED=values,
         PAGE_TOKENS=cache.shape[4],
+        CODES=has_codes(cache),
         TOKENS=tile,
         INNER=min(_INNER, max(triton.next_power_of_2(shape.latent), 16)),
         TAIL=TAIL,
@@ -132,6 +134,7 @@ def _expand(
     V_DIM: tl.constexpr,
     V_PADDED: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
+    CODES: tl.constexpr,
     TOKENS: tl.constexpr,
     INNER: tl.constexpr,
     TAIL: tl.constexpr,
@@ -151,7 +154,9 @@ def _expand(
         written = (number < length + TAIL)[:, None]
         position = tl.load(first_positions + row) + number
         page = tl.load(page_table + row * table_stride + position // PAGE_TOKENS, mask=real, other=0).to(tl.int64)
-        latents = cache + layer_offset + (page * page_stride + position % PAGE_TOKENS * (LATENT + ROPE))[:, None]
+        pages = cache + layer_offset + (page * page_stride)[:, None]
+        offset = (position % PAGE_TOKENS)[:, None]
+        latents = pages + offset * (LATENT + ROPE)
         key_dim = tl.arange(0, NOPE_PADDED)[None, :]
         value_dim = tl.arange(0, V_PADDED)[None, :]
         matrix = kv_up + head * ((NOPE + V_DIM) * LATENT)
@@ -162,18 +167,25 @@ def _expand(
             latent = tl.load(latents + inner[None, :], mask=real[:, None] & (inner < LATENT)[None, :], other=0.0)
             weights = matrix + inner[:, None]
             present = (inner < LATENT)[:, None]
+            latent = latent.to(kv_up.dtype.element_ty)
             key_weights = tl.load(weights + key_dim * LATENT, mask=present & (key_dim < NOPE), other=0.0)
             keys = dot(latent, key_weights, keys, WIDE_DOT)
             weights += NOPE * LATENT
             value_weights = tl.load(weights + value_dim * LATENT, mask=present & (value_dim < V_DIM), other=0.0)
             values = dot(latent, value_weights, values, WIDE_DOT)
+        rotated = tl.arange(0, ROPE_PADDED)[None, :]
+        key = tl.load(latents + LATENT + rotated, mask=real[:, None] & (rotated < ROPE), other=0.0)
+        if CODES:
+            scales = (pages + PAGE_TOKENS * (LATENT + ROPE)).to(tl.pointer_type(tl.float32), bitcast=True)
+            scale = tl.load(scales + offset, mask=real[:, None], other=0.0)
+            keys *= scale
+            values *= scale
+            key = key.to(tl.float32) * scale
         dtype: tl.constexpr = out.dtype.element_ty
         target = out + ((begin + number).to(tl.int64) * HEADS + head)[:, None] * (NOPE + ROPE + V_DIM)
         tl.store(target + key_dim, keys.to(dtype), mask=written & (key_dim < NOPE))
         tl.store(target + NOPE + ROPE + value_dim, values.to(dtype), mask=written & (value_dim < V_DIM))
-        rotated = tl.arange(0, ROPE_PADDED)[None, :]
-        key = tl.load(latents + LATENT + rotated, mask=real[:, None] & (rotated < ROPE), other=0.0)
-        tl.store(target + NOPE + rotated, key, mask=written & (rotated < ROPE))
+        tl.store(target + NOPE + rotated, key.to(dtype), mask=written & (rotated < ROPE))
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -5,8 +5,11 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.engine.kernels.base import StepLayout
+from tandem.engine.kernels.kv_cache import LatentCache, codes_of, largest_code
 from tandem.engine.kernels.layers import LatentLayer
+from tandem.engine.kernels.rowwise.triton_codes import store_scale
 from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
+from tandem.engine.kernels.triton_math import as_codes
 
 HEADS_TILE = 16
 """Number of heads whose queries a program rotates."""
@@ -14,27 +17,28 @@ WARPS = 4
 
 
 def latent_store(
-    q: Tensor, latents: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout, *, pdl: bool
+    q: Tensor, latents: Tensor, layer: LatentLayer, cache: LatentCache, layout: StepLayout, *, pdl: bool
 ) -> Tensor:
     """Compute `Kernels.latent_store` in one launch; the queries are rotated in place.
 
     q         [T, heads·(nope + rope)] and latents [T, latent + rope]: rows may be strided
     layout    a token with slot -1 is not stored, and its query is undefined
-    → a view of q [T, heads, nope + rope]. Arithmetic is float32, rounded once.
+    → a view of q [T, heads, nope + rope]. Arithmetic is float32, rounded once; codes are those that `quantize_kv` gives
+    for the rounded numbers.
     """
-    shape = layer.shape
+    shape, codes = layer.shape, codes_of(cache)
     _latent_store[(len(q), 1 + triton.cdiv(shape.heads, HEADS_TILE))](
         q,
         latents,
         layer.rope,
         layer.norm.weight,
-        cache,
+        codes,
         layout.positions,
         layout.slots,
         q.stride(0),
         latents.stride(0),
-        cache.stride(0),
-        cache.stride(1) * layer.index,
+        codes.stride(0),
+        codes.stride(1) * layer.index,
         layer.norm.eps,
         HEADS=shape.heads,
         LATENT=shape.latent,
@@ -44,6 +48,7 @@ def latent_store(
         HALF_PADDED=triton.next_power_of_2(shape.rope // 2),
         PAGE_TOKENS=cache.shape[4],
         WIDTH=shape.cached,
+        LARGEST=largest_code(cache),
         HEADS_TILE=HEADS_TILE,
         PDL=pdl,
         num_warps=WARPS,
@@ -75,6 +80,7 @@ def _latent_store(
     HALF_PADDED: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
+    LARGEST: tl.constexpr,
     HEADS_TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -94,12 +100,27 @@ def _latent_store(
         if part == 0:
             dim = tl.arange(0, LATENT_PADDED)
             source = latents_ptr + token * latents_stride
-            target = cache_ptr + slot // PAGE_TOKENS * page_stride + layer_offset + slot % PAGE_TOKENS * WIDTH
+            page = cache_ptr + slot // PAGE_TOKENS * page_stride + layer_offset
+            target = page + slot % PAGE_TOKENS * WIDTH
+            kind: tl.constexpr = cache_ptr.dtype.element_ty
             x = tl.load(source + dim, mask=dim < LATENT, other=0.0).to(tl.float32)
             weight = tl.load(norm_ptr + dim, mask=dim < LATENT, other=0.0).to(tl.float32)
             normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / LATENT + eps) * weight
-            tl.store(target + dim, normed.to(cache_ptr.dtype.element_ty), mask=dim < LATENT)
-            rotate_pairs(source + LATENT + half, target + LATENT + half, cos, sin, inside, HALF)
+            first, second = rotated_pairs(source + LATENT + half, cos, sin, inside, HALF)
+            if LARGEST > 0:
+                rounded: tl.constexpr = latents_ptr.dtype.element_ty
+                normed = normed.to(rounded).to(tl.float32)
+                first, second = first.to(rounded).to(tl.float32), second.to(rounded).to(tl.float32)
+                most = tl.maximum(_bits(normed), tl.maximum(_bits(first), _bits(second)))
+                scale_at = (page + PAGE_TOKENS * WIDTH).to(tl.pointer_type(tl.float32), bitcast=True)
+                factor = store_scale(most.to(tl.float32, bitcast=True), scale_at + slot % PAGE_TOKENS, True, LARGEST)
+                tl.store(target + dim, as_codes(normed * factor, LARGEST, kind), mask=dim < LATENT)
+                tl.store(target + LATENT + half, as_codes(first * factor, LARGEST, kind), mask=inside)
+                tl.store(target + LATENT + HALF + half, as_codes(second * factor, LARGEST, kind), mask=inside)
+            else:
+                tl.store(target + dim, normed.to(kind), mask=dim < LATENT)
+                tl.store(target + LATENT + half, first.to(kind), mask=inside)
+                tl.store(target + LATENT + HALF + half, second.to(kind), mask=inside)
         else:
             head = (part - 1) * HEADS_TILE + tl.arange(0, HEADS_TILE)
             at = q_ptr + token * q_stride + head[:, None] * (NOPE + ROPE) + NOPE + half[None, :]
@@ -109,8 +130,21 @@ def _latent_store(
 @triton.jit
 def rotate_pairs(source, target, cos, sin, mask, HALF: tl.constexpr):
     """Rotate the pairs (source[i], source[i + HALF]) and store them at `target`, which may be the same pointer."""
+    first, second = rotated_pairs(source, cos, sin, mask, HALF)
+    dtype: tl.constexpr = target.dtype.element_ty
+    tl.store(target, first.to(dtype), mask=mask)
+    tl.store(target + HALF, second.to(dtype), mask=mask)
+
+
+@triton.jit
+def rotated_pairs(source, cos, sin, mask, HALF: tl.constexpr):
+    """Return the rotated pairs (source[i], source[i + HALF]) in float32; 0 where `mask` is False."""
     first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
-    dtype: tl.constexpr = target.dtype.element_ty
-    tl.store(target, (first * cos - second * sin).to(dtype), mask=mask)
-    tl.store(target + HALF, (second * cos + first * sin).to(dtype), mask=mask)
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _bits(numbers):
+    """Return the largest bits of the absolute numbers; those of NaN are larger than those of any number."""
+    return tl.max(tl.abs(numbers).to(tl.int32, bitcast=True), axis=0)

@@ -36,8 +36,17 @@ def _store_codes(at, scale_at, first, second, gap, mask, present, rounded: tl.co
     # The maximum of the bits, of which those of NaN are the largest: a maximum of numbers would ignore NaN.
     bits = tl.maximum(tl.abs(x).to(tl.int32, bitcast=True), tl.abs(y).to(tl.int32, bitcast=True))
     most = tl.max(bits, axis=1, keep_dims=True).to(tl.float32, bitcast=True)
-    most_allowed = tl.full(most.shape, largest, tl.float32)
-    factor = tl.div_rn(most_allowed, tl.where(most > 0, most, 1.0))
-    tl.store(scale_at, tl.div_rn(most, most_allowed) + (most - most), mask=present)
+    factor = store_scale(most, scale_at, present, largest)
     tl.store(at, as_codes(x * factor, largest, kind), mask=mask)
     tl.store(at + gap, as_codes(y * factor, largest, kind), mask=mask)
+
+
+@triton.jit
+def store_scale(most, scale_at, present, largest: tl.constexpr):
+    """Store the scale of codes of at most `largest` for numbers of at most `most`, and return numbers' factor to codes.
+
+    The scale is NaN if `most` is not finite.
+    """
+    most_allowed = tl.full(most.shape, largest, tl.float32)
+    tl.store(scale_at, tl.div_rn(most, most_allowed) + (most - most), mask=present)
+    return tl.div_rn(most_allowed, tl.where(most > 0, most, 1.0))
