@@ -51,18 +51,18 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 def kernels_of(shape: LatentShape, dtype: torch.dtype, blocks: BlockAttention | None = None) -> LatentKernels:
     chosen: Future[BlockAttention] = Future()
     chosen.set_result(blocks or choose_block_attention(GPU, dtype, [shape]))
-    return LatentKernels([shape], GPU, dtype, overlaps_launches(), chosen)
+    return LatentKernels([shape], (), GPU, dtype, overlaps_launches(), chosen)
 
 
 def run(step: LatentStep, blocks: BlockAttention | None = None) -> Tensor:
     """Computes a step whose queries are rotated and whose latents are stored already."""
     kernels, single = kernels_of(step.shape, step.q.dtype, blocks), step.layout.single_rows
-    kernels.begin_step(step.cache, step.layout, single)
-    return kernels.attention(step.queries, step.layer, step.cache, step.layout, single)
+    kernels.begin_step(step.held, step.layout, single)
+    return kernels.attention(step.queries, step.layer, step.held, step.layout, single)
 
 
 def reference(step: LatentStep) -> Tensor:
-    return REFERENCE.latent_attention(step.queries, step.layer, step.cache, step.layout)
+    return REFERENCE.latent_attention(step.queries, step.layer, step.held, step.layout)
 
 
 def check(step: LatentStep, dtype: torch.dtype, blocks: BlockAttention | None = None) -> None:
@@ -92,6 +92,13 @@ def test_every_shape(shape: str, rows: str) -> None:
 @pytest.mark.parametrize("page_tokens", [16, 48, 64])
 def test_every_page_size(page_tokens: int, rows: str) -> None:
     check(make_latent_step(ROWS[rows], SHAPES["deepseek-v2-lite"], page_tokens=page_tokens), torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_8_bit_latents(rows: Sequence[tuple[int, int]], kind: torch.dtype, dtype: torch.dtype) -> None:
+    check(make_latent_step(rows, SHAPES["deepseek-v2-lite"], page_tokens=128).quantized(kind), dtype)
 
 
 def test_flash_attn_4_takes_the_dimensions() -> None:

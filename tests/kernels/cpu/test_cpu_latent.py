@@ -14,16 +14,24 @@ ROWS = [(1, 40), (1, 1), (9, 30), (2, 2)]
 
 
 def run(step: LatentStep) -> torch.Tensor:
-    return latent_attention(step.queries, step.layer, step.cache, step.layout)
+    return latent_attention(step.queries, step.layer, step.held, step.layout)
 
 
 @pytest.mark.parametrize(
     ("shape", "dtype"), [(TINY, torch.float32), (TINY, torch.bfloat16), (REAL, torch.bfloat16)], ids=str
 )
 def test_as_exact_as_torch(shape: LatentShape, dtype: torch.dtype) -> None:
-    step = make_latent_step(ROWS, shape)
+    check(make_latent_step(ROWS, shape), dtype)
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_8_bit_latents_are_as_exact_as_torch(kind: torch.dtype) -> None:
+    check(make_latent_step(ROWS, TINY).quantized(kind), torch.bfloat16)
+
+
+def check(step: LatentStep, dtype: torch.dtype) -> None:
     exact, plain = (
-        REFERENCE.latent_attention(inputs.queries, inputs.layer, inputs.cache, inputs.layout)
+        REFERENCE.latent_attention(inputs.queries, inputs.layer, inputs.held, inputs.layout)
         for inputs in (step, step.to(dtype))
     )
     assert_as_good(run(step.to(dtype)), plain, exact)

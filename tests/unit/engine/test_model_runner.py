@@ -273,9 +273,23 @@ def test_quantized_answers_continue_elsewhere_and_in_company(scheme: dict[str, A
     assert second.page_sums([12, 13], filled) == first.page_sums([3, 1], filled)
 
 
-def test_latents_are_not_cached_in_8_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_8_bit_latents_are_close_and_hold_more_tokens(tmp_path: Path, dtype: str) -> None:
     folder = write_tiny_model(tmp_path / "latent", "deepseek_v3")
-    with pytest.raises(InvalidArgument, match="kv_cache_dtype: latents are not cached as int8; use auto"):
+    plain, int8 = (
+        ModelRunner.load(tiny_engine_config(folder, dtype=dtype, kv_cache_dtype=kind)) for kind in ("auto", "int8")
+    )
+    (dim,) = plain.cache.first.dims
+    assert int8.cache.page_bytes * dim * plain.dtype.itemsize == plain.cache.page_bytes * (dim + 4)
+    assert int8.roofline.sizes.kv_bytes_per_token * int8.page_tokens == int8.cache.page_bytes
+    batch = StepBatch([row(IDS, 0, [0, 1])])
+    wanted, actual = plain.logits(batch).float().clone(), int8.logits(batch).float()
+    assert 0 < (actual - wanted).square().mean().sqrt() < 0.05 * wanted.std()
+
+
+def test_latents_of_sparse_attention_are_not_cached_in_8_bits(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "latent", "deepseek_v32")
+    with pytest.raises(InvalidArgument, match="kv_cache_dtype: the latents of sparse attention are not cached as int8"):
         ModelRunner.load(tiny_engine_config(folder, kv_cache_dtype="int8"))
 
 
