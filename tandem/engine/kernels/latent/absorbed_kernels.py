@@ -18,6 +18,7 @@ RANGE_FIELDS = tl.constexpr(4)
 PART_FIELDS = tl.constexpr(2)
 """Number of fields of a group's entry in `parts`: slot of the first partial result, number of partial results."""
 SCALE_BYTES = tl.constexpr(kv_cache.SCALE_BYTES)
+"""Size of a scale in bytes."""
 GROUP_FIELDS = tl.constexpr(3)
 """Number of fields of a group of several tokens: its row, its first token, its number of tokens."""
 

@@ -76,7 +76,13 @@ def test_a_model_that_stages_cannot_divide_is_refused(family: str, stages: int, 
 
 @pytest.mark.parametrize(
     ("family", "kv_cache_dtype", "ranks", "stages"),
-    [("llama3", "auto", 1, 2), ("gpt_oss", "auto", 1, 2), ("smollm2", "int8", 1, 3), ("llama2", "auto", 2, 2)],
+    [
+        ("llama3", "auto", 1, 2),
+        ("gpt_oss", "auto", 1, 2),
+        ("smollm2", "int8", 1, 3),
+        ("deepseek_v3", "int8", 1, 2),
+        ("llama2", "auto", 2, 2),
+    ],
 )
 def test_a_hand_over_to_one_rank_gives_the_pages_that_this_rank_would_compute(
     family: str, kv_cache_dtype: str, ranks: int, stages: int, tmp_path: Path
