@@ -234,7 +234,9 @@ class WorkerKind:
 
         There is none if the tokens of the model cannot be divided.
         """
-        if self.model.has_states:
+        try:
+            check_token_division(self.model, GROUP_SIZES[-1])
+        except InvalidArgument:
             return []
         return [replace(self, gpus=ranks, context_ranks=ranks, group_sizes=()) for ranks in GROUP_SIZES[1:]]
 

@@ -54,6 +54,8 @@ _NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 _H_8B = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 _gemma = partial(sizes, head_dim=256, vocab=262208)
 _nemotron = partial(sizes, "nemotron_h", head_dim=128, vocab=131072)
+_llama4 = partial(sizes, "llama4_text", 5120, 48, 40, 8, 8192, 202048)
+_gemma4 = partial(sizes, "gemma4_text", head_dim=256, vocab=262144, hidden_size_per_layer_input=0)
 _glm = partial(sizes, "glm4_moe", heads=96, kv_heads=8, vocab=151552, head_dim=128, attention_bias=True)
 
 
@@ -88,9 +90,8 @@ MODELS: dict[str, Served | Refused] = {
     "Llama 3.3 70B": Served(70.6, "llama-3-70b"),
     "Llama 3.2 1B": Served(1.24, "llama-3.2-1b"),
     "Llama 3.2 3B": Served(3.21, sizes("llama", 3072, 28, 24, 8, 8192, 128256, head_dim=128, **TIED)),
-    "Llama 4 Scout, Maverick": Refused(
-        "Llama4ForConditionalGeneration", "attention within chunks of 8,192 tokens, and experts with scaled inputs"
-    ),
+    "Llama 4 Scout": Served(107.8, _llama4(num_local_experts=16), "text part"),
+    "Llama 4 Maverick": Served(400.7, _llama4(num_local_experts=128, interleave_moe_layer_step=2), "text part"),
     "Qwen2.5 7B": Served(7.62, sizes("qwen2", 3584, 28, 28, 4, 18944, 152064)),
     "Qwen2.5 72B": Served(72.7, sizes("qwen2", 8192, 80, 64, 8, 29568, 152064)),
     "Qwen3 0.6B": Served(0.6, "qwen3-0.6b"),
@@ -119,12 +120,12 @@ MODELS: dict[str, Served | Refused] = {
         | experts(512, 10, 1024, shared_expert_intermediate_size=1024),
         "text part",
     ),
-    "gpt-oss 20b": Served(20.9, "gpt-oss-20b", "16 bits; the published MXFP4 files are refused"),
+    "gpt-oss 20b": Served(20.9, "gpt-oss-20b", "the published MXFP4 files take 12.9"),
     "gpt-oss 120b": Served(
         116.8,
         sizes("gpt_oss", 2880, 36, 64, 8, 2880, 201088, head_dim=64, sliding_window=128)
         | {"num_local_experts": 128, "num_experts_per_tok": 4},
-        "16 bits; the published MXFP4 files are refused",
+        "the published MXFP4 files take 61.0",
     ),
     "DeepSeek V3, R1, V3.1": Served(671.0, "deepseek-v3"),
     "DeepSeek V2-Lite": Served(15.7, "deepseek-v2-lite"),
@@ -172,8 +173,10 @@ MODELS: dict[str, Served | Refused] = {
         sizes("minimax_m2", 3072, 62, 48, 8, 1536, 200064, head_dim=128, rotary_dim=64)
         | {"num_local_experts": 256, "num_experts_per_tok": 8},
     ),
-    "MiMo-V2-Flash": Refused(
-        "MiMoV2FlashForCausalLM", "values of fewer dimensions than keys, and other KV heads in layers with windows"
+    "MiMo-V2-Flash": Served(
+        308.8,
+        sizes("mimo_v2_flash", 4096, 48, 64, 4, 16384, 152576, sliding_window=128)
+        | {"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048},
     ),
     "Gemma 2 9B": Served(9.24, _gemma("gemma2", 3584, 42, 16, 8, 14336, vocab=256000, sliding_window=4096)),
     "Gemma 2 27B": Served(
@@ -182,7 +185,16 @@ MODELS: dict[str, Served | Refused] = {
     "Gemma 3 4B": Served(3.88, _gemma("gemma3_text", 2560, 34, 8, 4, 10240, sliding_window=1024), "text part"),
     "Gemma 3 12B": Served(11.8, "gemma-3-12b", "text part"),
     "Gemma 3 27B": Served(27.0, "gemma-3-27b", "text part"),
-    "Gemma 4": Refused("Gemma4ForConditionalGeneration", "heads of other dimensions in layers without a window"),
+    "Gemma 4 31B": Served(
+        30.7,
+        _gemma4(5376, 60, 32, 16, 21504, num_global_key_value_heads=4, attention_k_eq_v=True, sliding_window=1024),
+        "text part",
+    ),
+    "Gemma 4 26B-A4B": Refused(
+        "Gemma4ForCausalLM",
+        "experts beside a dense network (`enable_moe_block`)",
+        _gemma4(2816, 30, 16, 8, 2112, enable_moe_block=True),
+    ),
     "Phi-3.5 mini": Served(3.82, sizes("phi3", 3072, 32, 32, 32, 8192, 32064)),
     "Phi-4": Served(14.7, sizes("phi3", 5120, 40, 40, 10, 17920, 100352)),
     "Phi-4-mini": Served(3.84, sizes("phi3", 3072, 32, 24, 8, 8192, 200064, **TIED)),
