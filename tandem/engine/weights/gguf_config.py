@@ -90,6 +90,7 @@ def huggingface_config(
         "max_position_embeddings": metadata.need("context_length"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "attention_out_bias": "blk.0.attn_output.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         "rope_theta": metadata.get("rope.freq_base") or 10000.0,
         "rope_scaling": _rope_scaling(metadata, architecture, rope_factors),
@@ -191,8 +192,6 @@ def _of_family(metadata: Metadata, model_type: str, norm_eps: float, tensors: Co
             fields = metadata.given(original_max_position_embeddings="rope.scaling.original_context_length")
         case "glm4_moe":
             fields = {"use_qk_norm": "blk.0.attn_q_norm.weight" in tensors}
-        case "seed_oss":
-            fields = {"attention_out_bias": "blk.0.attn_output.bias" in tensors}
         case "ernie4_5":
             fields = {"use_bias": "blk.0.attn_q.bias" in tensors}
         case "ernie4_5_moe":
@@ -258,17 +257,17 @@ def _rope_scaling(
 def _llama3_scaling(factors: npt.NDArray[np.float32], theta: float) -> dict[str, Any]:
     """Return the parameters of Llama 3 scaling that yield these divisors.
 
-    Every Llama 3.x blends frequencies between 1 and 4 turns in 8192 tokens.
+    Every Llama 3.x blends frequencies between 1 and 4 turns in 8192 tokens; Llama 4 changes the divisor at 1 turn.
     """
     scaling = {
         "rope_type": "llama3",
         "factor": float(factors.max()),
         "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
     turns = 8192 / (2 * math.pi) * theta ** -(np.arange(len(factors)) / len(factors))
-    blend = ((turns - 1.0) / 3.0).clip(0, 1)
-    if not np.allclose(1 / ((1 - blend) / scaling["factor"] + blend), factors, rtol=1e-3):
-        raise ModelError(f"the RoPE divisors in {ROPE_FACTORS} are not those of Llama 3, and no others are supported.")
-    return scaling
+    for highest in (4.0, 1.0):
+        blend = ((turns - 1.0) / (highest - 1.0)).clip(0, 1) if highest > 1 else np.float64(turns > 1.0)
+        if np.allclose(1 / ((1.0 - blend) / scaling["factor"] + blend), factors, rtol=1e-3):
+            return scaling | {"high_freq_factor": highest}
+    raise ModelError(f"the RoPE divisors in {ROPE_FACTORS} are not those of Llama 3 or 4, and no others are supported.")

@@ -34,7 +34,7 @@ def _state_joins(module: str) -> tuple[Join, ...]:
     )
 
 
-def _state_names(module: str) -> Mapping[str, str]:
+def _state_names(module: str) -> dict[str, str]:
     return {
         "ssm_in": f"{module}.in_proj",
         "ssm_conv1d.bias": f"{module}.conv1d.bias",
@@ -158,7 +158,7 @@ def qwen3_next(metadata: Metadata) -> Architecture:
 
 def _rows_by_head(heads: int, rows: Collection[int], qkv: Tensor, gate: Tensor) -> Tensor:
     """Return the rows of q, k, v and the gate of each key head in turn; `rows` has one head's number of q, k and v."""
-    parts = (*qkv.split([heads * count for count in rows]), gate)
+    parts = (*torch.split(qkv, [heads * count for count in rows]), gate)
     return torch.cat([part.unflatten(0, (heads, -1)) for part in parts], dim=1).flatten(0, 1)
 
 

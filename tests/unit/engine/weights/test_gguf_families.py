@@ -322,6 +322,12 @@ def _changed(name: str, weight: np.ndarray, config: dict[str, Any], kind: str) -
         return _permute(weight, config["num_key_value_heads"])
     if kind in NORMS_PLUS_ONE and name.endswith("norm.weight") and "linear_attn" not in name:
         return weight + 1
+    weight = _changed_state(name, weight, config, kind)
+    return weight.reshape(-1) if name.endswith(("correction.bias", "shared_expert_gate.weight")) else weight
+
+
+def _changed_state(name: str, weight: np.ndarray, config: dict[str, Any], kind: str) -> np.ndarray:
+    """Return the values that the converter writes for a tensor of a state layer; those of others are unchanged."""
     if name.endswith(".A_log"):
         return (-np.exp(weight)).reshape((-1,) if kind == "qwen3next" else (-1, 1))
     if name.endswith(("conv1d.weight", "conv.conv.weight")):
@@ -330,41 +336,48 @@ def _changed(name: str, weight: np.ndarray, config: dict[str, Any], kind: str) -
         return weight[:, None]
     if name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
         return weight.reshape(config.get("mamba_n_groups") or config.get("n_groups") or 1, -1)
-    return weight.reshape(-1) if name.endswith(("correction.bias", "shared_expert_gate.weight")) else weight
+    return weight
 
 
 def _parts(name: str, weight: np.ndarray, config: dict[str, Any], *, split_latent: bool) -> Weights:
     """Return the tensors that the converter makes of one, by names that the gguf package knows."""
     stem, _, last = name.rpartition(".")
+    if "in_proj_qkvz" in name or "shared_mlp." in name or "input_linear" in name:
+        return _hybrid_parts(name, weight, config)
     if name.endswith("kv_b_proj.weight") and split_latent:
         stem, nope = stem.removesuffix("kv_b_proj"), config["qk_nope_head_dim"]
         heads = weight.reshape(config["num_attention_heads"], -1, config["kv_lora_rank"])
         return {f"{stem}k_b_proj.weight": heads[:, :nope].swapaxes(1, 2), f"{stem}v_b_proj.weight": heads[:, nope:]}
-    if name.endswith("in_proj_qkvz.weight"):
-        return _projections(stem, weight, config)
-    if name.endswith("shared_mlp.input_linear.weight"):
-        return _shared_projections(name, weight, config)
-    if name.endswith("shared_mlp.output_linear.weight") and not config.get("num_local_experts"):
-        return {f"{stem.replace('shared_mlp.output_linear', 'mlp.down_proj')}.weight": weight}
-    if last == "gate_up_proj" and config["model_type"] == "llama4_text":
-        gate, up = np.split(weight.swapaxes(1, 2), 2, axis=1)
-        return {f"{stem}.gate_proj.weight": gate, f"{stem}.up_proj.weight": up}
     if last == "gate_up_proj":
-        gate, up = weight[..., 0::2].swapaxes(1, 2), weight[..., 1::2].swapaxes(1, 2)
+        halves = np.split(weight, 2, axis=2)
+        gate, up = halves if config["model_type"] == "llama4_text" else (weight[..., 0::2], weight[..., 1::2])
+        gate, up = gate.swapaxes(1, 2), up.swapaxes(1, 2)
         return {f"{stem}.gate_proj.weight": gate, f"{stem}.up_proj.weight": up}
     if last == "gate_up_proj_bias":
         return {f"{stem}.gate_proj.bias": weight[..., 0::2], f"{stem}.up_proj.bias": weight[..., 1::2]}
     if last == "down_proj":
         return {f"{name}.weight": weight.swapaxes(1, 2)}
+    renamed = {"down_proj_bias": "down_proj.bias", "sinks": "sinks.weight", "dt_bias": "dt_proj.bias"}
+    renamed["expert_bias"] = "expert_bias.bias"
+    return {f"{stem}.{renamed.get(last, last)}".replace("correction_bias", "correction.bias"): weight}
+
+
+def _hybrid_parts(name: str, weight: np.ndarray, config: dict[str, Any]) -> Weights:
+    """Return the tensors of Gated DeltaNet's projections, or of Granite's experts."""
+    stem = name.removesuffix(".weight")
     if name.endswith("block_sparse_moe.input_linear.weight"):
         gate, up = np.split(weight, 2, axis=1)
         return {
             f"{stem.replace('input_linear', 'experts.w1')}.weight": gate,
             f"{stem.replace('input_linear', 'experts.w3')}.weight": up,
         }
-    renamed = {"down_proj_bias": "down_proj.bias", "sinks": "sinks.weight", "dt_bias": "dt_proj.bias"}
-    renamed["expert_bias"] = "expert_bias.bias"
-    return {f"{stem}.{renamed.get(last, last)}".replace("correction_bias", "correction.bias"): weight}
+    if name.endswith("in_proj_qkvz.weight"):
+        return _projections(stem, weight, config)
+    if name.endswith("shared_mlp.input_linear.weight"):
+        return _shared_projections(name, weight, config)
+    if name.endswith("shared_mlp.output_linear.weight") and not config.get("num_local_experts"):
+        return {f"{stem.replace('shared_mlp.output_linear', 'mlp.down_proj')}.weight": weight}
+    return {name: weight}
 
 
 def _projections(stem: str, weight: np.ndarray, config: dict[str, Any]) -> Weights:
@@ -518,7 +531,7 @@ def test_a_bamba_file_is_refused(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ModelError, match=r"Bamba is not supported as a GGUF file .* safetensors"):
+    with pytest.raises(ModelError, match=r"Bamba is not supported as a GGUF file.* safetensors"):
         prepare_model(tmp_path / "m.gguf", tmp_path / "cache")
 
 
