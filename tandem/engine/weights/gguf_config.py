@@ -267,7 +267,7 @@ def _llama3_scaling(factors: npt.NDArray[np.float32], theta: float) -> dict[str,
     }
     turns = 8192 / (2 * math.pi) * theta ** -(np.arange(len(factors)) / len(factors))
     for highest in (4.0, 1.0):
-        blend = ((turns - 1.0) / (highest - 1.0)).clip(0, 1) if highest > 1 else np.float64(turns > 1.0)
+        blend = np.interp(turns, (1.0, highest), (0.0, 1.0))
         if np.allclose(1 / ((1.0 - blend) / scaling["factor"] + blend), factors, rtol=1e-3):
             return scaling | {"high_freq_factor": highest}
     raise ModelError(f"the RoPE divisors in {ROPE_FACTORS} are not those of Llama 3 or 4, and no others are supported.")

@@ -159,7 +159,7 @@ def qwen3_next(metadata: Metadata) -> Architecture:
 def _rows_by_head(heads: int, rows: Collection[int], qkv: Tensor, gate: Tensor) -> Tensor:
     """Return the rows of q, k, v and the gate of each key head in turn; `rows` has one head's number of q, k and v."""
     parts = (*torch.split(qkv, [heads * count for count in rows]), gate)
-    return torch.cat([part.unflatten(0, (heads, -1)) for part in parts], dim=1).flatten(0, 1)
+    return torch.cat([part.reshape(heads, -1, part.shape[-1]) for part in parts], dim=1).flatten(0, 1)
 
 
 def refuse_bamba(metadata: Metadata) -> None:
