@@ -88,12 +88,14 @@ def test_kv_of_ranks_that_divide_tokens_is_handed_over_like_that_of_one_rank(
 
 
 @soak
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.timeout(300 + 60 * DEATHS)
 def test_no_answer_is_wrong_or_hangs_when_ranks_die_at_random_moments_under_load(
-    running_cluster: Callable[..., Any], small_model: Path
+    running_cluster: Callable[..., Any], small_model: Path, ranks: int
 ) -> None:
+    """The restarts of workers of two ranks are measured beside those of workers of one."""
     cluster = running_cluster(
-        model=small_model, dtype="float32", prefill=2, decode=2, tensor_parallel_size=2, kv_cache_bytes=1 << 27
+        model=small_model, dtype="float32", prefill=2, decode=2, tensor_parallel_size=ranks, kv_cache_bytes=1 << 27
     )
     expected = asyncio.run(undisturbed(cluster.grpc_address, QUESTIONS))
     rng = random.Random(11)
@@ -115,7 +117,7 @@ def test_no_answer_is_wrong_or_hangs_when_ranks_die_at_random_moments_under_load
 
     load = asyncio.run(kill_at_random())
     print(
-        f"{DEATHS} deaths: {load.right} answers right, {len(load.refused)} refused;"
+        f"{DEATHS} deaths in workers of {ranks} ranks: {load.right} answers right, {len(load.refused)} refused;"
         f" restarts in {median(restarts_s):.1f} s (median), at most {max(restarts_s):.1f} s"
     )
     assert load.right >= AT_ONCE

@@ -229,7 +229,7 @@ def _every_size(config: EngineConfig, model: DecoderModel, group: Collectives | 
 
 
 def _verify_sizes(config: EngineConfig, model: DecoderModel) -> list[VerifySize]:
-    if not (config.cuda_graphs and config.draft_graphs):
+    if not (config.cuda_graphs and config.draft_graphs and model.kernels.drafts_capturable):
         return []
     states = model.spec.has_states
     return verify_sizes(model.kernels, config.batch_requests, config.max_step_tokens, states=states)

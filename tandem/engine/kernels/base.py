@@ -217,6 +217,14 @@ class Kernels(Products):
         return False
 
     @property
+    def drafts_capturable(self) -> bool:
+        """True if a CUDA graph may contain a step that verifies draft tokens; state layers compute it as short prompts.
+
+        The default is True.
+        """
+        return True
+
+    @property
     def capturable_tokens(self) -> int | None:
         """The largest number of prompt tokens in a step that a CUDA graph may contain; None = no limit."""
         return None

@@ -141,6 +141,11 @@ class CudaKernels(Kernels):
         return not self._decode or isinstance(self._prefill, FlashPrefill | QuantizedPrefill)
 
     @property
+    def drafts_capturable(self) -> bool:
+        """True unless the model has Kimi Delta Attention, whose prompts wait for the device."""
+        return not self._waits_in_prompts
+
+    @property
     def capturable_tokens(self) -> int | None:
         """Maximum number of prompt tokens in a captured step, see `LatentKernels`; None = no limit."""
         return self._latent.capturable_tokens
