@@ -259,15 +259,16 @@ def _llama3_scaling(factors: npt.NDArray[np.float32], theta: float) -> dict[str,
 
     Every Llama 3.x blends frequencies between 1 and 4 turns in 8192 tokens; Llama 4 changes the divisor at 1 turn.
     """
+    factor = float(factors.max())
     scaling = {
         "rope_type": "llama3",
-        "factor": float(factors.max()),
+        "factor": factor,
         "low_freq_factor": 1.0,
         "original_max_position_embeddings": 8192,
     }
     turns = 8192 / (2 * math.pi) * theta ** -(np.arange(len(factors)) / len(factors))
     for highest in (4.0, 1.0):
         blend = np.interp(turns, (1.0, highest), (0.0, 1.0))
-        if np.allclose(1 / ((1.0 - blend) / scaling["factor"] + blend), factors, rtol=1e-3):
+        if np.allclose(1 / ((1.0 - blend) / factor + blend), factors, rtol=1e-3):
             return scaling | {"high_freq_factor": highest}
     raise ModelError(f"the RoPE divisors in {ROPE_FACTORS} are not those of Llama 3 or 4, and no others are supported.")
