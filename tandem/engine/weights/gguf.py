@@ -23,7 +23,7 @@ from tandem.engine.models.load_spec import parse_spec
 from tandem.engine.models.quantization_config import GGUF_SCHEMES
 from tandem.engine.user_cache import user_cache
 from tandem.engine.weights.checkpoint import Progress, check_model
-from tandem.engine.weights.gguf_architectures import Architecture, Join, architecture_of
+from tandem.engine.weights.gguf_architectures import architecture_of
 from tandem.engine.weights.gguf_config import (
     LONGROPE_FACTORS,
     ROPE_FACTORS,
@@ -33,6 +33,7 @@ from tandem.engine.weights.gguf_config import (
     layer_of,
     number_of_layers,
 )
+from tandem.engine.weights.gguf_layout import Architecture, Join
 from tandem.engine.weights.safetensors_file import write_tensors
 from tandem.protocol.errors import ModelError
 
@@ -40,7 +41,7 @@ Float32 = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
 _MAGIC = b"GGUF"
-_VERSION = b"3"
+_VERSION = b"4"
 """A part of the cache key, which is changed when the converter's output changes, so that old folders are not used."""
 _DTYPE = "bfloat16"
 """The dtype of activations and KV of a quantized model on GPUs, because the file does not state one."""
@@ -213,7 +214,7 @@ def _outputs(
         for join in architecture.joins:
             names = [f"blk.{number}.{name}" for name in join.inputs]
             if all(name in tensors for name in names):
-                outputs[f"model.layers.{number}.{join.name}"] = _joined(
+                outputs[f"{architecture.layers}{number}.{join.name}"] = _joined(
                     join, [tensors[name] for name in names], codes=codes
                 )
                 joined.update(names)

@@ -1,87 +1,23 @@
 """The architectures of GGUF files: their families in Hugging Face checkpoints, tensor names and changed weights."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from tandem.engine.weights.gguf_layout import Architecture, Join, Metadata, Read
+from tandem.engine.weights.gguf_states import (
+    GRANITE_EXPERT_NAMES,
+    GRANITE_EXPERTS,
+    GRANITE_SHARED,
+    STATE_ARCHITECTURES,
+    qwen3_next,
+    refuse_bamba,
+)
 from tandem.protocol.errors import ModelError
-
-Read = Callable[[str], Any]
-"""A function that returns the value of a metadata key; None if the file does not have the key."""
 
 _SIGMOID = 2
 """The value of `expert_gating_func` for sigmoid scores."""
-
-
-@dataclass(frozen=True, slots=True)
-class Join:
-    """One tensor of a checkpoint that is computed from one or more GGUF tensors of the same layer."""
-
-    inputs: tuple[str, ...]
-    """The names of the GGUF tensors without the prefix `blk.N.`."""
-    name: str
-    """The name of the result without the prefix `model.layers.N.`."""
-    compute: Callable[..., Tensor]
-    """The function of the tensors, which must also work on the device `meta`."""
-    join_blocks: Callable[..., Tensor] | None = None
-    """The same for the quantized blocks of the tensors, of which it only reorders rows; None = blocks are dequantized.
-
-    If blocks are kept, the columns of the result are its inputs, also where `compute` transposes the tensors.
-    """
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """The differences between the weights of a GGUF architecture and those of a Llama file."""
-
-    model_type: str
-    """The `model_type` of config.json."""
-    names: Mapping[str, str] = field(default_factory=dict)
-    """Names in a layer that differ from `LAYER_NAMES`."""
-    permuted: bool = False
-    """True if the converter stores the two rows of each RoPE pair of q and k next to each other."""
-    norms_plus_one: bool = False
-    """True if the converter adds 1 to the weights of norms."""
-    joins: tuple[Join, ...] = ()
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of config.json that the file's metadata may override."""
-
-
-LAYER_NAMES: Mapping[str, str] = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_qkv": "self_attn.qkv_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "attn_sinks.weight": "self_attn.sinks",
-    "attn_q_a": "self_attn.q_a_proj",
-    "attn_q_a_norm": "self_attn.q_a_layernorm",
-    "attn_q_b": "self_attn.q_b_proj",
-    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-    "attn_kv_b": "self_attn.kv_b_proj",
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{}.up_proj",
-    "ffn_down_exps": "mlp.experts.{}.down_proj",
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-    "ffn_up_shexp": "mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj",
-}
-"""The checkpoint's name of each tensor in a layer, with its suffix or for every suffix; `{}` is an expert's number."""
 
 
 def architecture_of(read: Read) -> Architecture:
@@ -93,6 +29,12 @@ def architecture_of(read: Read) -> Architecture:
         return _OLMO3
     if kind == "deepseek2" and read("deepseek2.expert_gating_func") != _SIGMOID:
         return _DEEPSEEK_V2
+    if kind == "qwen3next":
+        return qwen3_next(Metadata(read))
+    if kind == "granitehybrid":
+        refuse_bamba(Metadata(read))
+    if kind == "granitemoe" and read("granitemoe.expert_shared_feed_forward_length"):
+        return _GRANITE_MOE_SHARED
     if kind not in ARCHITECTURES:
         raise ModelError(
             f"architecture {kind} is not supported, because there is no table of its tensor names; supported ones are"
@@ -143,6 +85,33 @@ _MIXTRAL = Architecture("mixtral", _MIXTRAL_NAMES, permuted=True)
 _OLMO3 = Architecture("olmo3")
 _DEEPSEEK_V2 = Architecture("deepseek_v2", joins=_LATENT_JOIN, defaults={"norm_topk_prob": False})
 _QWEN3_MOE = Architecture("qwen3_moe", defaults={"norm_topk_prob": True})
+_GRANITE_MOE = Architecture("granitemoe", GRANITE_EXPERT_NAMES, permuted=True, joins=(GRANITE_EXPERTS,))
+_GRANITE_MOE_SHARED = Architecture(
+    "granitemoeshared",
+    GRANITE_EXPERT_NAMES | {"ffn_down_shexp": "shared_mlp.output_linear"},
+    permuted=True,
+    joins=(GRANITE_EXPERTS, GRANITE_SHARED),
+)
+_LLAMA4 = Architecture(
+    "llama4_text",
+    {
+        "ffn_gate_inp": "feed_forward.router",
+        "ffn_gate": "feed_forward.gate_proj",
+        "ffn_up": "feed_forward.up_proj",
+        "ffn_down": "feed_forward.down_proj",
+        "ffn_gate_shexp": "feed_forward.shared_expert.gate_proj",
+        "ffn_up_shexp": "feed_forward.shared_expert.up_proj",
+        "ffn_down_shexp": "feed_forward.shared_expert.down_proj",
+    },
+    joins=(
+        Join(
+            ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+            "feed_forward.experts.gate_up_proj",
+            lambda gate, up: torch.cat((gate, up), dim=1).transpose(1, 2),
+        ),
+        Join(("ffn_down_exps.weight",), "feed_forward.experts.down_proj", lambda down: down.transpose(1, 2)),
+    ),
+)
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", permuted=True),
@@ -195,21 +164,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         ),
     ),
     "granite": Architecture("granite", permuted=True),
-    "granitemoe": Architecture(
-        "granitemoe",
-        {
-            "ffn_gate_inp": "block_sparse_moe.router.layer",
-            "ffn_down_exps.weight": "block_sparse_moe.output_linear.weight",
-        },
-        permuted=True,
-        joins=(
-            Join(
-                ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
-                "block_sparse_moe.input_linear.weight",
-                lambda gate, up: torch.cat((gate, up), dim=1),
-            ),
-        ),
-    ),
+    "granitemoe": _GRANITE_MOE,
     "cohere2": Architecture("cohere2"),
     "nemotron": Architecture("nemotron", norms_plus_one=True, defaults={"hidden_act": "relu2"}),
     "arcee": Architecture("arcee", permuted=True, defaults={"hidden_act": "relu2"}),
@@ -227,6 +182,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "exaone4": Architecture("exaone4"),
     "exaone-moe": Architecture("exaone_moe", {"exp_probs_b.bias": "mlp.e_score_correction_bias"}),
     "dots1": Architecture("dots1"),
+    "llama4": _LLAMA4,
+    **STATE_ARCHITECTURES,
     "minimax-m2": Architecture(
         "minimax_m2", _MIXTRAL_NAMES | {"exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"}
     ),

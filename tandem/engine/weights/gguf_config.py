@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tandem.engine.weights.gguf_architectures import LAYER_NAMES, Architecture, Read, architecture_of
+from tandem.engine.weights.gguf_architectures import architecture_of
+from tandem.engine.weights.gguf_layout import LAYER_NAMES, Architecture, Metadata, Read
+from tandem.engine.weights.gguf_states import state_fields
 from tandem.protocol.errors import ModelError
 
 _TOP_LEVEL = {
@@ -23,30 +25,7 @@ LONGROPE_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 """The tensors with LongRoPE's divisors of frequencies, for short and for long contexts."""
 _LARGEST_GEMMAS = {"gemma2": 46, "gemma3_text": 62}
 """The number of layers of the models of 27 billion parameters, which scale queries by their hidden size per head."""
-
-
-class Metadata:
-    """The metadata of a file, whose keys are given without the name of the architecture."""
-
-    def __init__(self, read: Read) -> None:
-        self._read = read
-        self._kind = read("general.architecture")
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key, or `default` if the file does not have it."""
-        value = self._read(f"{self._kind}.{key}")
-        return default if value is None else value
-
-    def need(self, key: str) -> Any:
-        """Return the value of a key. Raises ModelError if the file does not have it."""
-        value = self.get(key)
-        if value is None:
-            raise ModelError(f"its metadata lacks {self._kind}.{key}; convert the model to GGUF again.")
-        return value
-
-    def given(self, **keys: str) -> dict[str, Any]:
-        """Return the fields of config.json whose keys the file has."""
-        return {name: value for name, key in keys.items() if (value := self.get(key)) is not None}
+_LLAMA4_MAVERICK_EXPERTS = 128
 
 
 def huggingface_name(name: str, architecture: Architecture) -> str:
@@ -54,16 +33,17 @@ def huggingface_name(name: str, architecture: Architecture) -> str:
 
     Raises ModelError if no supported model has the tensor.
     """
-    if name in _TOP_LEVEL:
-        return _TOP_LEVEL[name]
+    outside = {**_TOP_LEVEL, **architecture.outside}
+    if name in outside:
+        return outside[name]
     names = {**LAYER_NAMES, **architecture.names}
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+    match = re.fullmatch(r"blk\.(\d+)\.([\w.]+)\.(weight|bias)", name)
     if match is not None:
         number, module, kind = match.groups()
         if f"{module}.{kind}" in names:
-            return f"model.layers.{number}." + names[f"{module}.{kind}"]
+            return f"{architecture.layers}{number}." + names[f"{module}.{kind}"]
         if module in names:
-            return f"model.layers.{number}.{names[module]}.{kind}"
+            return f"{architecture.layers}{number}.{names[module]}.{kind}"
     raise ModelError(f"tensor {name} is not one of a {architecture.model_type} model.")
 
 
@@ -89,7 +69,7 @@ def huggingface_config(
     """
     architecture, metadata = architecture_of(read), Metadata(read)
     for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
-        if isinstance(metadata.get(key), list):
+        if isinstance(metadata.get(key), list) and not architecture.per_layer:
             raise ModelError(f"{key} differs from layer to layer, which is not supported.")
     heads, hidden = metadata.need("attention.head_count"), metadata.need("embedding_length")
     norm_eps = metadata.get("attention.layer_norm_epsilon")
@@ -100,16 +80,17 @@ def huggingface_config(
         "model_type": architecture.model_type,
         "vocab_size": vocab_size,
         "hidden_size": hidden,
-        "intermediate_size": metadata.get("feed_forward_length") or metadata.need("expert_feed_forward_length"),
+        "intermediate_size": metadata.largest("feed_forward_length") or metadata.need("expert_feed_forward_length"),
         "num_hidden_layers": number_of_layers(read),
         "num_attention_heads": heads,
-        "num_key_value_heads": metadata.get("attention.head_count_kv") or heads,
+        "num_key_value_heads": metadata.largest("attention.head_count_kv") or heads,
         "head_dim": head_dim,
         "hidden_act": architecture.defaults.get("hidden_act", "silu"),
         "rms_norm_eps": norm_eps,
         "max_position_embeddings": metadata.need("context_length"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "attention_out_bias": "blk.0.attn_output.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         "rope_theta": metadata.get("rope.freq_base") or 10000.0,
         "rope_scaling": _rope_scaling(metadata, architecture, rope_factors),
@@ -120,6 +101,7 @@ def huggingface_config(
         **_rotated(metadata, architecture, head_dim),
         **_experts(metadata),
         **_of_family(metadata, architecture.model_type, norm_eps, tensors),
+        **state_fields(metadata, architecture.model_type, norm_eps, number_of_layers(read), tensors),
     }
 
 
@@ -143,7 +125,7 @@ def _windows(metadata: Metadata, layers: int) -> dict[str, Any]:
 def _rotated(metadata: Metadata, architecture: Architecture, head_dim: int) -> dict[str, Any]:
     """Return the fraction of each head that is rotated."""
     rotated = metadata.get("rope.dimension_count") or head_dim
-    if metadata.get("attention.kv_lora_rank") or rotated == head_dim:
+    if metadata.get("attention.kv_lora_rank") or rotated == head_dim or not architecture.rotated:
         return {"partial_rotary_factor": 1.0}
     if architecture.permuted:
         raise ModelError("rotary embedding of a part of each head is not supported.")
@@ -184,14 +166,22 @@ def _of_family(metadata: Metadata, model_type: str, norm_eps: float, tensors: Co
             )
         case "deepseek_v2" | "deepseek_v3":
             fields = _latent(metadata, model_type)
-        case "granite" | "granitemoe":
+        case "granite" | "granitemoe" | "granitemoeshared" | "granitemoehybrid":
             head_dim = metadata.need("embedding_length") // metadata.need("attention.head_count")
             fields = {"attention_multiplier": head_dim**-0.5} | metadata.given(
                 attention_multiplier="attention.scale",
                 embedding_multiplier="embedding_scale",
                 residual_multiplier="residual_scale",
                 logits_scaling="logit_scale",
+                shared_intermediate_size="expert_shared_feed_forward_length",
             )
+        case "llama4_text":
+            # The file does not say that the models with 128 experts have no norms of queries and keys.
+            fields = {
+                "intermediate_size_mlp": metadata.need("feed_forward_length"),
+                "intermediate_size": metadata.need("expert_feed_forward_length"),
+                "use_qk_norm": metadata.need("expert_count") != _LLAMA4_MAVERICK_EXPERTS,
+            } | metadata.given(interleave_moe_layer_step="interleave_moe_layer_step")
         case "qwen2_moe":
             fields = {"shared_expert_intermediate_size": metadata.need("expert_shared_feed_forward_length")}
         case "cohere2":
@@ -202,8 +192,6 @@ def _of_family(metadata: Metadata, model_type: str, norm_eps: float, tensors: Co
             fields = metadata.given(original_max_position_embeddings="rope.scaling.original_context_length")
         case "glm4_moe":
             fields = {"use_qk_norm": "blk.0.attn_q_norm.weight" in tensors}
-        case "seed_oss":
-            fields = {"attention_out_bias": "blk.0.attn_output.bias" in tensors}
         case "ernie4_5":
             fields = {"use_bias": "blk.0.attn_q.bias" in tensors}
         case "ernie4_5_moe":
@@ -269,17 +257,18 @@ def _rope_scaling(
 def _llama3_scaling(factors: npt.NDArray[np.float32], theta: float) -> dict[str, Any]:
     """Return the parameters of Llama 3 scaling that yield these divisors.
 
-    Every Llama 3.x blends frequencies between 1 and 4 turns in 8192 tokens.
+    Every Llama 3.x blends frequencies between 1 and 4 turns in 8192 tokens; Llama 4 changes the divisor at 1 turn.
     """
+    factor = float(factors.max())
     scaling = {
         "rope_type": "llama3",
-        "factor": float(factors.max()),
+        "factor": factor,
         "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
     turns = 8192 / (2 * math.pi) * theta ** -(np.arange(len(factors)) / len(factors))
-    blend = ((turns - 1.0) / 3.0).clip(0, 1)
-    if not np.allclose(1 / ((1 - blend) / scaling["factor"] + blend), factors, rtol=1e-3):
-        raise ModelError(f"the RoPE divisors in {ROPE_FACTORS} are not those of Llama 3, and no others are supported.")
-    return scaling
+    for highest in (4.0, 1.0):
+        blend = np.interp(turns, (1.0, highest), (0.0, 1.0))
+        if np.allclose(1 / ((1.0 - blend) / factor + blend), factors, rtol=1e-3):
+            return scaling | {"high_freq_factor": highest}
+    raise ModelError(f"the RoPE divisors in {ROPE_FACTORS} are not those of Llama 3 or 4, and no others are supported.")

@@ -328,15 +328,16 @@ def test_unknown_tensors_are_named() -> None:
             huggingface_name(name, ARCHITECTURES["llama"])
 
 
-def test_llama3_divisors_become_their_parameters() -> None:
-    """The divisors as llama.cpp's converter writes them, from Llama 3.2's parameters."""
+@pytest.mark.parametrize("highest", [4, 1])
+def test_llama3_divisors_become_their_parameters(highest: int) -> None:
+    """The divisors as llama.cpp's converter writes them, from the parameters of Llama 3.2 or Llama 4 Scout."""
     theta, half = 500000.0, 32
     divisors = []
     for i in range(half):
         wavelength = 2 * math.pi * theta ** (i / half)
         smooth = (8192 / wavelength - 1) / 3
         blended = 1 / ((1 - smooth) / 32 + smooth)
-        divisors.append(1.0 if wavelength < 8192 / 4 else 32.0 if wavelength > 8192 else blended)
+        divisors.append(1.0 if wavelength < 8192 / highest else 32.0 if wavelength > 8192 else blended)
     fields = {
         "general.architecture": "llama", "llama.attention.head_count": 8, "llama.embedding_length": 512,
         "llama.feed_forward_length": 64, "llama.block_count": 1, "llama.context_length": 131072,
@@ -344,6 +345,7 @@ def test_llama3_divisors_become_their_parameters() -> None:
     }  # fmt: skip
     config = huggingface_config(fields.get, 100, [], {ROPE_FACTORS: np.array(divisors, dtype=np.float32)})
     assert config["rope_scaling"]["factor"] == 32
+    assert config["rope_scaling"]["high_freq_factor"] == highest
     with pytest.raises(ModelError, match="RoPE divisors"):
         huggingface_config(fields.get, 100, [], {ROPE_FACTORS: np.linspace(1, 5, half, dtype=np.float32)})
 

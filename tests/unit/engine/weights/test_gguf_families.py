@@ -24,8 +24,19 @@ from tandem.protocol.errors import ModelError
 from tests.factories import FAMILIES, random_weights, row, tiny_engine_config, write_tiny_model
 
 Weights = dict[str, np.ndarray]
-PERMUTED = {"llama", "mistral3", "granite", "granitemoe", "arcee", "smollm3"}
-NORMS_PLUS_ONE = {"gemma", "gemma2", "gemma3", "nemotron"}
+PERMUTED = {
+    "llama",
+    "mistral3",
+    "granite",
+    "granitemoe",
+    "arcee",
+    "smollm3",
+    "granitehybrid",
+    "nemotron_h",
+    "nemotron_h_moe",
+}
+NORMS_PLUS_ONE = {"gemma", "gemma2", "gemma3", "nemotron", "qwen3next"}
+STATES = ["lfm2", "lfm2_moe", "nemotron_h", "nemotron_h_experts", "granitemoehybrid", "qwen3_next"]
 OLD_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -71,6 +82,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone_moe": ("exaone-moe", {}),
     "dots1": ("dots1", {"max_window_layers": 62, "sliding_window": None}),
     "minimax_m2": ("minimax-m2", {}),
+    "lfm2": ("lfm2", {"conv_bias": False}),
+    "lfm2_moe": ("lfm2moe", {"routed_scaling_factor": 1.0, "tie_word_embeddings": True}),
+    "granite_moe_shared": ("granitemoe", {"attention_multiplier": 0.1}),
+    "granitemoehybrid": (
+        "granitehybrid",
+        {"position_embedding_type": "nope", "intermediate_size": 48, "num_experts_per_tok": 0},
+    ),
+    "granitemoehybrid_experts": ("granitehybrid", {}),
+    "nemotron_h": ("nemotron_h", {"num_hidden_layers": 5}),
+    "nemotron_h_experts": ("nemotron_h_moe", {"num_hidden_layers": 5}),
+    "qwen3_next": ("qwen3next", {"mlp_only_layers": [], "layer_types": None}),
+    "llama4": ("llama4", {"attention_chunk_size": 8192, "floor_scale": 8192, "rope_scaling": None}),
 }
 """The architecture of each family's files, and what they cannot express or what the family's files have fixed."""
 
@@ -152,6 +175,7 @@ def metadata(config: dict[str, Any], kind: str, *, split_latent: bool) -> dict[s
     if "llama_4_scaling_beta" in scaling:
         keys |= {"attention.temperature_scale": scaling["llama_4_scaling_beta"]}
         keys |= {"rope.scaling.yarn_log_multiplier": scaling["mscale_all_dim"]}
+    keys |= _state_keys(config, kind)
     if "kv_lora_rank" in config:
         keys |= _latent_keys(config, scaling, split_latent=split_latent)
     return keys
@@ -159,6 +183,7 @@ def metadata(config: dict[str, Any], kind: str, *, split_latent: bool) -> dict[s
 
 def _copied_fields(config: dict[str, Any]) -> dict[str, Any]:
     names = {
+        "interleave_moe_layer_step": ("interleave_moe_layer_step",),
         "attention.sliding_window": ("sliding_window",),
         "rope.freq_base_swa": ("rope_local_base_freq",),
         "attn_logit_softcapping": ("attn_logit_softcapping",),
@@ -170,13 +195,17 @@ def _copied_fields(config: dict[str, Any]) -> dict[str, Any]:
         "expert_count": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
         "expert_used_count": ("num_experts_per_tok", "moe_k", "moe_topk"),
         "expert_feed_forward_length": ("moe_intermediate_size",),
-        "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
+        "expert_shared_feed_forward_length": (
+            "shared_expert_intermediate_size",
+            "shared_intermediate_size",
+            "moe_shared_expert_intermediate_size",
+        ),
         "expert_shared_count": ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts"),
         "expert_weights_scale": ("routed_scaling_factor",),
         "expert_weights_norm": ("norm_topk_prob",),
         "expert_group_count": ("n_group",),
         "expert_group_used_count": ("topk_group",),
-        "leading_dense_block_count": ("first_k_dense_replace", "moe_layer_start_index"),
+        "leading_dense_block_count": ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"),
     }
     copied = {key: next((config[field] for field in fields if field in config), None) for key, fields in names.items()}
     if config["model_type"] == "exaone_moe":
@@ -185,6 +214,61 @@ def _copied_fields(config: dict[str, Any]) -> dict[str, Any]:
         # The architecture implies it.
         copied["expert_weights_norm"] = None
     return {key: value for key, value in copied.items() if value is not None}
+
+
+def _state_keys(config: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return the metadata of state layers, and the counts that differ between layers."""
+    hidden, kv_heads = config["hidden_size"], config["num_key_value_heads"]
+    if kind == "llama4":
+        return {
+            "feed_forward_length": config["intermediate_size_mlp"],
+            "expert_feed_forward_length": config["intermediate_size"],
+        }
+    if kind == "qwen3next":
+        heads, groups = config["linear_num_value_heads"], config["linear_num_key_heads"]
+        inner, state = heads * config["linear_value_head_dim"], config["linear_key_head_dim"]
+        return _ssm_keys(heads, inner, state, groups) | {
+            "full_attention_interval": 4,
+            "rope.dimension_count": config["head_dim"] // 4,
+        }
+    if kind in {"lfm2", "lfm2moe"}:
+        attention = [layer == "full_attention" for layer in config["layer_types"]]
+        width = config["intermediate_size"]
+        return {
+            "attention.head_count_kv": [kv_heads * is_attention for is_attention in attention],
+            "shortconv.l_cache": 3,
+            "feed_forward_length": -(-(2 * width // 3) // 32) * 32 if kind == "lfm2" else width,
+        }
+    if kind == "granitehybrid":
+        attention = [layer == "full_attention" for layer in config["layer_types"]]
+        inner = config["mamba_expand"] * hidden
+        return _ssm_keys(config["mamba_n_heads"], inner, config["mamba_d_state"], config.get("mamba_n_groups", 1)) | {
+            "attention.head_count_kv": [kv_heads * is_attention for is_attention in attention],
+            "rope.scaling.finetuned": False,
+            "context_length": 2**20,
+        }
+    if kind in {"nemotron_h", "nemotron_h_moe"}:
+        letters = config.get("hybrid_override_pattern") or "M-M*-"
+        width = config["moe_intermediate_size" if "E" in letters else "intermediate_size"]
+        heads = config["mamba_num_heads"]
+        inner = heads * config["mamba_head_dim"]
+        return _ssm_keys(heads, inner, config["ssm_state_size"], config["n_groups"]) | {
+            "attention.head_count_kv": [kv_heads * (letter == "*") for letter in letters],
+            "feed_forward_length": [width * (letter in "-E") for letter in letters],
+            # The converter derives it from the hidden size where config.json has no head_dim.
+            "rope.dimension_count": hidden // config["num_attention_heads"],
+        }
+    return {}
+
+
+def _ssm_keys(heads: int, inner: int, state: int, groups: int) -> dict[str, Any]:
+    return {
+        "ssm.conv_kernel": 4,
+        "ssm.state_size": state,
+        "ssm.group_count": groups,
+        "ssm.inner_size": inner,
+        "ssm.time_step_rank": heads,
+    }
 
 
 def _latent_keys(config: dict[str, Any], scaling: dict[str, Any], *, split_latent: bool) -> dict[str, Any]:
@@ -216,7 +300,10 @@ def converted(weights: Weights, config: dict[str, Any], kind: str, split_latent:
     for name, weight in weights.items():
         before, _, after = name.partition(".experts.")
         if after[:1].isdigit():
-            experts.setdefault(f"{before}.experts.{after.partition('.')[2]}", []).append(weight)
+            stacked = f"{before}.experts.{after.partition('.')[2]}"
+            stacked = stacked.replace("backbone.layers", "model.layers").replace(".mixer.", ".mlp.")
+            stacked = stacked.removeprefix("model.") if ".feed_forward." in stacked else stacked
+            experts.setdefault(stacked, []).append(weight)
             continue
         for part, values in _parts(name, weight, config, split_latent=split_latent).items():
             result[_named(names, part)] = _changed(part, values, config, kind)
@@ -233,33 +320,82 @@ def _changed(name: str, weight: np.ndarray, config: dict[str, Any], kind: str) -
         return _permute(weight, config["num_attention_heads"])
     if kind in PERMUTED and ".k_proj." in name:
         return _permute(weight, config["num_key_value_heads"])
-    if kind in NORMS_PLUS_ONE and name.endswith("norm.weight"):
+    if kind in NORMS_PLUS_ONE and name.endswith("norm.weight") and "linear_attn" not in name:
         return weight + 1
+    weight = _changed_state(name, weight, config, kind)
     return weight.reshape(-1) if name.endswith(("correction.bias", "shared_expert_gate.weight")) else weight
+
+
+def _changed_state(name: str, weight: np.ndarray, config: dict[str, Any], kind: str) -> np.ndarray:
+    """Return the values that the converter writes for a tensor of a state layer; those of others are unchanged."""
+    if name.endswith(".A_log"):
+        return (-np.exp(weight)).reshape((-1,) if kind == "qwen3next" else (-1, 1))
+    if name.endswith(("conv1d.weight", "conv.conv.weight")):
+        return weight.squeeze(1)
+    if name.endswith(".D"):
+        return weight[:, None]
+    if name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
+        return weight.reshape(config.get("mamba_n_groups") or config.get("n_groups") or 1, -1)
+    return weight
 
 
 def _parts(name: str, weight: np.ndarray, config: dict[str, Any], *, split_latent: bool) -> Weights:
     """Return the tensors that the converter makes of one, by names that the gguf package knows."""
     stem, _, last = name.rpartition(".")
+    if "in_proj_qkvz" in name or "shared_mlp." in name or "input_linear" in name:
+        return _hybrid_parts(name, weight, config)
     if name.endswith("kv_b_proj.weight") and split_latent:
         stem, nope = stem.removesuffix("kv_b_proj"), config["qk_nope_head_dim"]
         heads = weight.reshape(config["num_attention_heads"], -1, config["kv_lora_rank"])
         return {f"{stem}k_b_proj.weight": heads[:, :nope].swapaxes(1, 2), f"{stem}v_b_proj.weight": heads[:, nope:]}
     if last == "gate_up_proj":
-        gate, up = weight[..., 0::2].swapaxes(1, 2), weight[..., 1::2].swapaxes(1, 2)
+        halves = np.split(weight, 2, axis=2)
+        gate, up = halves if config["model_type"] == "llama4_text" else (weight[..., 0::2], weight[..., 1::2])
+        gate, up = gate.swapaxes(1, 2), up.swapaxes(1, 2)
         return {f"{stem}.gate_proj.weight": gate, f"{stem}.up_proj.weight": up}
     if last == "gate_up_proj_bias":
         return {f"{stem}.gate_proj.bias": weight[..., 0::2], f"{stem}.up_proj.bias": weight[..., 1::2]}
     if last == "down_proj":
         return {f"{name}.weight": weight.swapaxes(1, 2)}
+    renamed = {"down_proj_bias": "down_proj.bias", "sinks": "sinks.weight", "dt_bias": "dt_proj.bias"}
+    renamed["expert_bias"] = "expert_bias.bias"
+    return {f"{stem}.{renamed.get(last, last)}".replace("correction_bias", "correction.bias"): weight}
+
+
+def _hybrid_parts(name: str, weight: np.ndarray, config: dict[str, Any]) -> Weights:
+    """Return the tensors of Gated DeltaNet's projections, or of Granite's experts."""
+    stem = name.removesuffix(".weight")
     if name.endswith("block_sparse_moe.input_linear.weight"):
         gate, up = np.split(weight, 2, axis=1)
         return {
             f"{stem.replace('input_linear', 'experts.w1')}.weight": gate,
             f"{stem.replace('input_linear', 'experts.w3')}.weight": up,
         }
-    renamed = {"down_proj_bias": "down_proj.bias", "sinks": "sinks.weight"}
-    return {f"{stem}.{renamed.get(last, last)}".replace("correction_bias", "correction.bias"): weight}
+    if name.endswith("in_proj_qkvz.weight"):
+        return _projections(stem, weight, config)
+    if name.endswith("shared_mlp.input_linear.weight"):
+        return _shared_projections(name, weight, config)
+    if name.endswith("shared_mlp.output_linear.weight") and not config.get("num_local_experts"):
+        return {f"{stem.replace('shared_mlp.output_linear', 'mlp.down_proj')}.weight": weight}
+    return {name: weight}
+
+
+def _projections(stem: str, weight: np.ndarray, config: dict[str, Any]) -> Weights:
+    """Return q, k and v, and the gate z, of Gated DeltaNet, from the rows of each key head in turn."""
+    keys, heads = config["linear_key_head_dim"], config["linear_num_key_heads"]
+    values = config["linear_value_head_dim"] * config["linear_num_value_heads"] // heads
+    by_head = weight.reshape(heads, -1, weight.shape[-1])
+    parts = np.split(by_head, np.cumsum([keys, keys, values]), axis=1)
+    q, k, v, z = (part.reshape(-1, weight.shape[-1]) for part in parts)
+    linear = stem.removesuffix("in_proj_qkvz")
+    return {f"{linear}in_proj_qkv.weight": np.concatenate([q, k, v]), f"{linear}in_proj_z.weight": z}
+
+
+def _shared_projections(name: str, weight: np.ndarray, config: dict[str, Any]) -> Weights:
+    layer = name.removesuffix("shared_mlp.input_linear.weight")
+    module = "mlp.shared_experts" if config.get("num_local_experts") else "mlp"
+    gate, up = np.split(weight, 2)
+    return {f"{layer}{module}.gate_proj.weight": gate, f"{layer}{module}.up_proj.weight": up}
 
 
 def _named(names: gguf.TensorNameMap, name: str) -> str:
@@ -314,7 +450,9 @@ def test_the_latent_projection_may_be_one_tensor(family: str, tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("_no_tokenizer")
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gemma2", "phi3", "glm4", "deepseek_v3", "granite_moe"])
+@pytest.mark.parametrize(
+    "family", ["mixtral", "qwen3_moe", "gemma2", "phi3", "glm4", "deepseek_v3", "granite_moe", *STATES]
+)
 def test_quantized_blocks_have_the_logits_of_their_values(family: str, tmp_path: Path) -> None:
     path = write_family(tmp_path / "tiny.gguf", family, blocks=gguf.GGMLQuantizationType.Q8_0)
     kept, plain = (prepare_model(path, tmp_path / "cache", codes=codes) for codes in (True, False))
@@ -383,3 +521,32 @@ def test_a_tokenizer_that_transformers_cannot_read_is_taken_from_the_folder(agre
     else:
         with pytest.raises(ModelError, match="has other tokens than the file"):
             prepare_model(path, tmp_path / "cache")
+
+
+def test_a_bamba_file_is_refused(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "granitehybrid")
+    writer.add_bool("granitehybrid.rope.scaling.finetuned", True)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=r"Bamba is not supported as a GGUF file.* safetensors"):
+        prepare_model(tmp_path / "m.gguf", tmp_path / "cache")
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
+@pytest.mark.parametrize(
+    ("family", "key"), [("lfm2", "attention.head_count_kv"), ("nemotron_h", "feed_forward_length")]
+)
+def test_a_file_without_counts_of_its_layers_is_refused(
+    family: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = metadata
+    monkeypatch.setitem(
+        globals(),
+        "metadata",
+        lambda config, kind, *, split_latent: counts(config, kind, split_latent=split_latent) | {key: 2},
+    )
+    with pytest.raises(ModelError, match=rf"{key} must have a value for each layer"):
+        prepare_model(write_family(tmp_path / "tiny.gguf", family), tmp_path / "cache")
