@@ -100,8 +100,8 @@ async def test_answers_are_right_though_clients_leave_and_workers_are_replaced(t
             await pair.replace_decode()
             for client in clients:
                 client.lost.set()
+        await until(lambda: all(client.right for client in clients))
         stopping.set()
         await asyncio.gather(*running)
         assert preemptions
-        assert all(client.right for client in clients)
         await pair.empty()

@@ -22,6 +22,8 @@ from tandem.engine.config.model import (
     GatedDeltaNet,
     GroupedQueryAttention,
     KimiDeltaAttention,
+    LatentAttention,
+    LayerSpec,
     Mamba2,
     MixtureOfExperts,
     ModelSpec,
@@ -176,9 +178,11 @@ def stage_layers(spec: ModelSpec, stages: int) -> tuple[range, ...]:
     """
     if stages == 1:
         return (range(len(spec.layers)),)
-    if any(kv_layer_of(layer) is not None for layer in spec.layers):
+    if any(kv_layer_of(layer) is not None or _shares_choice(layer) for layer in spec.layers):
         raise InvalidArgument(
-            "pipeline_parallel_size", "layers that share keys and values cannot be divided among stages; use 1."
+            "pipeline_parallel_size",
+            "layers that share keys and values, or the tokens that sparse attention reads, cannot be divided among"
+            " stages; use 1.",
         )
     groups = kv_groups(spec)
     divided = []
@@ -195,6 +199,10 @@ def stage_layers(spec: ModelSpec, stages: int) -> tuple[range, ...]:
             )
         divided.append(range(numbers[0], numbers[-1] + 1))
     return tuple(divided)
+
+
+def _shares_choice(layer: LayerSpec) -> bool:
+    return isinstance(layer.attention, LatentAttention) and layer.attention.shares_choice
 
 
 def _grouped(spec: ModelSpec, numbers: list[int], rank: Rank) -> list[tuple[int, ...]]:

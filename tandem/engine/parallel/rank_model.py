@@ -100,7 +100,8 @@ class _Reader(NamedTuple):
 def _readers(layers: Sequence[DecoderLayer]) -> dict[int, _Reader]:
     """Return the product that reads the residual stream directly after each product that is added to it.
 
-    The keys are the `id` of the added product. Experts read the stream with their router, which applies the norm.
+    The keys are the `id` of the added product. Experts read the stream with their router, which applies the norm. A
+    layer that scales the stream at its end, or adds an embedding of its own, has no reader after its last product.
     """
     readers: dict[int, _Reader] = {}
     added: Linear | ExpertsLayer | None = None
@@ -113,6 +114,8 @@ def _readers(layers: Sequence[DecoderLayer]) -> dict[int, _Reader]:
                 if added is not None and isinstance(block.norm, Norm):
                     readers[id(added)] = _Reader(block.norm, block.input)
                 added = block.output
+        if layer.scale is not None or layer.embedding is not None:
+            added = None
     return readers
 
 

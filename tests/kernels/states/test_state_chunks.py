@@ -50,7 +50,7 @@ def plain_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **named
     out, states = torch.empty_like(v), torch.empty_like(named["initial_state"])
     for row, state in enumerate(named["initial_state"]):
         now = slice(starts[row], starts[row + 1])
-        parts = [part[None, :, now] for part in (q * q.shape[-1] ** -0.5, k, v, decay, steps)]
+        parts = [part[None, :, now] for part in (q * q.shape[-1] ** -0.5, k, v, decay.unsqueeze(-1), steps)]
         mixed, after = recurrence(*parts, state[None])
         out[:, now], states[row] = mixed[0], after[0]
     return out.transpose(0, 1)[None].to(torch.bfloat16), states
