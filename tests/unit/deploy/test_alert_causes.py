@@ -190,7 +190,7 @@ async def test_pages_of_a_gpu_that_go_over_tcp(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     put = PUT.replace("host memory", "cuda memory")
     fast, slow = (table("prefill-0/1", put, f"| 0..inf | zero-copy | {wire} |") for wire in ("cuda_ipc/cuda", "tcp/lo"))
-    wires = UcxTransports("UCX", "prefill-0/1", KVLayout(0, 8, 2, 2, 16, 64, 4, "float32", "VRAM"), "here")
+    wires = UcxTransports("UCX", "prefill-0/1", KVLayout(0, 8, 2, 2, 16, (64, 64), 4, "float32", "VRAM"), "here")
     says = {"transport_kinds": lambda: wires.kinds, "warnings": lambda: wires.warnings}
     peer = PeerDescription(PeerRef("decode-0", 1), b"", 0, 1, 8, 0, "VRAM", "here")
     async with SmallCluster(device=device_name(torch.device(device))) as cluster:

@@ -84,8 +84,8 @@ tandem/release: {{ .Release.Name }}
 {{- if $.Values.serving.draft -}}
 {{- fail (printf "serving.%s excludes serving.draft: set one of them to 1 or empty" $setting) -}}
 {{- end -}}
-{{- if eq .Values.serving.speculate "mtp" -}}
-{{- fail "serving.prefillPipelineSize excludes serving.speculate mtp: set one of them to 1 or off" -}}
+{{- if eq $.Values.serving.speculate "mtp" -}}
+{{- fail (printf "serving.%s excludes serving.speculate mtp: set one of them to 1 or off" $setting) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
