@@ -50,8 +50,14 @@ _LIMITS = {
     "index_n_heads": _HEADS,
     "index_head_dim": _HEAD_WIDTH,
     "index_topk": MAX_CONTEXT,
+    **dict.fromkeys(("mamba_n_heads", "mamba_n_groups"), _HEADS),
+    **dict.fromkeys(("mamba_d_state", "mamba_d_conv", "mamba_expand"), _HEAD_WIDTH),
+    **dict.fromkeys(("shared_intermediate_size", "moe_shared_expert_intermediate_size", "moe_latent_size"), _WIDTH),
+    **dict.fromkeys(("num_expert_group", "num_experts_per_token"), _EXPERTS),
+    "num_dense_layers": _LAYERS,
     "vocab_size": _VOCABULARY,
     **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings", "sliding_window"), MAX_CONTEXT),
+    "model_max_length": MAX_CONTEXT,
     **dict.fromkeys(("sliding_window_size", "attention_chunk_size", "floor_scale"), MAX_CONTEXT),
 }
 _PER_LAYER = ("moe_topk", "moe_intermediate_size")

@@ -68,7 +68,7 @@ def test_a_checkpoint_of_an_unsupported_dtype_is_refused() -> None:
 
 def test_a_head_dim_without_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     play_gpu(monkeypatch)
-    with pytest.raises(InvalidArgument, match="has head dim 48; on GPUs 64, 80, 96, 128, 192, 256 are served"):
+    with pytest.raises(InvalidArgument, match="has head dim 48; on GPUs 64, 80, 96, 128, 192, 256, 512 are served"):
         choose_kernels(config(), model(head_dim=48), GPU, torch.bfloat16, 128, kv_dtype=torch.bfloat16)
 
 
@@ -138,7 +138,6 @@ class TestPrefillAttention:
         [
             ((8, 0), {}, "needs a GPU of compute capability 9.0"),
             ((9, 0), {"dtype": torch.float32}, "bfloat16 and float16 only"),
-            ((9, 0), {"head_dim": 80}, "head dims 64, 96, 128, 256"),
         ],
     )
     def test_the_fallback_says_why(
@@ -152,6 +151,13 @@ class TestPrefillAttention:
         play_gpu(monkeypatch, capability)
         assert self.choose(**settings) == "SdpaPrefill"  # type: ignore[arg-type]
         assert words in caplog.text
+
+    def test_only_layers_of_other_heads_fall_back(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        play_gpu(monkeypatch)
+        assert self.choose(head_dim=80) == "FlashPrefill"
+        assert "heads of [80] dimensions: PyTorch SDPA" in caplog.text
 
 
 class TestMemory:

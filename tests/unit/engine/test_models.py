@@ -29,7 +29,7 @@ SEEDS = {
     "gpt_oss": 9,
     "gpt_oss_unscaled": 8,
     "olmoe": 8,
-    "qwen3_5_moe": 9,
+    "qwen3_5_moe": 17,
     "granite_moe": 9,
     "cohere2_moe": 8,
     "minimax_m2": 8,
