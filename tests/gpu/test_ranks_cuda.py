@@ -6,6 +6,7 @@ import multiprocessing
 from collections import deque
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +69,12 @@ def lead(config: EngineConfig, stages: int, divides_tokens: bool, answers: Simpl
         group.close()
 
 
+def config_of(folder: Path, **changes: Any) -> EngineConfig:
+    return EngineConfig.of(
+        folder, device="cuda", dtype="float32", kv_cache_bytes=CACHE, page_tokens=16, max_batch_requests=8, **changes
+    )
+
+
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize(("family", "changes"), [("llama3", {}), ("qwen3_moe", WHOLE_EXPERTS)])
 def test_two_gpus_give_the_tokens_of_one(family: str, changes: dict[str, int], graphs: bool, tmp_path: Path) -> None:
@@ -75,13 +82,8 @@ def test_two_gpus_give_the_tokens_of_one(family: str, changes: dict[str, int], g
     sizes = {**SIZES, **changes, "max_position_embeddings": 512}
     folder = write_tiny_model(tmp_path / "model", family, **sizes)
     adapter = TinyAdapter(family, modules=ATTENTION, changes=sizes).write(tmp_path / "adapter")
-    config = EngineConfig.of(
+    config = config_of(
         folder,
-        device="cuda",
-        dtype="float32",
-        kv_cache_bytes=CACHE,
-        page_tokens=16,
-        max_batch_requests=8,
         cuda_graphs=graphs,
         loras=(NamedPath("adapter", adapter),),
         draft=folder,
@@ -94,15 +96,7 @@ def test_two_gpus_give_the_tokens_of_one(family: str, changes: dict[str, int], g
 def test_two_pipeline_stages_give_the_first_tokens_of_one_gpu(graphs: bool, tmp_path: Path) -> None:
     """The stages have two layers and one."""
     folder = write_tiny_model(tmp_path, "llama3", **SIZES, max_position_embeddings=512)
-    config = EngineConfig.of(
-        folder,
-        device="cuda",
-        dtype="float32",
-        kv_cache_bytes=CACHE,
-        page_tokens=16,
-        max_batch_requests=8,
-        cuda_graphs=graphs,
-    )
+    config = config_of(folder, cuda_graphs=graphs)
     assert of_two_gpus(config, stages=2) == first_tokens_of(ModelRunner.load(config))
 
 
@@ -115,16 +109,7 @@ def test_two_gpus_that_divide_tokens_give_the_first_tokens_of_one(
     The launch of a divided step does not wait for the device.
     """
     folder = write_tiny_model(tmp_path, "llama3", **SIZES, max_position_embeddings=512)
-    config = EngineConfig.of(
-        folder,
-        device="cuda",
-        dtype="float32",
-        kv_cache_bytes=CACHE,
-        page_tokens=16,
-        max_batch_requests=8,
-        max_step_tokens=step_tokens,
-        cuda_graphs=graphs,
-    )
+    config = config_of(folder, cuda_graphs=graphs, max_step_tokens=step_tokens)
     wanted = first_tokens_of(ModelRunner.load(config))
     assert of_two_gpus(config, stages=1, divides_tokens=True) == wanted
 

@@ -42,7 +42,7 @@ The host takes 0.45 ms to launch a layer, and twice that next to a busy event lo
 cost 45 us, 3 % of the longest layer.
 """
 _LONGEST_UNDIVIDED_LAYER_S = _LONGEST_LAYER_S / 2
-"""As `_LONGEST_LAYER_S`, on ranks that divide the tokens of the steps without a graph (`parallel/context_model.py`).
+"""The value of `_LONGEST_LAYER_S` on ranks that divide the tokens of steps without a graph (`ContextModel`).
 
 With a graph every rank computes the whole step. Without one, a layer takes at least as long as the host's launches,
 0.45 to 0.9 ms, however many ranks there are.

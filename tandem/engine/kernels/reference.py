@@ -12,12 +12,11 @@ from tandem.engine.config.attention import AttentionShape, LatentShape
 from tandem.engine.config.model import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertRouter, MixtureOfExperts
 from tandem.engine.kernels.base import DeferredTokens, StepLayout
 from tandem.engine.kernels.kv_cache import KvCache, LatentCache, QuantizedKv, dequantize_kv, layer_part, quantize_kv
-from tandem.engine.kernels.latent import sparse_reference
+from tandem.engine.kernels.latent.sparse_reference import PlainSparse
 from tandem.engine.kernels.layers import (
     AttentionLayer,
     Experts,
     ExpertsLayer,
-    IndexQueries,
     LatentLayer,
     Linear,
     Norm,
@@ -27,7 +26,7 @@ from tandem.engine.kernels.states.reference import PlainStates
 from tandem.engine.kernels.unpacked import as_matrix
 
 
-class ReferenceKernels(PlainStates):
+class ReferenceKernels(PlainStates, PlainSparse):
     """Every operation in plain PyTorch. It holds no state, and dequantizes packed weights in each product."""
 
     def embed(self, token_ids: Tensor, table: Tensor, feed: DeferredTokens | None = None) -> Tensor:
@@ -165,16 +164,6 @@ class ReferenceKernels(PlainStates):
         rotated = rotate(normed.unsqueeze(1), cos, sin).squeeze(1)
         cache[page, layer.index, 0, 0, offset, layer.shape.projected :] = rotated
         return rotate(queries.view(-1, shape.heads, shape.dim), cos, sin)
-
-    def choose_tokens(self, index: IndexQueries, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
-        """Compute the scores of each row's cached tokens, and choose the highest."""
-        return sparse_reference.choose_tokens(index, layer, cache, layout)
-
-    def sparse_attention(
-        self, q: Tensor, chosen: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout
-    ) -> Tensor:
-        """Attend to copies of the chosen latents."""
-        return sparse_reference.sparse_attention(q, chosen, layer, cache, layout)
 
 
 def rounded_input(x: Tensor, weight: PackedWeight) -> Tensor:

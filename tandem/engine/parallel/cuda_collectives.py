@@ -84,7 +84,7 @@ class CudaCollectives(Collectives):
         self._stage, self._links = stage_group(rank), _links(rank)
         self._suspended = False
         self.shots_for = shots_for
-        """How tensors are summed; the same on all ranks. A measurement replaces it."""
+        """The function that chooses how tensors are summed; it is the same on all ranks. A measurement replaces it."""
         if rank.count > 1:
             most_bytes = most_summed(rank.count) if most_bytes is None else most_bytes
             self._memory, addresses = self._shared(buffer_bytes(most_bytes, rank.count))

@@ -1,12 +1,13 @@
 """Whole models with latent attention: GPU kernels (in the interpreter) and CPU kernels give the plain ones' logits."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
 from tandem.engine.cache.paged_cache import PagedCache, cache_bytes
-from tandem.engine.config.attention import LatentShape
+from tandem.engine.config.attention import IndexShape, LatentShape
 from tandem.engine.config.model import DenseFeedForward, LatentAttention, LayerSpec, ModelSpec
 from tandem.engine.config.rope import RopeConfig
 from tandem.engine.host_stepper import Forward
@@ -35,9 +36,9 @@ STEPS = [
 ]
 
 
-def spec_of(query_rank: int | None) -> ModelSpec:
-    """A tiny DeepSeek: latent attention in every layer."""
-    shape = LatentShape(heads=4, latent=32, rope=16, nope=16, v_dim=16, scale=32**-0.5)
+def spec_of(query_rank: int | None, index: IndexShape | None = None) -> ModelSpec:
+    """A tiny DeepSeek: latent attention in every layer, with an indexer or without."""
+    shape = LatentShape(heads=4, latent=32, rope=16, nope=16, v_dim=16, scale=32**-0.5, index=index)
     attention = LatentAttention(shape, RopeConfig(theta=10000.0), query_rank, norm_eps=1e-6)
     layer = LayerSpec(attention, DenseFeedForward(96))
     return ModelSpec(
@@ -97,8 +98,16 @@ def test_logits_of_the_plain_kernels_on_cpus(query_rank: int | None) -> None:
     kernels.close()
 
 
-def _compare(query_rank: int | None, make: Callable[[ModelSpec], Kernels], device: torch.device) -> None:
-    spec = spec_of(query_rank)
+def test_logits_of_sparse_attention_on_gpus() -> None:
+    """With many heads no two index scores are equal."""
+    make = partial(CudaKernels, device=DEVICE, dtype=torch.float32, page_tokens=PAGE_TOKENS, max_decode_rows=4)
+    _compare(48, make, DEVICE, IndexShape(heads=16, dim=24, top_k=8))
+
+
+def _compare(
+    query_rank: int | None, make: Callable[[ModelSpec], Kernels], device: torch.device, index: IndexShape | None = None
+) -> None:
+    spec = spec_of(query_rank, index)
     ours = Model(spec, make(spec), device, torch.float32)
     plain = Model(spec, ReferenceKernels(), torch.device("cpu"), torch.float32)
     for rows in STEPS:

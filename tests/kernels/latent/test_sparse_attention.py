@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tandem.engine.config.attention import IndexShape, LatentShape
-from tandem.engine.kernels.latent.sparse import SparseAttention
+from tandem.engine.kernels.latent.sparse import SparseAttention, rows_of
 from tandem.engine.kernels.latent.triton_index import index_store
 from tandem.engine.kernels.layers import IndexQueries, LatentLayer, LayerNorm
 from tandem.engine.kernels.reference import ReferenceKernels
@@ -81,7 +81,9 @@ def test_the_same_tokens_are_chosen(top_k: int) -> None:
     exact = step.to(torch.float32)
     wanted = REFERENCE.choose_tokens(index_queries(exact), index_layer(exact), exact.cache, exact.layout)
     moved = step.to(torch.float32, DEVICE)
-    ours = SparseAttention.choose(index_queries(moved), index_layer(moved), moved.cache, moved.layout).cpu()
+    ours = SparseAttention.choose(
+        index_queries(moved), rows_of(moved.layout), index_layer(moved), moved.cache, moved.layout
+    ).cpu()
     tokens = real_tokens(step)
     assert torch.equal(ours[tokens].sort(-1).values, wanted[tokens].sort(-1).values)
     assert (ours[~tokens] == -1).all()
@@ -101,7 +103,9 @@ def test_attention_to_chosen_tokens(shape: LatentShape, tokens: int, dtype: torc
 
     moved = step.to(dtype, DEVICE)
     attention = SparseAttention(step.shape, DEVICE, dtype, False, tokens)
-    ours = attention.attend(moved.queries, chosen.to(DEVICE), moved.layer, moved.cache, moved.layout).cpu()
+    ours = attention.attend(
+        moved.queries, chosen.to(DEVICE), rows_of(moved.layout), moved.layer, moved.cache, moved.layout
+    ).cpu()
     real = real_tokens(step)
     assert_as_good(ours[real], reference(step.to(dtype))[real], reference(step)[real], 4)
     assert not ours[~real].any()

@@ -37,11 +37,11 @@ from tandem.engine.kernels.cpu.pool import Pool, usable_cores
 from tandem.engine.kernels.cpu.products import MAX_CHUNK_ROWS
 from tandem.engine.kernels.held_weight import CODES_A_BLOCK, multiplied_on_cpus
 from tandem.engine.kernels.kv_cache import KvCache, LatentCache, codes_of, has_codes, part_stride
+from tandem.engine.kernels.latent.sparse_reference import PlainSparse
 from tandem.engine.kernels.layers import (
     AttentionLayer,
     Experts,
     ExpertsLayer,
-    IndexQueries,
     LatentLayer,
     Linear,
     Norm,
@@ -57,7 +57,7 @@ _LONG_CHUNK_ROWS = 64
 """Maximum number of rows of a packed weight in a chunk, in a step with many tokens: they must stay in the L2 cache."""
 
 
-class CpuKernels(PlainStates):
+class CpuKernels(PlainStates, PlainSparse):
     """The kernels of one model on CPUs; they may be called by one thread at a time.
 
     They own scratch memory and helper threads, which end when `close` is called or the object is collected.
@@ -228,16 +228,6 @@ class CpuKernels(PlainStates):
     ) -> Tensor:
         """Store the normed and rotated index keys, and rotate the index queries."""
         return self._plain.index_store(queries, keys, layer, cache, layout)
-
-    def choose_tokens(self, index: IndexQueries, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
-        """Compute the scores of each row's cached tokens, and choose the highest."""
-        return self._plain.choose_tokens(index, layer, cache, layout)
-
-    def sparse_attention(
-        self, q: Tensor, chosen: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout
-    ) -> Tensor:
-        """Attend to copies of the chosen latents."""
-        return self._plain.sparse_attention(q, chosen, layer, cache, layout)
 
     def _norm(self, hidden: Tensor, norm: Norm) -> Tensor:
         """Return RMSNorm(hidden); a token's result does not depend on the other tokens."""

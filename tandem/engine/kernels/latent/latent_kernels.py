@@ -1,5 +1,6 @@
 """Latent attention on GPUs: absorbed for rows of few tokens, expanded for prompts."""
 
+import threading
 from collections.abc import Iterable
 from concurrent.futures import Future
 from functools import cached_property
@@ -14,7 +15,7 @@ from tandem.engine.kernels.latent.absorbed import AbsorbedAttention
 from tandem.engine.kernels.latent.absorbed_plan import absorbed_tokens, group_tokens
 from tandem.engine.kernels.latent.block_attention import BlockAttention
 from tandem.engine.kernels.latent.expanded import ExpandedAttention
-from tandem.engine.kernels.latent.sparse import SparseAttention
+from tandem.engine.kernels.latent.sparse import SparseAttention, rows_of
 from tandem.engine.kernels.latent.token_groups import group_chunks
 from tandem.engine.kernels.latent.triton_index import index_store
 from tandem.engine.kernels.latent.triton_store import latent_store
@@ -57,6 +58,7 @@ class LatentKernels:
             shape: SparseAttention(shape, device, dtype, pdl, _ABSORBED_ROWS * absorbed_tokens(shape))
             for shape in sparse
         }
+        self._begun = threading.local()
 
     @cached_property
     def _prompts(self) -> dict[LatentShape, ExpandedAttention]:
@@ -74,6 +76,8 @@ class LatentKernels:
 
     def begin_step(self, cache: KvCache, layout: StepLayout, single: int) -> None:
         """Plan a step. Called once before a step's first layer; the first `single` rows have one token each."""
+        if self._sparse and not layout.group:  # the rows are those of all groups
+            self._begun.rows = rows_of(layout)
         for shape in self._shapes:
             held = latents_of(cache)
             if single:
@@ -98,11 +102,11 @@ class LatentKernels:
 
     def choose(self, index: IndexQueries, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
         """Compute `Kernels.choose_tokens`."""
-        return self._sparse[layer.shape].choose(index, layer, cache, layout)
+        return self._sparse[layer.shape].choose(index, self._begun.rows, layer, cache, layout)
 
     def attend(self, q: Tensor, chosen: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
         """Compute `Kernels.sparse_attention`."""
-        return self._sparse[layer.shape].attend(q, chosen, layer, cache, layout)
+        return self._sparse[layer.shape].attend(q, chosen, self._begun.rows, layer, cache, layout)
 
     def attention(self, q: Tensor, layer: LatentLayer, cache: LatentCache, layout: StepLayout, single: int) -> Tensor:
         """Compute `Kernels.latent_attention` for a step that began with the same number of `single` rows."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from tandem.engine.config.attention import LatentShape
 from tandem.engine.kernels.base import StepLayout
 from tandem.engine.kernels.latent.absorbed import AbsorbedAttention
+from tandem.engine.kernels.latent.sparse_reference import best_tokens
 from tandem.engine.kernels.latent.triton_index import index_scores
 from tandem.engine.kernels.layers import IndexQueries, LatentLayer
 
@@ -28,29 +29,33 @@ class SparseAttention:
         self._attention = AbsorbedAttention(shape, 1, device, dtype, pdl)
 
     @staticmethod
-    def choose(index: IndexQueries, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
-        """Compute `Kernels.choose_tokens`; all shapes depend on host numbers only, as CUDA graphs require."""
+    def choose(index: IndexQueries, rows: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
+        """Compute `Kernels.choose_tokens`; `rows` are those of `rows_of`.
+
+        All shapes depend on host numbers only, as CUDA graphs require.
+        """
         assert layer.shape.index is not None
         count, top_k = len(index.q), layer.shape.index.top_k
         positions = min(layout.page_table.shape[1] * cache.shape[4], layout.max_context)
-        rows = _rows_of(layout, count)
         chosen = torch.full((count, top_k), -1, dtype=torch.int32, device=cache.device)
         length = max(_SCORES // positions, 1)
         for first in range(0, count, length):
             tokens = slice(first, min(first + length, count))
             scores = torch.empty(tokens.stop - first, positions, dtype=torch.float32, device=cache.device)
             index_scores(index, rows, tokens, layer, cache, layout, scores)
-            best = scores.topk(min(top_k, positions), dim=-1)
-            chosen[tokens, : best.indices.shape[1]] = torch.where(best.values == float("-inf"), -1, best.indices).int()
+            best = best_tokens(scores, top_k)
+            chosen[tokens, : best.shape[1]] = best
         return chosen
 
-    def attend(self, q: Tensor, chosen: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
-        """Compute `Kernels.sparse_attention`."""
+    def attend(
+        self, q: Tensor, chosen: Tensor, rows: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout
+    ) -> Tensor:
+        """Compute `Kernels.sparse_attention`; `rows` are those of `rows_of`."""
         shape, page_tokens = self._shape, cache.shape[4]
         # Addresses are counted in units that divide a page and a token, so that 32 bits hold them.
         unit = math.gcd(cache.stride(0), shape.cached)
         known = chosen.clamp(min=0).long()
-        page = layout.page_table[_rows_of(layout, len(q)).long()].long().gather(1, known // page_tokens)
+        page = layout.page_table[rows.long()].long().gather(1, known // page_tokens)
         addresses = ((page * cache.stride(0) + known % page_tokens * shape.cached) // unit).int()
         contexts = (chosen >= 0).sum(1, dtype=torch.int32)
         base = cache.storage_offset() + cache.stride(1) * layer.index
@@ -63,8 +68,8 @@ class SparseAttention:
         return out
 
 
-def _rows_of(layout: StepLayout, tokens: int) -> Tensor:
+def rows_of(layout: StepLayout) -> Tensor:
     """Return the row [T] int32 of each of the step's tokens; a token in no row gets the last row."""
-    number = torch.arange(tokens, dtype=torch.int32, device=layout.row_starts.device)
+    number = torch.arange(len(layout.positions), dtype=torch.int32, device=layout.row_starts.device)
     rows = torch.searchsorted(layout.row_starts, number, right=True, out_int32=True) - 1
     return rows.clamp(max=len(layout.context_lens) - 1)

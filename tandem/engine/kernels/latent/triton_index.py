@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tandem.engine.kernels.base import StepLayout
 from tandem.engine.kernels.latent.triton_products import dot
-from tandem.engine.kernels.latent.triton_store import HEADS_TILE, WARPS, rotate_pairs
+from tandem.engine.kernels.latent.triton_store import HEADS_TILE, WARPS, angles_at, rotate_pairs
 from tandem.engine.kernels.layers import IndexQueries, LatentLayer
 from tandem.engine.kernels.triton_launch import INTERPRETED, launch_dependents, wait_for_inputs
 
@@ -121,9 +121,7 @@ def _index_store(
     if slot >= 0:
         half = tl.arange(0, HALF_PADDED)
         inside = half < HALF
-        angles = rope_ptr + tl.load(positions_ptr + token).to(tl.int64) * ROPE + half
-        cos = tl.load(angles, mask=inside, other=0.0)
-        sin = tl.load(angles + HALF, mask=inside, other=0.0)
+        cos, sin = angles_at(rope_ptr, tl.load(positions_ptr + token), half, inside, HALF)
         if part == 0:
             dim = tl.arange(0, DIM_PADDED)
             source = keys_ptr + token * DIM
@@ -133,14 +131,10 @@ def _index_store(
             mean = tl.sum(x, axis=0) / DIM
             centred = tl.where(dim < DIM, x - mean, 0.0)
             scale = tl.rsqrt(tl.sum(centred * centred, axis=0) / DIM + eps)
-            normed = centred * scale * _load(norm_ptr, dim, DIM) + _load(bias_ptr, dim, DIM)
+            normed = _normed_at(source, norm_ptr, bias_ptr, dim, dim < DIM, mean, scale)
             tl.store(target + dim, normed.to(dtype), mask=(dim >= ROPE) & (dim < DIM))
-            first = (_load(source, half, HALF) - mean) * scale * _load(norm_ptr, half, HALF) + _load(
-                bias_ptr, half, HALF
-            )
-            second = (_load(source + HALF, half, HALF) - mean) * scale * _load(norm_ptr + HALF, half, HALF) + _load(
-                bias_ptr + HALF, half, HALF
-            )
+            first = _normed_at(source, norm_ptr, bias_ptr, half, inside, mean, scale)
+            second = _normed_at(source, norm_ptr, bias_ptr, HALF + half, inside, mean, scale)
             tl.store(target + half, (first * cos - second * sin).to(dtype), mask=inside)
             tl.store(target + HALF + half, (second * cos + first * sin).to(dtype), mask=inside)
         else:
@@ -150,8 +144,11 @@ def _index_store(
 
 
 @triton.jit
-def _load(pointer, at, SIZE: tl.constexpr):
-    return tl.load(pointer + at, mask=at < SIZE, other=0.0).to(tl.float32)
+def _normed_at(source, norm_ptr, bias_ptr, at, mask, mean, scale):
+    """Return the elements `at` of a key after its LayerNorm, in float32."""
+    x = tl.load(source + at, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(norm_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    return (x - mean) * scale * weight + tl.load(bias_ptr + at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["positions"])

@@ -94,9 +94,7 @@ def _latent_store(
     if slot >= 0:
         half = tl.arange(0, HALF_PADDED)
         inside = half < HALF
-        angles = rope_ptr + tl.load(positions_ptr + token).to(tl.int64) * ROPE + half
-        cos = tl.load(angles, mask=inside, other=0.0)
-        sin = tl.load(angles + HALF, mask=inside, other=0.0)
+        cos, sin = angles_at(rope_ptr, tl.load(positions_ptr + token), half, inside, HALF)
         if part == 0:
             dim = tl.arange(0, LATENT_PADDED)
             source = latents_ptr + token * latents_stride
@@ -125,6 +123,13 @@ def _latent_store(
             head = (part - 1) * HEADS_TILE + tl.arange(0, HEADS_TILE)
             at = q_ptr + token * q_stride + head[:, None] * (NOPE + ROPE) + NOPE + half[None, :]
             rotate_pairs(at, at, cos[None, :], sin[None, :], (head < HEADS)[:, None] & inside[None, :], HALF)
+
+
+@triton.jit
+def angles_at(rope_ptr, position, half, mask, HALF: tl.constexpr):
+    """Return the cosines and sines of a position's angles `half`; 0 where `mask` is False."""
+    angles = rope_ptr + position.to(tl.int64) * (2 * HALF) + half
+    return tl.load(angles, mask=mask, other=0.0), tl.load(angles + HALF, mask=mask, other=0.0)
 
 
 @triton.jit

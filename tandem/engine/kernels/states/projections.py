@@ -1,4 +1,4 @@
-"""Where a state layer's inputs are in its projections, and which rows a launch computes."""
+"""The offsets of a state layer's inputs in its projections, and the rows that a launch computes."""
 
 from dataclasses import dataclass
 from functools import lru_cache

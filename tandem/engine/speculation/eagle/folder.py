@@ -30,13 +30,12 @@ from tandem.engine.models.allocation import allocate_parameters
 from tandem.engine.models.families import is_supported, slots_of
 from tandem.engine.models.load_spec import naming_the_file, parse_spec, read_json
 from tandem.engine.models.parameters import AttentionParameters, Parameters, ParameterSlot
-from tandem.engine.speculation.heads.folder import check_final_norm
+from tandem.engine.speculation.heads.folder import CONFIG, check_final_norm
 from tandem.engine.weights.checkpoint import read_entries
 from tandem.engine.weights.safetensors_file import TensorEntry
 from tandem.engine.weights.tensor_reader import FLOATS
 from tandem.protocol.errors import ModelError
 
-CONFIG = "config.json"
 PICKLED = "pytorch_model.bin"
 PRODUCT, BIAS, TOKEN_OFFSETS = "fc.weight", "fc.bias", "d2t"
 PROJECTION, OUTPUT_NORM = "lm_head.weight", "norm.weight"

@@ -21,7 +21,15 @@ import torch
 from torch import Tensor
 
 from tandem.engine.config.quantization import WeightFormat, WeightScheme
-from tandem.engine.weights.quantized.format import Format, GroupedCodes, Shape, StoredTensor, group_count, unread
+from tandem.engine.weights.quantized.format import (
+    Format,
+    GroupedCodes,
+    Shape,
+    StoredTensor,
+    byte_nibbles,
+    group_count,
+    unread,
+)
 from tandem.protocol.errors import ModelError
 
 _BYTES = frozenset({"U8"})
@@ -56,12 +64,12 @@ def _read(scheme: WeightScheme, tensors: Mapping[str, Tensor], shape: Shape) -> 
     assert scheme.group is not None
     if scheme.format is WeightFormat.MXFP4:
         pairs, scales = tensors["_blocks"].flatten(1), tensors["_scales"]
-        return float4(torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1), scales, scheme.group)
+        return float4(byte_nibbles(pairs), scales, scheme.group)
     codes_name, factor_name = _names(scheme)
     pairs, factor = tensors[codes_name], tensors[factor_name].reshape(())
     if not bool(torch.isfinite(factor)) or float(factor) <= 0:
         raise ModelError(f"has a {factor_name} of {float(factor):g}, which must be above 0")
-    codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
+    codes = byte_nibbles(pairs)
     if scheme.format is WeightFormat.NVFP4_PACK_QUANTIZED:
         factor = factor.reciprocal()
     return float4(codes, tensors["weight_scale"], scheme.group, factor)

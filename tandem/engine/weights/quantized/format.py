@@ -127,7 +127,11 @@ class Format:
 
 def nibbles(words: Tensor) -> Tensor:
     """Unpack 4-bit codes [..., 8·W] uint8 from words [..., W] int32, lowest bits first."""
-    pairs = words.contiguous().view(torch.uint8)
+    return byte_nibbles(words.contiguous().view(torch.uint8))
+
+
+def byte_nibbles(pairs: Tensor) -> Tensor:
+    """Unpack 4-bit codes [..., 2·B] uint8 from bytes [..., B], the lower half of each byte first."""
     return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2)
 
 

@@ -7,13 +7,30 @@ from tandem.engine.models.families.family import Family, Json, parse_expert_coun
 from tandem.engine.models.parameters import Parameters, ParameterSlot, standard_slots
 
 
-def _parse(config: Json) -> ModelSpec:
-    experts = MixtureOfExperts(
-        experts=parse_expert_count(config),
+def granite_experts(config: Json, count: int, shared_width: int = 0) -> MixtureOfExperts:
+    """Return Granite's mixture of `count` experts, and a shared one if `shared_width` is not 0."""
+    return MixtureOfExperts(
+        experts=count,
         top_k=int(config["num_experts_per_tok"]),
         width=int(config["intermediate_size"]),
         router=ExpertRouter(score="softmax_of_top_k"),
+        shared_width=shared_width,
     )
+
+
+def granite_expert_slots(number: int, experts: Experts) -> dict[str, ParameterSlot]:
+    """Return the slots of the router and the experts of layer `number`, without the shared expert."""
+    rows = experts.gate_up.shape[1] // 2
+    prefix = f"model.layers.{number}.block_sparse_moe."
+    return {
+        f"{prefix}router.layer.weight": ParameterSlot(experts.router),
+        f"{prefix}input_linear.weight": ParameterSlot(experts.gate_up, stacked=(rows, rows)),
+        f"{prefix}output_linear.weight": ParameterSlot(experts.down),
+    }
+
+
+def _parse(config: Json) -> ModelSpec:
+    experts = granite_experts(config, parse_expert_count(config))
     return granite_model(config, "GraniteMoeForCausalLM", experts)
 
 
@@ -22,13 +39,7 @@ def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
     for number, weights in enumerate(parameters.layers):
         experts = weights.feed_forward
         assert isinstance(experts, Experts)
-        rows = experts.gate_up.shape[1] // 2
-        prefix = f"model.layers.{number}.block_sparse_moe."
-        slots |= {
-            f"{prefix}router.layer.weight": ParameterSlot(experts.router),
-            f"{prefix}input_linear.weight": ParameterSlot(experts.gate_up, stacked=(rows, rows)),
-            f"{prefix}output_linear.weight": ParameterSlot(experts.down),
-        }
+        slots |= granite_expert_slots(number, experts)
     return slots
 
 

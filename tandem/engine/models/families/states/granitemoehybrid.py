@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tandem.engine.config.model import DenseFeedForward, ExpertRouter, FeedForward, MixtureOfExperts, ModelSpec
+from tandem.engine.config.model import DenseFeedForward, FeedForward, ModelSpec
 from tandem.engine.kernels.layers import Experts
 from tandem.engine.models.families.dense.granite import granite_model
+from tandem.engine.models.families.experts.granite_moe import granite_expert_slots, granite_experts
 from tandem.engine.models.families.family import Family, Json, parse_activation, without_rope
 from tandem.engine.models.families.states.bamba import mamba_layer_slots, parse_mamba
+from tandem.engine.models.families.states.nemotron_h import OLD_LAYER_TYPES
 from tandem.engine.models.parameters import (
     DenseParameters,
     Parameters,
@@ -17,14 +19,11 @@ from tandem.engine.models.parameters import (
 )
 from tandem.protocol.errors import ModelError
 
-_OLD_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
-"""The layer types of transformers 4, each with its name in transformers 5."""
-
 
 def _kinds(config: Json) -> Sequence[str]:
     layers = int(config["num_hidden_layers"])
     named = config.get("layer_types") or config.get("layers_block_type") or ["linear_attention"] * layers
-    kinds = [_OLD_NAMES.get(kind, kind) for kind in named]
+    kinds = [OLD_LAYER_TYPES.get(kind, kind) for kind in named]
     if len(kinds) != layers or set(kinds) - {"linear_attention", "full_attention"}:
         raise ModelError(f"layer_types must name {layers} layers, each linear_attention or full_attention.")
     return kinds
@@ -34,13 +33,7 @@ def _feed_forward(config: Json) -> FeedForward:
     shared, experts = int(config["shared_intermediate_size"]), int(config.get("num_local_experts", 8) or 0)
     if not experts:
         return DenseFeedForward(shared, parse_activation(config))
-    return MixtureOfExperts(
-        experts=experts,
-        top_k=int(config["num_experts_per_tok"]),
-        width=int(config["intermediate_size"]),
-        router=ExpertRouter(score="softmax_of_top_k"),
-        shared_width=shared,
-    )
+    return granite_experts(config, experts, shared)
 
 
 def _parse(config: Json) -> ModelSpec:
@@ -59,15 +52,10 @@ def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
     for number, weights in enumerate(parameters.layers):
         prefix, network = f"model.layers.{number}.", weights.feed_forward
         if isinstance(network, Experts):
-            rows = network.gate_up.shape[1] // 2
             assert network.shared_gate_up is not None
             assert network.shared_down is not None
             shared = DenseParameters(network.shared_gate_up.weight, None, network.shared_down.weight, None)
-            slots |= {
-                f"{prefix}block_sparse_moe.router.layer.weight": ParameterSlot(network.router),
-                f"{prefix}block_sparse_moe.input_linear.weight": ParameterSlot(network.gate_up, stacked=(rows, rows)),
-                f"{prefix}block_sparse_moe.output_linear.weight": ParameterSlot(network.down),
-            }
+            slots |= granite_expert_slots(number, network)
         else:
             assert isinstance(network, DenseParameters)
             shared = network

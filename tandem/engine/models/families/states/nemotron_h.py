@@ -37,7 +37,8 @@ from tandem.protocol.errors import ModelError
 
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _NETWORKS = {"mlp", "moe"}
-_OLD_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
+OLD_LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
+"""The layer types of transformers 4, each with its name in transformers 5."""
 _NAMES = {
     "convolution": "conv1d.weight",
     "convolution_bias": "conv1d.bias",
@@ -96,7 +97,7 @@ def _mamba(config: Json, norm_eps: float) -> Mamba2:
 def _blocks(config: Json) -> Sequence[str]:
     """Return the kind of each block, from `layers_block_type` (transformers 5) or `hybrid_override_pattern`."""
     named: Sequence[str] = config.get("layers_block_type") or config.get("layer_types") or ()
-    kinds = [_OLD_NAMES.get(kind, kind) for kind in named] or [
+    kinds = [OLD_LAYER_TYPES.get(kind, kind) for kind in named] or [
         _LETTERS.get(letter, letter) for letter in config["hybrid_override_pattern"]
     ]
     unknown = set(kinds) - set(_LETTERS.values())
