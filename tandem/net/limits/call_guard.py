@@ -17,8 +17,13 @@ from tandem.settings.listeners import ListenerLimits
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Deserialize = Callable[[bytes], Any]
 
-_PING_STRIKES_MAX = 2
-"""Number of too early pings after which gRPC closes a connection; equal to gRPC's default."""
+_PING_STRIKES_MAX = 100
+"""Number of early pings between two messages from this server after which gRPC closes the connection.
+
+gRPC's default of 2 breaks calls of slow clients. A client measures its bandwidth with a ping at most every 100 ms while
+it reads; if it reads late what this server sent at once, several pings arrive without a message in between.
+See https://grpc.github.io/grpc/core/md_doc_keepalive.html.
+"""
 _STREAMS_MAX = 1024
 """Maximum number of concurrent calls of one connection; gRPC clients queue further ones.
 

@@ -21,6 +21,8 @@ from tests.unit.router.fake_cluster import until
 SHORT = 0.1
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+PING = b"\x00\x00\x08\x06\x00\x00\x00\x00\x00tandem-1"
+PING_REPLY = b"\x00\x00\x08\x06\x01\x00\x00\x00\x00tandem-1"
 REGISTER = "/tandem.v1.Cluster/Register"
 
 
@@ -155,6 +157,18 @@ async def test_connections_that_do_not_go_on_are_ended(limits: ListenerLimits, s
     async with serving(Held(), replace(limits)) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(sent)
+        await until_closed(reader)
+        writer.close()
+
+
+async def test_a_slow_client_s_pings_are_answered_and_a_flood_of_pings_ends_the_connection() -> None:
+    async with serving(Held(), ListenerLimits()) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(PREFACE + SETTINGS)
+        for _ in range(20):
+            writer.write(PING)
+            await reader.readuntil(PING_REPLY)
+        writer.write(PING * 200)
         await until_closed(reader)
         writer.close()
 
