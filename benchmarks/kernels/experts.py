@@ -1,19 +1,21 @@
 """Measures mixtures of experts alone: `python -m benchmarks.kernels experts [--forms int8 fp8 fp8_blocks int4]`.
 
-    python -m benchmarks.kernels experts --tune [--shapes qwen3-30b-a3b]
+    python -m benchmarks.kernels experts --tune [--shapes qwen3-30b-a3b] [--forms fp8_blocks_inputs]
 
 The benchmark runs the routed experts of one layer (norm, router, top-k, products, sum; not the shared expert) in
 bfloat16 with random weights, in CUDA graphs whose launches have different tokens, so that weights come from memory and
 not from L2. The bytes are those of the router and of the experts that the tokens hit; these experts are counted. "of
 copy" is the rate at which a step reads its bytes / the bandwidth of a large device copy in the same run, whose reads
 and writes both count. A random router is expected to hit E·(1 − (1 − k/E)^b) experts; this number and the counted one
-are printed. With `--tune` it prints lines for `TUNED` of tandem/engine/kernels/experts/expert_tiles.py instead.
+are printed. With `--tune` it prints lines for `TUNED` of tandem/engine/kernels/experts/expert_tiles.py instead, or with
+`--forms` for `PACKED_TUNED`.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 
@@ -22,6 +24,7 @@ from benchmarks.gpu_timing import copy_bandwidth
 from benchmarks.kernels.experts_timing import FORMS, ExpertLayer, PackedExpertLayer, compile_steps
 from benchmarks.kernels.experts_tuning import tuned
 from benchmarks.results import run_facts
+from tandem.engine.kernels.experts.packed_experts import form_of
 from tandem.engine.models.shapes import shape_names
 
 SHAPES = ("qwen3-30b-a3b", "deepseek-v2-lite", "gpt-oss-20b")
@@ -42,7 +45,7 @@ def measure(options: argparse.Namespace) -> Measured:
     facts = {"copy_gb_per_s": round(copy / 1e9, 1), "dtype": "bfloat16", **run_facts("cuda")}
     print(f"{torch.cuda.get_device_name()}, bfloat16: copy {copy / 1e9:.0f} GB/s", flush=True)
     if options.tune:
-        return "tune-experts", {"tiles": _tune(options.shapes or SHAPES[:1], copy), **facts}
+        return "tune-experts", {"tiles": _tune(options.shapes or SHAPES[:1], options.forms, copy), **facts}
     rows: list[dict[str, object]] = []
     print(f"{'shape':18} {'form':10} {'tokens':>6} {'hit':>6} {'formula':>7} {'us':>9} {'of copy':>8} {'TFLOP/s':>8}")
     for shape in options.shapes or SHAPES:
@@ -80,20 +83,23 @@ def _measure(shape: str, form: str | None, tokens: Sequence[int], copy: float) -
     return rows
 
 
-def _tune(shapes: Sequence[str], copy: float) -> list[dict[str, object]]:
-    """Return and print the best tiles of each shape."""
+def _tune(shapes: Sequence[str], forms: Sequence[str], copy: float) -> list[dict[str, object]]:
+    """Return and print the best tiles of each shape, with 16-bit weights or with those of each form."""
     rows: list[dict[str, object]] = []
-    print("TUNED = {")
-    for shape in shapes:
-        layer = ExpertLayer(shape)
-        print(f"    {layer.shape}: {{  # {shape}")
+    print("PACKED_TUNED = {" if forms else "TUNED = {")
+    for shape, form in product(shapes, forms or (None,)):
+        layer = ExpertLayer(shape) if form is None else PackedExpertLayer(shape, form)
+        key = layer.shape if form is None else (layer.shape, form_of(layer.experts))
+        print(f"    {key}: {{  # {shape}")
         for result in tuned(layer):
             share, before = (step.bytes / step.seconds / copy for step in (result.best, result.default))
             comment = f"{result.tokens} tokens: {share:.1%} of copy, before {before:.1%}"
-            print(f"        {result.tile.tokens}: {result.tile},  # {comment}", flush=True)
+            size = 1 if result.tokens == 1 else result.tile.tokens
+            print(f"        {size}: {result.tile},  # {comment}", flush=True)
             rows.append(
                 {
                     "shape": shape,
+                    **({"form": form} if form else {}),
                     "tokens": result.tokens,
                     "tile": str(result.tile),
                     "copy_share": round(share, 4),

@@ -22,27 +22,32 @@ from tandem.engine.weights.quantized.rounding import rounded
 from tandem.engine.weights.random_weights import fill_packed
 
 FORMS = {
-    "int8": (Codes.INT8, 0),
-    "fp8": (Codes.FLOAT8, 0),
-    "fp8_blocks": (Codes.FLOAT8, 128),
-    "int4": (Codes.INT4, 128),
-    "mxfp4": (Codes.FLOAT4, 32),
+    "int8": (Codes.INT8, 0, False),
+    "fp8": (Codes.FLOAT8, 0, False),
+    "fp8_blocks": (Codes.FLOAT8, 128, False),
+    "fp8_inputs": (Codes.FLOAT8, 0, True),
+    "fp8_blocks_inputs": (Codes.FLOAT8, 128, True),
+    "int4": (Codes.INT4, 128, False),
+    "mxfp4": (Codes.FLOAT4, 32, False),
 }
-"""The quantized weights that are measured, by name: their type and the columns per group; 0 = one scale per row."""
+"""The quantized weights that are measured, by name: their type, the columns per group, and if inputs are quantized.
+
+A group of 0 columns means one scale per row.
+"""
 _E8M0 = "float8_e8m0fnu"
 
 
 def _packed(weight: Tensor, form: str) -> PackedWeight:
-    codes, group = FORMS[form]
+    codes, group, inputs = FORMS[form]
     if codes is Codes.FLOAT4:
         packed = empty_packed(tuple(weight.shape), Packing(codes, group, offsets=False, scales=_E8M0), weight.device)
         fill_packed(packed, torch.Generator(weight.device).manual_seed(0), float(weight[0].float().std()))
         return packed
-    packing = Packing(codes, group or weight.shape[-1], offsets=False)
+    packing = Packing(codes, group or weight.shape[-1], offsets=False, quantized_inputs=inputs)
     # A few experts at a time, because they are widened to float32.
     parts = [rounded(experts, packing) for experts in torch.split(weight, 16)]
     joined = [torch.cat(tensors) for tensors in zip(*(part.parts() for part in parts), strict=True)]
-    return PackedWeight(joined[0], joined[1], None, packing.group)
+    return PackedWeight(joined[0], joined[1], None, packing.group, quantized_inputs=inputs)
 
 
 _DTYPE = torch.bfloat16
@@ -141,6 +146,7 @@ class PackedExpertLayer(ExpertLayer):
 
     def __init__(self, name: str, form: str) -> None:
         super().__init__(name)
+        self.form = form
         gate_up, down = (_packed(matrix, form) for matrix in self.experts.matrices)
         self.experts = prepared_experts(replace(self.experts, gate_up=gate_up, down=down), torch.bfloat16)
 

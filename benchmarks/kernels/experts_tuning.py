@@ -3,9 +3,12 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.kernels.experts_timing import ExpertLayer, ExpertStep, compile_steps
+from benchmarks.kernels.experts_timing import FORMS, ExpertLayer, ExpertStep, PackedExpertLayer, compile_steps
+from tandem.engine.config.quantization import Codes
 from tandem.engine.kernels.experts.expert_tiles import (
     MOST_TOKENS,
+    PACKED_TILES,
+    SCALED_TILES,
     TILES,
     TOKENS_OF_TILES,
     ExpertShape,
@@ -37,6 +40,9 @@ DOWN = {
     128: [ProductTile(128, 64, 4, 4), ProductTile(128, 64, 4, 8), ProductTile(256, 64, 4, 8)],
 }
 """Candidates in addition to the default ones, by tokens per tile."""
+_PACKED_ROWS = (16, 32, 64, 128)
+_PACKED_STAGES = ((3, 4), (5, 4), (4, 8))
+"""Stages and warps of the candidates for packed weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +60,18 @@ def tuned(layer: ExpertLayer) -> Iterator[Tuned]:
 
     The part of the tile for each of the two products is chosen with the default part for the other product.
     """
+    form = layer.form if isinstance(layer, PackedExpertLayer) else None
     sizes = {size: tokens_of(size, layer.shape) for size in TILES}
-    steps = [(layer, tokens, tile) for size, tokens in sizes.items() for tile in candidates(size, layer.shape)]
+    steps = [(layer, tokens, tile) for size, tokens in sizes.items() for tile in candidates(size, layer.shape, form)]
     failures = compile_steps(steps)
-    working: dict[int, list[ExpertTile]] = {size: [] for size in sizes}
-    for (_, _, tile), failure in zip(steps, failures, strict=True):
+    working: dict[int, list[ExpertTile]] = {tokens: [] for tokens in sizes.values()}
+    for (_, tokens, tile), failure in zip(steps, failures, strict=True):
         if failure is None:
-            working[tile.tokens].append(tile)
+            working[tokens].append(tile)
         else:
             print(f"        # left out: {tile}: {failure}")
-    for size, tokens in sizes.items():
-        yield _fastest(layer, tokens, working[size])
+    for tokens, tiles in working.items():
+        yield _fastest(layer, tokens, tiles)
 
 
 def tokens_of(size: int, shape: ExpertShape) -> int:
@@ -78,8 +85,10 @@ def tokens_of(size: int, shape: ExpertShape) -> int:
     return max(2, averages[size] * shape.experts // shape.top_k)
 
 
-def candidates(size: int, shape: ExpertShape) -> list[ExpertTile]:
-    """Return the default tile, then tiles that differ from it in one product."""
+def candidates(size: int, shape: ExpertShape, form: str | None = None) -> list[ExpertTile]:
+    """Return the default tile, then tiles that differ from it in one product; `form` is one of `FORMS`."""
+    if form is not None:
+        return _packed_candidates(size, form)
     default = TILES[size]
     tiles = [
         default,
@@ -87,6 +96,26 @@ def candidates(size: int, shape: ExpertShape) -> list[ExpertTile]:
         *(replace(default, down=product_tile) for product_tile in DOWN[size]),
     ]
     return tiles if size == 1 else list(dict.fromkeys(fitting(tile, shape) for tile in tiles))
+
+
+def _packed_candidates(size: int, form: str) -> list[ExpertTile]:
+    codes, group, inputs = FORMS[form]
+    # A step of one token has a tile of its own, for few programs instead of one for each expert's tokens.
+    default = (SCALED_TILES if inputs else PACKED_TILES)[max(size, min(PACKED_TILES))]
+    # The kernels for other forms read as many columns as share a scale.
+    columns = (64, 128) if codes is Codes.FLOAT4 or (inputs and not group) else (default.down.columns,)
+    products = [
+        ProductTile(rows, count, stages, warps)
+        for rows in _PACKED_ROWS
+        for count in columns
+        for stages, warps in _PACKED_STAGES
+    ]
+    tiles = [
+        default,
+        *(replace(default, gate_up=product) for product in products),
+        *(replace(default, down=product) for product in products),
+    ]
+    return list(dict.fromkeys(tiles))
 
 
 def _fastest(layer: ExpertLayer, tokens: int, tiles: Sequence[ExpertTile]) -> Tuned:

@@ -9,6 +9,7 @@ from tandem.engine.config.model import ExpertRouter, MixtureOfExperts
 from tandem.engine.kernels.experts.expert_tiles import TILES, TUNED, ExpertShape, ExpertTile, tile_for
 from tandem.engine.kernels.layers import ExpertsLayer, Norm
 from tests.kernels.experts.expert_cases import EPS, OURS, ExpertCase, experts_as, make_case, moe, reference_run, run
+from tests.kernels.experts.test_scaled_experts import KINDS, error_of_a_layer
 from tests.kernels.steps import assert_as_good
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -109,3 +110,11 @@ def test_bfloat16_has_the_same_bits_among_steps_of_one_tile() -> None:
     for _ in range(3):
         assert torch.equal(run(case, BF16), together)
     assert torch.equal(run(case.of(slice(3, 23)), BF16), together[3:23])
+
+
+@pytest.mark.parametrize("group", [128, 0], ids=["groups", "one scale a row"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [1, 40, 60, 100, 700])
+def test_experts_with_quantized_inputs(tokens: int, kind: str, group: int) -> None:
+    """Steps of every tile; in bfloat16 the norm's rounding changes some codes."""
+    assert error_of_a_layer(kind, tokens, (512, 256, group), BF16) < 0.03

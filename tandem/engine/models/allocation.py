@@ -257,8 +257,7 @@ def empty_packed(shape: tuple[int, ...], packing: Packing, device: torch.device)
         scales(device=device),
         scales(device=device) if packing.offsets else None,
         packing.group,
-        # The kernels for experts do not quantize inputs: each expert has few tokens.
-        quantized_inputs=packing.quantized_inputs and len(shape) == 2,
+        quantized_inputs=packing.quantized_inputs,
     )
 
 

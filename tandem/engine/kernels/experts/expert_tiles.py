@@ -112,9 +112,26 @@ PACKED_TILES = {
 `columns` is the number of bytes of FP4 codes that are read at a time. For other packed weights it is replaced by
 `held_weight.step_bytes`, and used only for a weight that is not packed, if the layer's other weight is.
 """
+SCALED_TILES = {
+    16: ExpertTile(16, gate_up=ProductTile(64, 128, 4, 4), down=ProductTile(64, 128, 5, 4)),
+    32: ExpertTile(32, gate_up=ProductTile(64, 128, 4, 4), down=ProductTile(64, 128, 5, 4)),
+    64: ExpertTile(64, gate_up=ProductTile(64, 128, 4, 4), down=ProductTile(128, 128, 4, 4)),
+    128: ExpertTile(128, gate_up=ProductTile(64, 128, 4, 8), down=ProductTile(128, 128, 4, 8)),
+}
+"""The tiles of products whose inputs are quantized too, which have not been measured yet.
+
+`columns` is the number of bytes that are read at a time, at most those of a group.
+"""
+PACKED_TUNED: dict[tuple[ExpertShape, str], dict[int, ExpertTile]] = {}
+"""Measured tiles of known shapes and forms of packed weights, which take precedence over the two tables above.
+
+A form is a string of `packed_experts.form_of`. The tile of key 1 is for steps of one token; it has room for more.
+"""
 PACKED_FLOAT_TILE = ExpertTile(16, gate_up=ProductTile(16, 32, 3, 4), down=ProductTile(32, 32, 3, 4))
 """The tile of packed weights for inputs in float32, the same for every step."""
 
+QUANTIZED_INPUTS = " with quantized inputs"
+"""The end of the forms of packed weights that multiply quantized inputs."""
 _LEAST_COLUMNS = 16
 _MOST_STAGES = 6
 _MOST_ROUTER_SPLITS = 16
@@ -128,8 +145,13 @@ With more splits, the choice kernel would have to read more partial sums.
 
 
 @lru_cache(maxsize=4096)
-def tile_for(tokens: int, shape: ExpertShape, item_bytes: int) -> ExpertTile:
-    """Return the tile for a step of `tokens` tokens and for weights of `item_bytes` bytes per element."""
+def tile_for(tokens: int, shape: ExpertShape, item_bytes: int, form: str | None = None) -> ExpertTile:
+    """Return the tile for a step of `tokens` tokens, in a dtype of `item_bytes` bytes per element.
+
+    `form` is that of packed weights (`packed_experts.form_of`); None = weights of the dtype.
+    """
+    if form is not None:
+        return _packed_tile(tokens, shape, item_bytes, form)
     if item_bytes == 4:
         return FLOAT_TILE
     size = 1 if tokens == 1 else tile_tokens(tokens, shape)
@@ -137,6 +159,14 @@ def tile_for(tokens: int, shape: ExpertShape, item_bytes: int) -> ExpertTile:
     if tuned is not None:
         return tuned
     return TILES[size] if size == 1 else fitting(TILES[size], shape)
+
+
+def _packed_tile(tokens: int, shape: ExpertShape, item_bytes: int, form: str) -> ExpertTile:
+    if item_bytes == 4:
+        return PACKED_FLOAT_TILE
+    size = tile_tokens(tokens, shape)
+    tuned = PACKED_TUNED.get((shape, form), {}).get(1 if tokens == 1 else size)
+    return tuned or (SCALED_TILES if form.endswith(QUANTIZED_INPUTS) else PACKED_TILES)[size]
 
 
 def tile_tokens(tokens: int, shape: ExpertShape) -> int:

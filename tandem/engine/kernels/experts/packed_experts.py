@@ -1,7 +1,7 @@
 """Packed expert weights on GPUs: their preparation, and the launch of their products.
 
-Steps of one token also use tiles, unlike those with plain weights. Inputs stay in the model's dtype for every
-quantization: an expert has few tokens, so reading its weights takes most of the time.
+Steps of one token also use tiles, unlike those with plain weights. Inputs stay in the model's dtype, unless the weight
+is one for quantized inputs (`scaled_experts`).
 """
 
 from dataclasses import replace
@@ -11,17 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.engine.kernels.experts import scaled_experts
 from tandem.engine.kernels.experts.expert_tiles import (
-    PACKED_FLOAT_TILE,
-    PACKED_TILES,
-    ExpertShape,
+    QUANTIZED_INPUTS,
     ExpertTile,
-    tile_tokens,
 )
 from tandem.engine.kernels.experts.triton_products import RELU2, finish_tile, tile_of
 from tandem.engine.kernels.held_weight import multiplied_on_gpus, step_bytes
 from tandem.engine.kernels.layers import Experts
-from tandem.engine.kernels.packed import packed_products, products
+from tandem.engine.kernels.packed import packed_products, products, scaled_products
+from tandem.engine.kernels.packed.scaled_weight import ScaledWeight
 from tandem.engine.kernels.packed.triton_float4 import scale_words
 from tandem.engine.kernels.packed.triton_packed import add_step, columns_of, finish_sums, words_at
 from tandem.engine.kernels.packed_weight import Float4Weight, PackedWeight, Weight
@@ -98,12 +97,21 @@ def _prepared(weight: Weight, dtype: torch.dtype) -> Weight:
     """Return stacked weights in the form that kernels read, or dequantized if no kernel multiplies them."""
     if not isinstance(weight, PackedWeight) or not multiplied_on_gpus(weight):
         return as_matrix(weight, dtype)
+    if scaled_products.multiplies(weight):
+        return scaled_experts.prepared(weight)
     return packed_products.prepared(weight)
 
 
-def packed_tile(tokens: int, shape: ExpertShape, item_bytes: int) -> ExpertTile:
-    """Return the tile for a step of `tokens` tokens; `launch` replaces its columns for packed weights."""
-    return PACKED_FLOAT_TILE if item_bytes == 4 else PACKED_TILES[tile_tokens(tokens, shape)]
+def form_of(experts: Experts) -> str | None:
+    """Return the codes of prepared weights, and whether inputs are quantized, as `PACKED_TUNED` names them.
+
+    Returns None if neither weight is packed.
+    """
+    for weight in (experts.gate_up, experts.down):
+        if isinstance(weight, PackedWeight):
+            kind = "fp" if isinstance(weight, Float4Weight) or weight.codes.dtype.is_floating_point else "int"
+            return f"{kind}{weight.bits}" + (QUANTIZED_INPUTS if isinstance(weight, ScaledWeight) else "")
+    return None
 
 
 def launch(
@@ -120,10 +128,15 @@ def launch(
     activation: int | None,
     pdl: bool,
 ) -> None:
-    """Launch `packed_tile_kernel` for all tiles.
+    """Launch `packed_tile_kernel`, or for quantized inputs `scaled_tile_kernel`, for all tiles.
 
     `activation` is the activation of the gated product; None means the down product.
     """
+    if isinstance(weight, ScaledWeight):
+        scaled_experts.launch(
+            x, weight, bias, pair_weights, tiles, order, out, tile, top_k=top_k, activation=activation, pdl=pdl
+        )
+        return
     product = tile.down if activation is None else tile.gate_up
     pairs, outputs = out.shape
     columns = step_bytes(weight)

@@ -21,6 +21,7 @@ import torch
 import triton
 from torch import Tensor
 
+from tandem.engine.kernels.experts import packed_experts
 from tandem.engine.kernels.experts.expert_tiles import (
     ExpertShape,
     ExpertTile,
@@ -29,8 +30,6 @@ from tandem.engine.kernels.experts.expert_tiles import (
     router_tile,
     tile_for,
 )
-from tandem.engine.kernels.experts.packed_experts import launch as launch_packed
-from tandem.engine.kernels.experts.packed_experts import packed_tile
 from tandem.engine.kernels.experts.triton_products import (
     ACTIVATIONS,
     shared_gate_kernel,
@@ -106,16 +105,14 @@ class ExpertKernels:
     ) -> Tensor:
         """Add the routed experts' output to `out` (see `Products.experts`), and return RMSNorm(hidden).
 
-        `out` may be `hidden`: the norm is computed before the addition. `tile` replaces the default tile (`tile_for`,
-        or `packed_tile` for packed weights).
+        `out` may be `hidden`: the norm is computed before the addition. `tile` replaces that of `tile_for`.
         """
         experts, spec, (tokens, width) = layer.experts, layer.spec, hidden.shape
         shape = ExpertShape(spec.experts, spec.top_k, width, spec.width)
         plan = router_tile(tokens, shape, hidden.element_size())
         counts = torch.empty(triton.next_power_of_2(spec.experts), dtype=torch.int32, device=hidden.device)
         x, logits = self._route(hidden, layer, counts, plan)
-        packed = any(isinstance(weight, PackedWeight) for weight in (experts.gate_up, experts.down))
-        tile = tile or (packed_tile if packed else tile_for)(tokens, shape, hidden.element_size())
+        tile = tile or tile_for(tokens, shape, hidden.element_size(), packed_experts.form_of(experts))
         if tile.tokens == 1:
             choice = Choice(tokens, shape, hidden.device)
             self._choose(logits, layer, slots, choice, counts, x.dtype)
@@ -212,7 +209,10 @@ class ExpertKernels:
         """Add the products of tiles to `hidden`; `x` and `weights` are those of `_inputs`."""
         experts, spec = layer.experts, layer.spec
         (tokens, width), pairs = hidden.shape, choice.pairs
-        inner, parts = x.new_empty(pairs, spec.width), x.new_empty(pairs, width)
+        # No product writes the pairs of padding tokens and of other ranks' experts, but their rows are quantized too.
+        # Zeros are for the interpreter on CPUs, which warns of arithmetic with undefined numbers.
+        inner = (x.new_empty if x.is_cuda else x.new_zeros)(pairs, spec.width)
+        parts = x.new_empty(pairs, width)
         activation, shared_by = ACTIVATIONS[spec.activation], pairs // len(x)
         for gated, source, weight, bias, out, product in (
             (True, x, experts.gate_up, experts.gate_up_bias, inner, tile.gate_up),
@@ -220,7 +220,7 @@ class ExpertKernels:
         ):
             outputs = out.shape[1]
             if isinstance(weight, PackedWeight):
-                launch_packed(
+                packed_experts.launch(
                     source, weight, bias, weights, choice.tiles, choice.order, out, tile, top_k=shared_by,
                     activation=activation if gated else None, pdl=self._pdl,
                 )  # fmt: skip

@@ -45,7 +45,7 @@ def multiplies(weight: PackedWeight) -> bool:
     """Return True if the kernels of this module, which take 8-bit inputs, multiply the weight."""
     columns, group = weight.shape[-1], weight.group
     wide = group == columns or (group >= _LEAST_GROUP and group & (group - 1) == 0)
-    return weight.quantized_inputs and len(weight.shape) == 2 and wide
+    return weight.quantized_inputs and wide
 
 
 def prepared(weight: PackedWeight) -> ScaledWeight:

@@ -14,10 +14,11 @@ ROW_TILE = 256
 
 @dataclass(frozen=True, slots=True)
 class ScaledWeight(PackedWeight):
-    """A weight [N, K] of 8-bit codes, for products with inputs of 8-bit codes.
+    """A weight [..., N, K] of 8-bit codes, for products with inputs of 8-bit codes.
 
     block_scales  [⌈K / BLOCK / 4⌉ · 4, N / BLOCK] float32, column-major: one scale per block, in the form that the
-                  library reads; None = each row has a single scale, or the library cannot multiply the weight in blocks
+                  library reads; None = each row has a single scale, the library cannot multiply the weight in blocks,
+                  or weights are stacked
     """
 
     block_scales: Tensor | None

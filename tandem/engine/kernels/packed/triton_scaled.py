@@ -76,7 +76,7 @@ def quantize_kernel(
 
 
 @triton.jit
-def _columns_at(pointers, inside, EVEN: tl.constexpr, POLICY: tl.constexpr):
+def load_columns(pointers, inside, EVEN: tl.constexpr, POLICY: tl.constexpr):
     """Load codes [rows, columns], with 0 for columns where the mask `inside` is False."""
     if EVEN:
         return tl.load(pointers, eviction_policy=POLICY)
@@ -84,7 +84,7 @@ def _columns_at(pointers, inside, EVEN: tl.constexpr, POLICY: tl.constexpr):
 
 
 @triton.jit
-def _products(held, taken, sums, scale, token_scale, GROUPED: tl.constexpr, SUM: tl.constexpr):
+def add_products(held, taken, sums, scale, token_scale, GROUPED: tl.constexpr, SUM: tl.constexpr):
     """Return `sums` plus the products of codes; if GROUPED, the products are scaled first, with the group's scales."""
     if GROUPED:
         nothing = tl.zeros((held.shape[0], taken.shape[1]), SUM)
@@ -154,19 +154,19 @@ def scaled_kernel(
     for step in tl.range(0, STEPS, num_stages=STAGES):
         at = (split * STEPS + step) * COLUMNS + columns
         inside = at < K
-        held = _columns_at(rows_at + at[None, :], inside, EVEN, "evict_first")
+        held = load_columns(rows_at + at[None, :], inside, EVEN, "evict_first")
         scale, scale_up, token_scale = 0.0, 0.0, 0.0
         if GROUPED:
             group = tl.minimum((split * STEPS + step) * COLUMNS // GROUP, K // GROUP - 1)
             scale = tl.load(scales_at + group * group_stride)
             token_scale = tl.load(x_scales + group * token_stride + tokens)
-        taken = tl.trans(_columns_at(x_at + at[None, :], inside, EVEN, "evict_last"))
-        sums = _products(held, taken, sums, scale, token_scale, GROUPED, SUM)
+        taken = tl.trans(load_columns(x_at + at[None, :], inside, EVEN, "evict_last"))
+        sums = add_products(held, taken, sums, scale, token_scale, GROUPED, SUM)
         if OP == GATE_UP:
-            held_up = _columns_at(up_rows_at + at[None, :], inside, EVEN, "evict_first")
+            held_up = load_columns(up_rows_at + at[None, :], inside, EVEN, "evict_first")
             if GROUPED:
                 scale_up = tl.load(up_scales_at + group * group_stride)
-            sums_up = _products(held_up, taken, sums_up, scale_up, token_scale, GROUPED, SUM)
+            sums_up = add_products(held_up, taken, sums_up, scale_up, token_scale, GROUPED, SUM)
     total = sums.to(tl.float32)
     total_up = sums_up.to(tl.float32)
     if not GROUPED:

@@ -78,12 +78,12 @@ def test_at_load_fp8_quantizes_inputs_and_integers_do_not() -> None:
     assert {name for name, scheme in schemes.items() if scheme and scheme.quantized_inputs} == {"fp8"}
 
 
-def test_experts_keep_their_inputs(tmp_path: Path) -> None:
+def test_experts_quantize_their_inputs_too(tmp_path: Path) -> None:
     spec = quantized_at_load(load_spec(write_tiny_model(tmp_path, "qwen2_moe")), "fp8")
     weights = dict(named_weights(allocate_parameters(spec, torch.float32, torch.device("meta"))))
     packed = {path: weight for path, weight in weights.items() if isinstance(weight, PackedWeight)}
     assert {len(weight.shape) for weight in packed.values()} == {2, 3}
-    assert all(weight.quantized_inputs == (len(weight.shape) == 2) for weight in packed.values())
+    assert all(weight.quantized_inputs for weight in packed.values())
 
 
 @pytest.mark.parametrize("case", ["fp8 of one scale", "fp8 channel"])
