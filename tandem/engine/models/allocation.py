@@ -42,6 +42,7 @@ from tandem.engine.models.parameters import (
     StateParameters,
     named_weights,
 )
+from tandem.engine.models.quantization_config import GGUF_SCHEMES
 
 Empty = Callable[..., Tensor]
 _T = TypeVar("_T")
@@ -66,7 +67,7 @@ _PLAIN_FIELDS = {"router", "shared_gate", "head_weights"}
 """The fields that no tool quantizes, even if its configuration includes all linear layers."""
 _CODES = {Codes.INT8: torch.int8, Codes.FLOAT8: torch.float8_e4m3fn, Codes.INT4: torch.uint8}
 """The dtype of the codes of a `PackedWeight`; those of a `Float4Weight` are uint8."""
-_WITHOUT_SUFFIX = {WeightFormat.MXFP4, WeightFormat.MXFP4_BLOCKS}
+_WITHOUT_SUFFIX = {WeightFormat.MXFP4, *(scheme.format for scheme in GGUF_SCHEMES.values())}
 """Formats of experts that a checkpoint stacks in one tensor, whose name does not end with `.weight`."""
 
 
