@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from tandem.engine.weights.gguf_delta import DELTA_ARCHITECTURES, KIMI_JOINS, KIMI_NAMES, SHARED_GATE
-from tandem.engine.weights.gguf_layout import STACKED_EXPERTS, Architecture, Join, Metadata, Read, unchanged
+from tandem.engine.weights.gguf_layout import (
+    STACKED_EXPERTS,
+    Architecture,
+    Join,
+    Metadata,
+    Read,
+    stacked_rows,
+    unchanged,
+)
 from tandem.engine.weights.gguf_states import (
     BAMBA,
     GRANITE_DOWN,
@@ -127,9 +135,10 @@ _LLAMA4 = Architecture(
         Join(
             ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
             "feed_forward.experts.gate_up_proj",
-            lambda gate, up: torch.cat((gate, up), dim=1).transpose(1, 2),
+            lambda gate, up: stacked_rows(gate, up).transpose(1, 2),
+            stacked_rows,
         ),
-        Join(("ffn_down_exps.weight",), "feed_forward.experts.down_proj", lambda down: down.transpose(1, 2)),
+        Join(("ffn_down_exps.weight",), "feed_forward.experts.down_proj", lambda down: down.transpose(1, 2), unchanged),
     ),
 )
 

@@ -13,13 +13,16 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tandem.engine.config.model import LatentAttention
+from tandem.engine.config.sharding import Rank, rank_spec
+from tandem.engine.kernels.packed_weight import PackedWeight
 from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.model_runner import ModelRunner
-from tandem.engine.models.allocation import quantized_weights
+from tandem.engine.models.allocation import allocate_parameters, quantized_weights
 from tandem.engine.models.load_spec import parse_spec
+from tandem.engine.models.parameters import named_weights
 from tandem.engine.steps.batch import StepBatch
 from tandem.engine.weights import gguf as conversion
-from tandem.engine.weights.checkpoint import check_model
+from tandem.engine.weights.checkpoint import check_model, load_weights
 from tandem.engine.weights.gguf import prepare_model
 from tandem.engine.weights.gguf_architectures import ARCHITECTURES
 from tandem.engine.weights.gguf_config import ROPE_FACTORS, huggingface_config
@@ -30,7 +33,7 @@ from tests.unit.engine.weights.gguf_files import CASES, write_family
 
 STATES = ["lfm2", "lfm2_moe", "nemotron_h", "nemotron_h_experts", "granitemoehybrid"]
 STATES += ["qwen3_next", "qwen3_5", "kimi_linear"]
-STACKED = ["granite_moe", "mistral4", "qwen3_5_moe"]
+STACKED = ["granite_moe", "llama4", "mistral4", "qwen3_5_moe"]
 """Families whose checkpoints have the experts of a layer in one tensor."""
 
 
@@ -97,6 +100,28 @@ def test_blocks_of_stacked_experts_are_kept(tmp_path: Path) -> None:
         quantized_weights(check_model(kept)).packings
     )
     torch.testing.assert_close(logits(kept), logits(plain), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rank_reads_its_part_of_kept_blocks(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, changes = CASES["qwen3_5_moe"]
+    # Half of a row has whole blocks.
+    sizes = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "linear_value_head_dim": 32}
+    monkeypatch.setitem(CASES, "qwen3_5_moe", (kind, changes | sizes))
+    path = write_family(tmp_path / "tiny.gguf", "qwen3_5_moe", blocks=gguf.GGMLQuantizationType.Q8_0)
+    read = []
+    for codes in (True, False):
+        folder = prepare_model(path, tmp_path / "cache", codes=codes)
+        spec = check_model(folder)
+        parameters = allocate_parameters(rank_spec(spec, 2, number), torch.float32, torch.device("cpu"))
+        load_weights(folder, spec, parameters, rank=Rank(number, 2))
+        read.append(dict(named_weights(parameters)))
+    kept, plain = read
+    packed = {name: weight for name, weight in kept.items() if isinstance(weight, PackedWeight)}
+    assert {"layers.1.attention.output", "layers.1.feed_forward.gate_up", "layers.1.feed_forward.down"} <= packed.keys()
+    for name, weight in packed.items():
+        torch.testing.assert_close(weight.dequantized(torch.float32), plain[name], atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
