@@ -56,6 +56,16 @@ class Codes(StrEnum):
 
 AT_LOAD = (Codes.INT8, Codes.FLOAT8, Codes.INT4)
 """The codes to which 16-bit weights can be rounded while they are loaded."""
+STACKED_FORMATS = {
+    WeightFormat.MXFP4,
+    WeightFormat.MXFP4_BLOCKS,
+    WeightFormat.Q8_0,
+    WeightFormat.Q4_0,
+    WeightFormat.Q4_1,
+    WeightFormat.Q4_K,
+    WeightFormat.Q6_K,
+}
+"""The formats of experts that a checkpoint stacks in one tensor [E, N, …], whose name does not end with `.weight`."""
 _HALF_SCALES = {WeightFormat.Q8_0, WeightFormat.Q4_0, WeightFormat.Q4_1}
 """Formats whose scales and offsets are kept in float16, as stored; those of other formats are kept in float32."""
 _NVFP4 = {WeightFormat.NVFP4, WeightFormat.NVFP4_PACK_QUANTIZED}
@@ -162,6 +172,11 @@ class Quantization:
         if self.plain and any(".".join(parts[first:end]) in self.plain for end in ends for first in range(end)):
             return None
         return next((scheme for pattern, scheme in self.rules if _compiled(pattern).fullmatch(module)), None)
+
+    def stacks_experts(self, module: str) -> bool:
+        """Return True if a module has the codes of all experts of a layer in one tensor, with their outputs as rows."""
+        scheme = self.scheme_of(module)
+        return scheme is not None and scheme.format in STACKED_FORMATS
 
 
 def at_load(name: str) -> Quantization:

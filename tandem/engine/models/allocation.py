@@ -24,7 +24,7 @@ from tandem.engine.config.model import (
     ShortConvolution,
     StateLayer,
 )
-from tandem.engine.config.quantization import Codes, Packing, WeightFormat, WeightScheme
+from tandem.engine.config.quantization import STACKED_FORMATS, Codes, Packing, WeightFormat, WeightScheme
 from tandem.engine.kernels.held_weight import held_bytes
 from tandem.engine.kernels.layers import Experts, Linear
 from tandem.engine.kernels.packed_weight import Float4Weight, PackedWeight, Weight
@@ -66,8 +66,6 @@ _PLAIN_FIELDS = {"router", "shared_gate", "head_weights"}
 """The fields that no tool quantizes, even if its configuration includes all linear layers."""
 _CODES = {Codes.INT8: torch.int8, Codes.FLOAT8: torch.float8_e4m3fn, Codes.INT4: torch.uint8}
 """The dtype of the codes of a `PackedWeight`; those of a `Float4Weight` are uint8."""
-_WITHOUT_SUFFIX = {WeightFormat.MXFP4, WeightFormat.MXFP4_BLOCKS}
-"""Formats of experts that a checkpoint stacks in one tensor, whose name does not end with `.weight`."""
 
 
 class QuantizedWeights(NamedTuple):
@@ -239,7 +237,7 @@ def _scheme(spec: ModelSpec, name: str, slot: ParameterSlot, field: str) -> Weig
         return None
     if scheme.format is WeightFormat.ROUND_TO_NEAREST:
         return scheme if field in _PACKED_FIELDS and scheme.packing(slot.tensor.shape[-1]) else None
-    named = name.endswith(".weight") or scheme.format in _WITHOUT_SUFFIX
+    named = name.endswith(".weight") or scheme.format in STACKED_FORMATS
     return scheme if named and slot.shape is None else None
 
 

@@ -31,9 +31,8 @@ from tandem.engine.weights.gguf_config import (
     huggingface_config,
     huggingface_name,
     layer_of,
-    number_of_layers,
 )
-from tandem.engine.weights.gguf_layout import Architecture, Join
+from tandem.engine.weights.gguf_layout import Architecture, Join, Metadata
 from tandem.engine.weights.safetensors_file import write_tensors
 from tandem.protocol.errors import ModelError
 
@@ -41,13 +40,11 @@ Float32 = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
 _MAGIC = b"GGUF"
-_VERSION = b"4"
+_VERSION = b"5"
 """A part of the cache key, which is changed when the converter's output changes, so that old folders are not used."""
 _DTYPE = "bfloat16"
 """The dtype of activations and KV of a quantized model on GPUs, because the file does not state one."""
 _HASHED_BYTES = 1 << 20
-_STACKED_BLOCKS = "MXFP4"
-"""The type of blocks that are kept in a weight in which the experts of a layer are stacked."""
 _PLAIN_TYPES = {"F64", "F32", "F16", "BF16"}
 """The GGUF types of weights that are not quantized."""
 
@@ -178,7 +175,7 @@ def _write_folder(path: Path, folder: Path, progress: Progress | None, *, codes:
         field = reader.get_field(key)
         return None if field is None else field.contents()
 
-    architecture, layers = architecture_of(read), number_of_layers(read)
+    architecture, layers = architecture_of(read), Metadata(read).layers
     factors = {name: _dequantize(tensors.pop(name)) for name in (ROPE_FACTORS, *LONGROPE_FACTORS) if name in tensors}
     tensors = {name: tensor for name, tensor in tensors.items() if (layer_of(name) or 0) < layers}
     vocab_size = int(tensors["token_embd.weight"].shape[1])
@@ -231,9 +228,10 @@ def _outputs(
 
 
 def _joined(join: Join, tensors: list[ReaderTensor], *, codes: bool) -> _Output:
-    kinds = {str(tensor.tensor_type.name) for tensor in tensors}
-    if codes and join.join_blocks is not None and kinds == {_STACKED_BLOCKS}:
-        return _joined_blocks(join.join_blocks, tensors)
+    kind, *others = {tensor.tensor_type for tensor in tensors}
+    whole = join.moved_columns % GGML_QUANT_SIZES[kind][0] == 0
+    if codes and join.join_blocks is not None and not others and kind.name in GGUF_SCHEMES and whole:
+        return _joined_blocks(join.join_blocks, tensors, str(kind.name))
     # GGUF lists dimensions from the fastest-varying one, safetensors from the slowest-varying one.
     shapes = [tuple(map(int, tensor.shape[::-1])) for tensor in tensors]
     shape = tuple(join.compute(*(torch.empty(shape, device="meta") for shape in shapes)).shape)
@@ -246,14 +244,14 @@ def _joined(join: Join, tensors: list[ReaderTensor], *, codes: bool) -> _Output:
     return _Output("F32", shape, read, sum(int(tensor.n_elements) for tensor in tensors))
 
 
-def _joined_blocks(join: Callable[..., torch.Tensor], tensors: list[ReaderTensor]) -> _Output:
+def _joined_blocks(join: Callable[..., torch.Tensor], tensors: list[ReaderTensor], kind: str) -> _Output:
     shape = tuple(join(*(torch.empty(tensor.data.shape, device="meta") for tensor in tensors)).shape)
 
     def read() -> Bytes:
         result: Bytes = join(*(torch.tensor(tensor.data) for tensor in tensors)).numpy()
         return result
 
-    return _Output("U8", shape, read, math.prod(shape), _STACKED_BLOCKS)
+    return _Output("U8", shape, read, math.prod(shape), kind)
 
 
 def _copied(

@@ -5,14 +5,23 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from tandem.engine.weights.gguf_layout import Architecture, Join, Metadata, Read
+from tandem.engine.weights.gguf_delta import DELTA_ARCHITECTURES, KIMI_JOINS, KIMI_NAMES, SHARED_GATE
+from tandem.engine.weights.gguf_layout import (
+    STACKED_EXPERTS,
+    Architecture,
+    Join,
+    Metadata,
+    Read,
+    stacked_rows,
+    unchanged,
+)
 from tandem.engine.weights.gguf_states import (
+    BAMBA,
+    GRANITE_DOWN,
     GRANITE_EXPERT_NAMES,
     GRANITE_EXPERTS,
     GRANITE_SHARED,
     STATE_ARCHITECTURES,
-    qwen3_next,
-    refuse_bamba,
 )
 from tandem.protocol.errors import ModelError
 
@@ -23,22 +32,23 @@ _SIGMOID = 2
 def architecture_of(read: Read) -> Architecture:
     """Return the architecture of a file. Raises ModelError, which names it, if it is not supported."""
     kind = read("general.architecture")
-    if kind == "llama" and read("llama.expert_count"):
-        return _MIXTRAL
-    if kind == "olmo2" and read("olmo2.attention.sliding_window"):
-        return _OLMO3
-    if kind == "deepseek2" and read("deepseek2.expert_gating_func") != _SIGMOID:
-        return _DEEPSEEK_V2
-    if kind == "qwen3next":
-        return qwen3_next(Metadata(read))
-    if kind == "granitehybrid":
-        refuse_bamba(Metadata(read))
-    if kind == "granitemoe" and read("granitemoe.expert_shared_feed_forward_length"):
-        return _GRANITE_MOE_SHARED
+    if kind in DELTA_ARCHITECTURES:
+        return DELTA_ARCHITECTURES[kind](Metadata(read))
+    variants = {
+        "llama": (_MIXTRAL, read("llama.expert_count")),
+        "olmo2": (_OLMO3, read("olmo2.attention.sliding_window")),
+        "deepseek2": (_DEEPSEEK_V2, read("deepseek2.expert_gating_func") != _SIGMOID),
+        # Of the models with Mamba-2 layers that have this architecture, only Bamba has a position embedding.
+        "granitehybrid": (BAMBA, read("granitehybrid.rope.scaling.finetuned")),
+        "granitemoe": (_GRANITE_MOE_SHARED, read("granitemoe.expert_shared_feed_forward_length")),
+    }
+    variant, applies = variants.get(kind, (None, False))
+    if variant is not None and applies:
+        return variant
     if kind not in ARCHITECTURES:
         raise ModelError(
             f"architecture {kind} is not supported, because there is no table of its tensor names; supported ones are"
-            f" {', '.join(ARCHITECTURES)}."
+            f" {', '.join((*ARCHITECTURES, *DELTA_ARCHITECTURES))}."
         )
     return ARCHITECTURES[kind]
 
@@ -80,17 +90,35 @@ _HUNYUAN_NAMES = {
     "ffn_up_shexp": "mlp.shared_mlp.up_proj",
     "ffn_down_shexp": "mlp.shared_mlp.down_proj",
 }
+_GEMMA4_NAMES = _GEMMA_NORMS | {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "layer_output_scale.weight": "layer_scalar",
+}
+_KIMI_NAMES = (
+    _MIXTRAL_NAMES
+    | {f"ffn_{part}_shexp": f"block_sparse_moe.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
+    | {"exp_probs_b.bias": "block_sparse_moe.gate.e_score_correction_bias"}
+    | KIMI_NAMES
+)
+_INDEXER_NAMES = {
+    "indexer.attn_q_b": "self_attn.indexer.wq_b",
+    "indexer.attn_k": "self_attn.indexer.wk",
+    "indexer.k_norm": "self_attn.indexer.k_norm",
+    "indexer.proj": "self_attn.indexer.weights_proj",
+}
 _LATENT_JOIN = (Join(("attn_k_b.weight", "attn_v_b.weight"), "self_attn.kv_b_proj.weight", _heads_of_latent),)
 _MIXTRAL = Architecture("mixtral", _MIXTRAL_NAMES, permuted=True)
 _OLMO3 = Architecture("olmo3")
 _DEEPSEEK_V2 = Architecture("deepseek_v2", joins=_LATENT_JOIN, defaults={"norm_topk_prob": False})
 _QWEN3_MOE = Architecture("qwen3_moe", defaults={"norm_topk_prob": True})
-_GRANITE_MOE = Architecture("granitemoe", GRANITE_EXPERT_NAMES, permuted=True, joins=(GRANITE_EXPERTS,))
+_GRANITE_MOE = Architecture("granitemoe", GRANITE_EXPERT_NAMES, permuted=True, joins=(GRANITE_EXPERTS, GRANITE_DOWN))
 _GRANITE_MOE_SHARED = Architecture(
     "granitemoeshared",
     GRANITE_EXPERT_NAMES | {"ffn_down_shexp": "shared_mlp.output_linear"},
     permuted=True,
-    joins=(GRANITE_EXPERTS, GRANITE_SHARED),
+    joins=(GRANITE_EXPERTS, GRANITE_DOWN, GRANITE_SHARED),
 )
 _LLAMA4 = Architecture(
     "llama4_text",
@@ -107,9 +135,10 @@ _LLAMA4 = Architecture(
         Join(
             ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
             "feed_forward.experts.gate_up_proj",
-            lambda gate, up: torch.cat((gate, up), dim=1).transpose(1, 2),
+            lambda gate, up: stacked_rows(gate, up).transpose(1, 2),
+            stacked_rows,
         ),
-        Join(("ffn_down_exps.weight",), "feed_forward.experts.down_proj", lambda down: down.transpose(1, 2)),
+        Join(("ffn_down_exps.weight",), "feed_forward.experts.down_proj", lambda down: down.transpose(1, 2), unchanged),
     ),
 )
 
@@ -122,7 +151,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2moe": Architecture(
         "qwen2_moe",
         {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
-        joins=(Join(("ffn_gate_inp_shexp.weight",), "mlp.shared_expert_gate.weight", _one_row),),
+        joins=(SHARED_GATE,),
         defaults={"norm_topk_prob": False},
     ),
     "qwen3moe": _QWEN3_MOE,
@@ -132,6 +161,17 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma2": Architecture("gemma2", _GEMMA_NORMS, norms_plus_one=True, defaults={"hidden_act": "gelu_pytorch_tanh"}),
     "gemma3": Architecture(
         "gemma3_text", _GEMMA_NORMS, norms_plus_one=True, defaults={"hidden_act": "gelu_pytorch_tanh"}
+    ),
+    "gemma4": Architecture(
+        "gemma4_text",
+        _GEMMA4_NAMES,
+        outside={
+            "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+            "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+            "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
+        },
+        per_layer=True,
+        defaults={"hidden_act": "gelu_pytorch_tanh"},
     ),
     "phi3": Architecture("phi3", {"ffn_up": "mlp.gate_up_proj"}),
     "glm4": Architecture(
@@ -144,6 +184,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "glm4moe": Architecture("glm4_moe", defaults={"norm_topk_prob": True}),
     "deepseek2": Architecture("deepseek_v3", joins=_LATENT_JOIN, defaults={"norm_topk_prob": False}),
+    "deepseek32": Architecture("deepseek_v32", _INDEXER_NAMES, joins=_LATENT_JOIN, defaults={"norm_topk_prob": False}),
+    "glm-dsa": Architecture("glm_moe_dsa", _INDEXER_NAMES, joins=_LATENT_JOIN, defaults={"norm_topk_prob": False}),
+    "mistral4": Architecture("mistral4", joins=(*_LATENT_JOIN, *STACKED_EXPERTS), defaults={"norm_topk_prob": False}),
+    "kimi-linear": Architecture("kimi_linear", _KIMI_NAMES, per_layer=True, joins=(*_LATENT_JOIN, *KIMI_JOINS)),
+    "mimo2": Architecture("mimo_v2_flash", {"attn_sinks.weight": "self_attn.attention_sink_bias"}, per_layer=True),
     "gpt-oss": Architecture(
         "gpt_oss",
         {"ffn_gate_inp": "mlp.router", "ffn_down_exps.bias": "mlp.experts.down_proj_bias"},
@@ -159,13 +204,17 @@ ARCHITECTURES: Mapping[str, Architecture] = {
                 ("ffn_down_exps.weight",),
                 "mlp.experts.down_proj",
                 lambda down: down.transpose(1, 2),
-                lambda down: down,
+                unchanged,
             ),
         ),
     ),
     "granite": Architecture("granite", permuted=True),
     "granitemoe": _GRANITE_MOE,
     "cohere2": Architecture("cohere2"),
+    # The last product of the shared expert is halved at load.
+    "cohere2moe": Architecture(
+        "cohere2_moe", joins=(Join(("ffn_down_shexp.weight",), "mlp.shared_experts.down_proj.weight", unchanged),)
+    ),
     "nemotron": Architecture("nemotron", norms_plus_one=True, defaults={"hidden_act": "relu2"}),
     "arcee": Architecture("arcee", permuted=True, defaults={"hidden_act": "relu2"}),
     "olmo2": Architecture("olmo2"),

@@ -1,9 +1,10 @@
 """The parts of the description of a GGUF architecture, and the reader of a file's metadata."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tandem.protocol.errors import ModelError
@@ -40,6 +41,45 @@ class Metadata:
         """Return the fields of config.json whose keys the file has."""
         return {name: value for name, key in keys.items() if (value := self.get(key)) is not None}
 
+    @property
+    def layers(self) -> int:
+        """The number of layers without those of multi-token prediction, which come last and are not served."""
+        return int(self.need("block_count")) - int(self.get("nextn_predict_layers", 0))
+
+
+class Header(Metadata):
+    """The metadata of a file, and the names of its tensors."""
+
+    def __init__(self, read: Read, tensors: Collection[str]) -> None:
+        super().__init__(read)
+        self.tensors = tensors
+
+    @property
+    def norm_eps(self) -> float:
+        """The epsilon of the norms. Raises ModelError if the file does not have it."""
+        epsilon = self.get("attention.layer_norm_epsilon")
+        return float(self.need("attention.layer_norm_rms_epsilon") if epsilon is None else epsilon)
+
+    def has(self, name: str) -> bool:
+        """Return True if any layer has a tensor of this name."""
+        return any(tensor.endswith(f".{name}") for tensor in self.tensors)
+
+    def kv_heads(self) -> list[int]:
+        """Return the number of KV heads of each layer, which is 0 in those without attention.
+
+        Raises ModelError if the file does not have a number for each layer.
+        """
+        heads = self.need("attention.head_count_kv")
+        if not isinstance(heads, list):
+            raise ModelError(
+                "attention.head_count_kv must have a value for each layer; convert the model to GGUF again."
+            )
+        return heads[: self.layers]
+
+
+Fields = Callable[[Header], dict[str, Any]]
+"""A function that returns fields of config.json."""
+
 
 @dataclass(frozen=True, slots=True)
 class Join:
@@ -56,6 +96,29 @@ class Join:
 
     If blocks are kept, the columns of the result are its inputs, also where `compute` transposes the tensors.
     """
+    moved_columns: int = 0
+    """The number of adjacent columns that stay together if columns are reordered, too.
+
+    Blocks that are not whole in them are dequantized.
+    """
+
+
+def stacked_rows(gate: Tensor, up: Tensor) -> Tensor:
+    """Return the rows of the gate of each expert, then those of its up projection: [E, 2·I, any]."""
+    return torch.cat((gate, up), dim=1)
+
+
+def unchanged(weight: Tensor) -> Tensor:
+    """Return the same weight."""
+    return weight
+
+
+STACKED_EXPERTS = (
+    Join(("ffn_gate_exps.weight", "ffn_up_exps.weight"), "mlp.experts.gate_up_proj", stacked_rows, stacked_rows),
+    Join(("ffn_gate_up_exps.weight",), "mlp.experts.gate_up_proj", unchanged, unchanged),
+    Join(("ffn_down_exps.weight",), "mlp.experts.down_proj", unchanged, unchanged),
+)
+"""The experts of a checkpoint that stores those of a layer in one tensor; files have gate and up in one or in two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +138,12 @@ class Architecture:
     norms_plus_one: bool = False
     """True if the converter adds 1 to the weights of norms."""
     rotated: bool = True
-    """False if no layer has a position embedding."""
+    """False if no layer has a position embedding, or if the family says which part of each head is rotated."""
     per_layer: bool = False
-    """True if the number of KV heads or the inner size is 0 in the layers that have no attention or no network."""
+    """True if the number of KV heads or the inner size may differ from layer to layer.
+
+    It is 0 in the layers that have no attention or no network.
+    """
     joins: tuple[Join, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Fields of config.json that the file's metadata may override."""

@@ -11,7 +11,7 @@ from tandem.engine.models.allocation import weight_bytes
 from tandem.engine.models.load_spec import parse_spec, quantized_at_load
 from tandem.engine.models.shapes import shape_config
 from tests.factories import FAMILIES
-from tests.unit.engine.weights.test_gguf_families import CASES
+from tests.unit.engine.weights.gguf_files import CASES
 
 Json = dict[str, Any]
 

@@ -74,7 +74,9 @@ def _experts(config: Json) -> MixtureOfExperts:
     if score not in {"softmax", "sigmoid"}:
         raise ModelError(f"expert_selection_fn {score!r} is not supported; softmax and sigmoid are.")
     halved = shared > 0 and combination == "average"
-    if halved and (config.get("quantization_config") or config.get("compression_config")):
+    quantization = config.get("quantization_config") or config.get("compression_config")
+    # Converted GGUF files have no codes of the product that is halved.
+    if halved and quantization and quantization.get("quant_method") != "gguf":
         raise ModelError(
             "the average of shared and other experts is not supported with quantized weights; use weights of 16 bits."
         )

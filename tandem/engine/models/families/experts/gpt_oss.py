@@ -95,7 +95,7 @@ def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
 
 def _gate_up(spec: ModelSpec, name: str, weight: Weight) -> ParameterSlot:
     """Return the slot of the gate and up weights: [E, 2·I, H] if they are stored quantized, else [E, H, 2·I]."""
-    if _is_stored_quantized(spec, name):
+    if spec.quantization is not None and spec.quantization.stacks_experts(name):
         return ParameterSlot(weight, _split_rows)
     count, inner, hidden = weight.shape
     return ParameterSlot(weight, _split_columns, (count, hidden, inner))
@@ -103,15 +103,10 @@ def _gate_up(spec: ModelSpec, name: str, weight: Weight) -> ParameterSlot:
 
 def _down(spec: ModelSpec, name: str, weight: Weight) -> ParameterSlot:
     """Return the slot of the down weights: [E, H, I] if they are stored quantized, else [E, I, H]."""
-    if _is_stored_quantized(spec, name):
+    if spec.quantization is not None and spec.quantization.stacks_experts(name):
         return ParameterSlot(weight)
     count, hidden, width = weight.shape
     return ParameterSlot(weight, _transposed, (count, width, hidden))
-
-
-def _is_stored_quantized(spec: ModelSpec, name: str) -> bool:
-    quantization = spec.quantization
-    return quantization is not None and not quantization.at_load and quantization.scheme_of(name) is not None
 
 
 def _split_rows(stored: Tensor) -> Tensor:

@@ -116,7 +116,10 @@ def _experts(config: Json) -> FeedForward:
 
 
 def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
-    """Return the slots; the checkpoint stacks the experts of a layer, and has the columns of their weights as rows."""
+    """Return the slots; the checkpoint stacks the experts of a layer.
+
+    It has the columns of their weights as rows, except of codes in GGUF files.
+    """
     slots = paired_rope_slots(spec, parameters)
     slots = renamed({name: slot for name, slot in slots.items() if ".mlp.experts." not in name}, _NAMES)
     for number, weights in enumerate(parameters.layers):
@@ -127,7 +130,10 @@ def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
         for name, weight, stacked in (("gate_up_proj", experts.gate_up, 2), ("down_proj", experts.down, 1)):
             count, rows, columns = weight.shape
             parts = (rows // stacked,) * stacked if stacked > 1 else ()
-            slots[prefix + name] = ParameterSlot(weight, _transposed, (count, columns, rows), stacked=parts)
+            slot = ParameterSlot(weight, _transposed, (count, columns, rows), stacked=parts)
+            if spec.quantization is not None and spec.quantization.stacks_experts(prefix + name):
+                slot = ParameterSlot(weight, stacked=parts)
+            slots[prefix + name] = slot
     return slots
 
 
