@@ -92,6 +92,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid_experts": ("granitehybrid", {}),
     "nemotron_h": ("nemotron_h", {"num_hidden_layers": 5}),
     "nemotron_h_experts": ("nemotron_h_moe", {"num_hidden_layers": 5}),
+    "nemotron_h_latent": ("nemotron_h_moe", {"num_hidden_layers": 5}),
     "qwen3_next": ("qwen3next", {"mlp_only_layers": [], "layer_types": None}),
     "llama4": ("llama4", {"attention_chunk_size": 8192, "floor_scale": 8192, "rope_scaling": None}),
 }
@@ -200,6 +201,7 @@ def _copied_fields(config: dict[str, Any]) -> dict[str, Any]:
             "shared_intermediate_size",
             "moe_shared_expert_intermediate_size",
         ),
+        "moe_latent_size": ("moe_latent_size",),
         "expert_shared_count": ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts"),
         "expert_weights_scale": ("routed_scaling_factor",),
         "expert_weights_norm": ("norm_topk_prob",),
