@@ -99,9 +99,17 @@ class Experts:
 
 def with_linears(experts: Experts, prepare: Callable[[Linear], Linear]) -> Experts:
     """Return the experts with `prepare` applied to each linear layer that all tokens pass."""
-    names = ("shared_gate_up", "shared_down", "latent_down", "latent_up")
-    linears: dict[str, Linear | None] = {name: getattr(experts, name) for name in names}
-    return replace(experts, **{name: prepare(linear) for name, linear in linears.items() if linear is not None})
+    shared_gate_up, shared_down, latent_down, latent_up = (
+        None if linear is None else prepare(linear)
+        for linear in (experts.shared_gate_up, experts.shared_down, experts.latent_down, experts.latent_up)
+    )
+    return replace(
+        experts,
+        shared_gate_up=shared_gate_up,
+        shared_down=shared_down,
+        latent_down=latent_down,
+        latent_up=latent_up,
+    )
 
 
 @dataclass(frozen=True, slots=True)
