@@ -571,7 +571,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_routed_experts": 8,
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 48,
-        "moe_latent_size": 24,
+        "moe_latent_size": 32,
         "moe_shared_expert_intermediate_size": 96,
         "routed_scaling_factor": 2.5,
     },

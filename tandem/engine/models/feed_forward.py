@@ -102,12 +102,12 @@ class SeparateExpertsBlock:
         self._shared = DenseBlock(dense, norm, shared, kernels=kernels, products=products)
         self._experts = ExpertsBlock(
             spec,
-            Norm(norms.input, norm.eps),
+            Norm(norms.input_norm, norm.eps),
             replace(weights, shared_gate_up=None, shared_down=None),
             kernels=kernels,
             products=products,
         )
-        self._norm, self._shared_norm = Norm(norms.output, norm.eps), Norm(norms.shared_output, norm.eps)
+        self._norm, self._shared_norm = Norm(norms.output_norm, norm.eps), Norm(norms.shared_output_norm, norm.eps)
         self._kernels = kernels
 
     def add(self, hidden: Tensor, slots: Tensor, output_norm: Norm | None) -> None:

@@ -150,11 +150,11 @@ class EmbeddingParameters:
 class ExpertNorms:
     """The norms, each [H], of a layer whose shared expert has others (`MixtureOfExperts.separate_norms`)."""
 
-    input: Tensor
+    input_norm: Tensor
     """The norm of the input of the experts other than the shared one, whose norm is `feed_forward_norm`."""
-    output: Tensor
+    output_norm: Tensor
     """The norm of the sum of their outputs."""
-    shared_output: Tensor
+    shared_output_norm: Tensor
     """The norm of the shared expert's output."""
 
 

@@ -190,9 +190,9 @@ def _expert_slots(prefix: str, hidden: int, weights: LayerParameters, experts: E
         "router.per_expert_scale": ParameterSlot(experts.expert_scales),
         "experts.gate_up_proj": ParameterSlot(experts.gate_up, stacked=(rows, rows)),
         "experts.down_proj": ParameterSlot(experts.down),
-        "pre_feedforward_layernorm_2.weight": ParameterSlot(norms.input),
-        "post_feedforward_layernorm_1.weight": ParameterSlot(norms.shared_output),
-        "post_feedforward_layernorm_2.weight": ParameterSlot(norms.output),
+        "pre_feedforward_layernorm_2.weight": ParameterSlot(norms.input_norm),
+        "post_feedforward_layernorm_1.weight": ParameterSlot(norms.shared_output_norm),
+        "post_feedforward_layernorm_2.weight": ParameterSlot(norms.output_norm),
     }
     return {prefix + name: slot for name, slot in slots.items()}
 
