@@ -248,6 +248,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "pad_token_id": 0,
     },
+    "gemma4_experts": _BASE
+    | {
+        "model_type": "gemma4_text",
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "sliding_window": 20,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 48,
+        "rope_theta": None,
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
     "phi3": _BASE | {"model_type": "phi3", "sliding_window": 30, "pad_token_id": 0},
     "phi3_longrope": _BASE
     | {
@@ -538,6 +558,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "routed_scaling_factor": 2.5,
     },
+    "nemotron_h_latent": _BASE
+    | {
+        "model_type": "nemotron_h",
+        "num_hidden_layers": None,
+        "hybrid_override_pattern": "MEM*E",
+        "head_dim": 32,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "moe_latent_size": 32,
+        "moe_shared_expert_intermediate_size": 96,
+        "routed_scaling_factor": 2.5,
+    },
     "kimi_linear": {
         name: value for name, value in _BASE.items() if name not in {"max_position_embeddings", "rope_theta"}
     }
@@ -657,6 +694,8 @@ def _random_tensor(rng: np.random.Generator, name: str, shape: tuple[int, ...], 
         return 1.0 + values / 10
     if "correction_bias" in name or "expert_bias" in name:
         return values / 10
+    if name.endswith("router.scale"):  # Gemma 4's router divides by this root
+        return values * np.float32(math.sqrt(shape[0]))
     scale = 1.0 if len(shape) == 1 or "embed" in name else 1 / math.sqrt(shape[-1])
     return (values * scale).astype(np.float32)
 

@@ -1,7 +1,8 @@
 """Tiny checkpoints with a multi-token prediction (MTP) layer in each published layout, and a reference of the layer."""
 
 import json
-from dataclasses import dataclass, replace
+import re
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,12 @@ class Layout:
     norms_minus_one: bool = False
     config: dict[str, Any] | None = None
     """The changes of the config, from that of `model`."""
+    model_config: dict[str, Any] = field(default_factory=dict)
+    """The changes of the config of the model alone, and of the checkpoint."""
+    separate_experts: bool = False
+    """True if the experts of the MTP layer are stored separately, while those of the model are stacked."""
+    multimodal: bool = False
+    """True if the checkpoint is that of a multimodal model."""
 
 
 _NUMBERED = Layout(
@@ -45,20 +52,25 @@ _NUMBERED = Layout(
     copies=("model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight"),
     config={"num_nextn_predict_layers": 1},
 )
+_QWEN = Layout(
+    "qwen3_next",
+    "mtp.layers.0.",
+    "mtp.fc.weight",
+    "mtp.pre_fc_norm_embedding.weight",
+    "mtp.pre_fc_norm_hidden.weight",
+    "mtp.norm.weight",
+    norms_minus_one=True,
+)
 LAYOUTS = {
     "deepseek_v3": _NUMBERED,
     "deepseek_v32": replace(_NUMBERED, model="deepseek_v32"),
+    "glm_moe_dsa": replace(_NUMBERED, model="glm_moe_dsa", model_config={"indexer_types": ["full", "full", "shared"]}),
     "glm4_moe": replace(_NUMBERED, model="glm4_moe"),
     "glm4_moe_lite": replace(_NUMBERED, model="glm4_moe_lite"),
-    "qwen3_next": Layout(
-        "qwen3_next",
-        "mtp.layers.0.",
-        "mtp.fc.weight",
-        "mtp.pre_fc_norm_embedding.weight",
-        "mtp.pre_fc_norm_hidden.weight",
-        "mtp.norm.weight",
-        norms_minus_one=True,
-    ),
+    "qwen3_next": _QWEN,
+    "qwen3_5": replace(_QWEN, model="qwen3_5", multimodal=True),
+    "qwen3_5_moe": replace(_QWEN, model="qwen3_5_moe"),
+    "qwen3_5_moe, separate": replace(_QWEN, model="qwen3_5_moe", separate_experts=True),
     "mimo": Layout(
         "qwen2",
         "model.mtp_layers.0.",
@@ -70,7 +82,7 @@ LAYOUTS = {
         config={"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1},
     ),
 }
-"""The layouts by `model_type` of their config.json."""
+"""The layouts by the family of their models."""
 
 
 def write_mtp(
@@ -84,11 +96,13 @@ def write_mtp(
     config.
     """
     layout = LAYOUTS[kind]
-    model = write_tiny_model(folder / "model", layout.model, **changes)
+    model = write_tiny_model(folder / "model", layout.model, **(layout.model_config | changes))
     dense: dict[str, Any] = {"first_k_dense_replace": 0, "mlp_only_layers": []}
     alone: dict[str, Any] = {name: value for name, value in dense.items() if name in FAMILIES[layout.model]}
     if "layer_types" in FAMILIES[layout.model]:
         alone["layer_types"] = ["full_attention"]
+    if "indexer_types" in FAMILIES[layout.model]:
+        alone["indexer_types"] = ["full"]
     if kind == "glm4_moe_lite":
         alone["mlp_layer_types"] = ["sparse"]
     layer = write_tiny_model(folder / "layer", layout.model, seed=1, **(changes | {"num_hidden_layers": 1, **alone}))
@@ -110,19 +124,35 @@ def write_mtp(
         tensors |= {copy: tensors[name] + 1 for copy, name in zip(layout.copies, ends, strict=True)}
     if extra:
         tensors[extra] = tensors[layout.projection]
+    if layout.separate_experts:
+        tensors = _with_separate_experts(tensors, f"{layout.prefix}mlp.experts.")
     stored = {name: tensor for name, tensor in tensors.items() if not without or not name.endswith(without)}
     checkpoint = folder / "checkpoint"
     checkpoint.mkdir()
     config = json.loads((model / "config.json").read_text()) | (layout.config or {})
+    if layout.multimodal:
+        text = {"text_config": config, "vision_config": {"depth": 1}}
+        config = text | {"architectures": ["Qwen3_5ForConditionalGeneration"]}
+        stored = {re.sub("^model.", "model.language_model.", name): tensor for name, tensor in stored.items()}
     (checkpoint / "config.json").write_text(json.dumps(config))
     save_file(stored, checkpoint / "model.safetensors")
     return checkpoint
 
 
+def _with_separate_experts(tensors: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    """Return the tensors with one for each matrix of each expert instead of the stacked ones after `prefix`."""
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
+    for number, gate_up in enumerate(tensors[f"{prefix}gate_up_proj"]):
+        gate, up = np.split(gate_up, 2)
+        parts = {"gate": gate, "up": up, "down": tensors[f"{prefix}down_proj"][number]}
+        kept |= {f"{prefix}{number}.{name}_proj.weight": np.ascontiguousarray(part) for name, part in parts.items()}
+    return kept
+
+
 def _know(tensors: dict[str, np.ndarray], layout: Layout) -> None:
     """Make all layers add nothing to the embedding, which the MTP layer takes as its input."""
     for name, tensor in tensors.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")):
             tensor[:] = 0
     hidden = len(tensors["model.norm.weight"])
     tensors[layout.output_norm] = tensors["model.norm.weight"]
@@ -137,6 +167,7 @@ class MtpReference:
         self._layout = LAYOUTS[kind]
         self._model, self._layer = (Reference(folder / name)._model for name in ("model", "layer"))
         tensors = load_file(folder / "checkpoint" / "model.safetensors")
+        tensors |= load_file(folder / "model" / "model.safetensors")
         self._tensors = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
 
     @torch.inference_mode()

@@ -30,6 +30,7 @@ class ExpertExchange:
     layers: int
     top_k: int
     hidden_size: int
+    """The number of elements of a token's input of an expert: the hidden size, or that of the experts' latents."""
 
     @property
     def token_s(self) -> float:

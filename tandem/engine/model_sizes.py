@@ -81,8 +81,9 @@ def local_experts_sizes(spec: ModelSpec, gpus: int, item_bytes: int, kv_element_
 
 def expert_exchange(spec: ModelSpec, gpus: int) -> ExpertExchange:
     """Return the all-to-all exchange in each step of `gpus` GPUs that each hold a part of the experts."""
-    chosen = [layer.feed_forward.top_k for layer in spec.layers if isinstance(layer.feed_forward, MixtureOfExperts)]
-    return ExpertExchange(gpus, len(chosen), max(chosen), spec.hidden_size)
+    networks = [layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, MixtureOfExperts)]
+    chosen, outer = max((network.top_k, network.outer(spec.hidden_size)) for network in networks)
+    return ExpertExchange(gpus, len(networks), chosen, outer)
 
 
 def _layers_of(spec: ModelSpec, window: int, element_bytes: float) -> WindowedLayers:
@@ -151,7 +152,7 @@ def expert_weights(layer: LayerSpec, hidden: int) -> int:
     moe = layer.feed_forward
     if not isinstance(moe, MixtureOfExperts):
         return 0
-    return (3 if moe.gated else 2) * hidden * moe.width * len(moe.local_experts)
+    return (3 if moe.gated else 2) * moe.outer(hidden) * moe.width * len(moe.local_experts)
 
 
 def roofline(spec: ModelSpec, cache: PagedCache, item_bytes: int) -> Roofline:
@@ -210,7 +211,8 @@ def _dense_weights(layer: LayerSpec, hidden: int) -> int:
     if feed_forward is None:
         inner = 0
     elif isinstance(feed_forward, MixtureOfExperts):
-        inner = (3 if feed_forward.gated else 2) * feed_forward.shared_width + feed_forward.experts
+        inner = (3 if feed_forward.gated else 2) * feed_forward.shared_width
+        inner += feed_forward.experts + 2 * feed_forward.latent
     else:
         inner = (3 if feed_forward.gated else 2) * feed_forward.width
     return _attention_weights(layer.attention, hidden) + hidden * inner

@@ -25,6 +25,7 @@ _LATENT = {"hidden_size": 128, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_r
 _OWN: dict[str, dict[str, Any]] = {
     "llama2": {"num_key_value_heads": 4},
     "gemma4": {"global_head_dim": 128},
+    "gemma4_experts": {"global_head_dim": 128},
     "gemma4_e2b": {"global_head_dim": 512},
     "mimo_v2_flash": {"head_dim": 192, "v_head_dim": 128},
     "deepseek_v32": {"index_head_dim": 64},

@@ -37,6 +37,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "model_type": "qwen3_moe", "head_dim": 64, "num_key_value_heads": 2, "num_experts": 8,
         "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True,
     },
+    "gemma4": {
+        "model_type": "gemma4_text", "num_key_value_heads": 2, "global_head_dim": 64, "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 48,
+    },
+    "nemotron_h": {
+        "model_type": "nemotron_h", "hybrid_override_pattern": "*E", "num_key_value_heads": 2, "head_dim": 64,
+        "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "moe_latent_size": 64,
+        "moe_shared_expert_intermediate_size": 96,
+    },
 }  # fmt: skip
 """One layer each, but one model has two: it shows that a layer reads what the one before it has written.
 

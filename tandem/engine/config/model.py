@@ -284,6 +284,10 @@ class ExpertRouter:
     """True if the router's projection has a bias (gpt-oss)."""
     on_input: bool = False
     """True if the inputs of the experts are multiplied by the experts' weights, instead of their outputs (Llama 4)."""
+    own_norm: bool = False
+    """True if the router's input is normalized with other weights than that of the experts (Gemma 4)."""
+    expert_scales: bool = False
+    """True if each expert's weight is multiplied by a learned number of the expert (Gemma 4)."""
 
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
@@ -300,7 +304,7 @@ class MixtureOfExperts:
     """The number of inner elements of each expert."""
     router: ExpertRouter
     activation: str = "silu"
-    """The activation: `silu`, gpt-oss's `clamped_swiglu`, or `relu2`, which is max(0, x)² and has no gate (Nemotron 3).
+    """The activation: `silu`, `gelu_tanh`, `relu2`, which is max(0, x)² and has no gate, or gpt-oss's `clamped_swiglu`.
 
     `clamped_swiglu` is gate · sigmoid(1.702 · gate) · (up + 1), with gate ≤ 7 and |up| ≤ 7.
     """
@@ -310,6 +314,17 @@ class MixtureOfExperts:
     """The number of inner elements of the shared expert; 0 = there is none."""
     shared_gate: bool = False
     """True if the shared expert's output is multiplied by the sigmoid of a learned projection (Qwen2-MoE)."""
+    separate_norms: bool = False
+    """True if the shared expert and the others have norms of their own, of their inputs and of their outputs (Gemma 4).
+
+    The sum of both outputs is then normalized by the layer's output norm, see `LayerSpec.output_norms`.
+    """
+    latent: int = 0
+    """The number of dimensions of the experts' inputs and outputs, if it differs from the hidden size (Nemotron 3).
+
+    The normalized hidden state is projected down for the experts, and the sum of their outputs up again; the router and
+    the shared expert take the hidden state itself. 0 = experts take and give hidden states.
+    """
     local: range | None = None
     """The numbers of the experts whose weights this rank has, if experts are divided among ranks as a whole."""
 
@@ -321,7 +336,11 @@ class MixtureOfExperts:
     @property
     def shared_activation(self) -> str:
         """The activation of the shared expert."""
-        return "silu" if self.gated else self.activation
+        return "silu" if self.activation == "clamped_swiglu" else self.activation
+
+    def outer(self, hidden: int) -> int:
+        """Return the number of elements of an expert's input and output; `hidden` is the hidden size."""
+        return self.latent or hidden
 
     @property
     def local_experts(self) -> range:

@@ -3,7 +3,7 @@
 Rows of one token use paged decode attention in Triton, longer rows flash-attn-4.
 """
 
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -266,11 +266,17 @@ class CudaKernels(Kernels):
 
     def experts(self, hidden: Tensor, layer: ExpertsLayer, slots: Tensor, out: Tensor) -> None:
         """Compute the routed experts with Triton kernels, then the shared expert as a dense network."""
-        x, experts = self._experts.add(hidden, layer, slots, out), layer.experts
+        experts = layer.experts
+        if experts.latent_down is None or experts.latent_up is None:
+            x = self._experts.add(hidden, layer, slots, out)
+        else:
+            mixed = hidden.new_zeros(len(hidden), layer.spec.latent)
+            x = self._experts.add(hidden, layer, slots, mixed, project=partial(self.linear, linear=experts.latent_down))
+            self.linear_add(mixed, experts.latent_up, out)
         if experts.shared_gate_up is None or experts.shared_down is None:
             return
         if layer.spec.gated:
-            inner = self.norm_gate_up(x, None, experts.shared_gate_up)
+            inner = self.norm_gate_up(x, None, experts.shared_gate_up, layer.spec.shared_activation)
         else:
             inner = activate(self.linear(x, experts.shared_gate_up), layer.spec.shared_activation)
         if experts.shared_gate is not None:

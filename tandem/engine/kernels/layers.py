@@ -1,6 +1,7 @@
 """The weights and constants of a layer, prepared when the model is loaded and passed to its kernels."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -74,6 +75,17 @@ class Experts:
     """The second product of the shared expert."""
     shared_gate: Tensor | None
     """[1, H]: scales the shared expert's output by sigmoid(normed hidden state · shared_gateᵀ); None = no scaling."""
+    router_norm: Tensor | None = None
+    """[H], the weight of the norm of the router's input; None = it is the input of the experts."""
+    expert_scales: Tensor | None = None
+    """[E] float32, multiplied with the weights of the chosen experts, see `ExpertRouter.expert_scales`."""
+    latent_down: Linear | None = None
+    """[L, H], computes the experts' inputs from the normed hidden states; None = those are the inputs.
+
+    With it, `gate_up` is [E, 2·I, L] or [E, I, L], `down` [E, L, I], and `down_bias` [E, L].
+    """
+    latent_up: Linear | None = None
+    """[H, L], computes the layer's output from the sum of the experts' outputs; None as `latent_down`."""
     tokens: Tensor | None = None
     """[E] int64: `Kernels.experts` adds the number of tokens that chose each expert; None = tokens are not counted."""
 
@@ -83,6 +95,21 @@ class Experts:
         assert isinstance(self.gate_up, Tensor)
         assert isinstance(self.down, Tensor)
         return self.gate_up, self.down
+
+
+def with_linears(experts: Experts, prepare: Callable[[Linear], Linear]) -> Experts:
+    """Return the experts with `prepare` applied to each linear layer that all tokens pass."""
+    shared_gate_up, shared_down, latent_down, latent_up = (
+        None if linear is None else prepare(linear)
+        for linear in (experts.shared_gate_up, experts.shared_down, experts.latent_down, experts.latent_up)
+    )
+    return replace(
+        experts,
+        shared_gate_up=shared_gate_up,
+        shared_down=shared_down,
+        latent_down=latent_down,
+        latent_up=latent_up,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,20 +64,25 @@ class ReferenceKernels(PlainStates, PlainSparse):
         """Compute the chosen experts one after the other, each for all tokens that chose it."""
         experts, spec = layer.experts, layer.spec
         x = rms_norm(hidden, layer.norm.weight, layer.norm.eps)
-        logits = router_logits(x, experts.router, experts.router_bias)
+        routed = x if experts.router_norm is None else rms_norm(hidden, experts.router_norm, layer.norm.eps)
+        logits = router_logits(routed, experts.router, experts.router_bias)
         weights, chosen = choose_experts(logits, experts.choice_bias, spec)
-        mixed = torch.zeros_like(hidden)
+        weights = scaled_weights(weights, chosen, experts)
+        inputs = x if experts.latent_down is None else self.linear(x, experts.latent_down)
+        mixed = torch.zeros_like(inputs)
         valid = (slots >= 0).unsqueeze(1)
         count_experts(chosen[valid.squeeze(1)], experts)
         for expert in sorted(set(chosen[valid.squeeze(1)].flatten().tolist()).intersection(spec.local_experts)):
             tokens, ranks = torch.where((chosen == expert) & valid)
             index = expert - spec.local_experts.start
             weight, gate_up = weights[tokens, ranks, None].to(x.dtype), experts.gate_up[index]
-            source = x[tokens] * weight if spec.router.on_input else x[tokens]
+            source = inputs[tokens] * weight if spec.router.on_input else inputs[tokens]
             inner = self.linear(source, Linear(gate_up, _row(experts.gate_up_bias, index)))
             down = Linear(experts.down[index], _row(experts.down_bias, index))
             output = self.linear(activate(inner, spec.activation), down)
             mixed.index_add_(0, tokens, output if spec.router.on_input else output * weight)
+        if experts.latent_up is not None:
+            mixed = self.linear(mixed, experts.latent_up)
         if experts.shared_gate_up is not None and experts.shared_down is not None:
             shared = self.linear(
                 activate(self.linear(x, experts.shared_gate_up), spec.shared_activation), experts.shared_down
@@ -206,6 +211,11 @@ def choose_experts(logits: Tensor, choice_bias: Tensor | None, spec: MixtureOfEx
     if router.renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights * router.scaling, chosen
+
+
+def scaled_weights(weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
+    """Return the weights [T, top_k] of the chosen experts, multiplied by `expert_scales` if there are any."""
+    return weights if experts.expert_scales is None else weights * experts.expert_scales[chosen]
 
 
 def count_experts(chosen: Tensor, experts: Experts) -> None:

@@ -33,6 +33,7 @@ from tandem.engine.models.parameters import (
     AttentionParameters,
     DenseParameters,
     EmbeddingParameters,
+    ExpertNorms,
     IndexerParameters,
     LatentParameters,
     LayerEmbeddingParameters,
@@ -310,7 +311,7 @@ def _layer(model: ModelSpec, spec: LayerSpec, empty: Empty, norm: Empty) -> Laye
         attention=_attention(spec.attention, hidden, empty, norm),
         attention_output_norm=norm(hidden) if spec.output_norms else None,
         feed_forward_norm=norm(hidden) if spec.input_norms and spec.feed_forward and not spec.parallel else before,
-        feed_forward=_feed_forward(spec.feed_forward, hidden, empty),
+        feed_forward=_feed_forward(spec.feed_forward, hidden, empty, norm),
         feed_forward_output_norm=norm(hidden) if spec.output_norms else None,
         input_norm_bias=norm(hidden) if norm_bias else None,
         feed_forward_norm_bias=norm(hidden) if norm_bias else None,
@@ -318,13 +319,14 @@ def _layer(model: ModelSpec, spec: LayerSpec, empty: Empty, norm: Empty) -> Laye
         if embedded
         else None,
         scale=empty(1) if spec.scaled else None,
+        expert_norms=_expert_norms(spec.feed_forward, hidden, norm),
     )
 
 
-def _feed_forward(spec: FeedForward | None, hidden: int, empty: Empty) -> DenseParameters | Experts | None:
+def _feed_forward(spec: FeedForward | None, hidden: int, empty: Empty, norm: Empty) -> DenseParameters | Experts | None:
     if spec is None:
         return None
-    return _experts(spec, hidden, empty) if isinstance(spec, MixtureOfExperts) else _dense(spec, hidden, empty)
+    return _experts(spec, hidden, empty, norm) if isinstance(spec, MixtureOfExperts) else _dense(spec, hidden, empty)
 
 
 def _attention(
@@ -410,18 +412,27 @@ def _dense(spec: DenseFeedForward, hidden: int, empty: Empty) -> DenseParameters
     )
 
 
-def _experts(spec: MixtureOfExperts, hidden: int, empty: Empty) -> Experts:
-    experts, width, router = len(spec.local_experts), spec.width, spec.router
+def _expert_norms(spec: FeedForward | None, hidden: int, norm: Empty) -> ExpertNorms | None:
+    separate = isinstance(spec, MixtureOfExperts) and spec.separate_norms
+    return ExpertNorms(norm(hidden), norm(hidden), norm(hidden)) if separate else None
+
+
+def _experts(spec: MixtureOfExperts, hidden: int, empty: Empty, norm: Empty) -> Experts:
+    experts, width, router, outer = len(spec.local_experts), spec.width, spec.router, spec.outer(hidden)
     stacked = 2 if spec.gated else 1
     return Experts(
         router=empty(spec.experts, hidden),
         router_bias=empty(spec.experts) if router.bias else None,
         choice_bias=empty(spec.experts).float() if router.choice_bias else None,
-        gate_up=empty(experts, stacked * width, hidden),
+        gate_up=empty(experts, stacked * width, outer),
         gate_up_bias=empty(experts, stacked * width) if spec.bias else None,
-        down=empty(experts, hidden, width),
-        down_bias=empty(experts, hidden) if spec.bias else None,
+        down=empty(experts, outer, width),
+        down_bias=empty(experts, outer) if spec.bias else None,
         shared_gate_up=Linear(empty(stacked * spec.shared_width, hidden)) if spec.shared_width else None,
         shared_down=Linear(empty(hidden, spec.shared_width)) if spec.shared_width else None,
         shared_gate=empty(1, hidden) if spec.shared_gate else None,
+        router_norm=norm(hidden) if router.own_norm else None,
+        expert_scales=empty(spec.experts).float() if router.expert_scales else None,
+        latent_down=Linear(empty(spec.latent, hidden)) if spec.latent else None,
+        latent_up=Linear(empty(hidden, spec.latent)) if spec.latent else None,
     )

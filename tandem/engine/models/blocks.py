@@ -1,4 +1,4 @@
-"""The kinds of attention and feed-forward network that a layer may have, with weights prepared for the kernels."""
+"""The kinds of attention that a layer may have, with weights prepared for the kernels."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -8,20 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.engine.config.model import (
-    DenseFeedForward,
     GroupedQueryAttention,
     KimiDeltaAttention,
     LatentAttention,
-    MixtureOfExperts,
     StateLayer,
 )
 from tandem.engine.kernels.base import Kernels, Products, StepLayout
 from tandem.engine.kernels.kv_cache import GroupCache, kv_of, latents_of, states_of, unquantized
 from tandem.engine.kernels.layers import (
     AttentionLayer,
-    DenseLayer,
-    Experts,
-    ExpertsLayer,
     IndexQueries,
     InputNorm,
     LatentLayer,
@@ -30,9 +25,13 @@ from tandem.engine.kernels.layers import (
     Norm,
     RecurrentLayer,
 )
-from tandem.engine.kernels.reference import activate, rms_norm
+from tandem.engine.kernels.reference import rms_norm
 from tandem.engine.models.indexer import Indexer
-from tandem.engine.models.parameters import AttentionParameters, DenseParameters, LatentParameters, StateParameters
+from tandem.engine.models.parameters import (
+    AttentionParameters,
+    LatentParameters,
+    StateParameters,
+)
 
 
 class Queries(NamedTuple):
@@ -266,66 +265,6 @@ class StateBlock:
     def attend(self, queries: Queries, layout: StepLayout, cache: GroupCache) -> Tensor:
         """Return the output that `store` computed."""
         return queries.q
-
-
-class DenseBlock:
-    """The dense feed-forward network of one layer."""
-
-    def __init__(
-        self, spec: DenseFeedForward, norm: InputNorm, weights: DenseParameters, *, kernels: Kernels, products: Products
-    ) -> None:
-        self.norm, self._kernels, self._products = norm, kernels, products
-        self.input = products.prepare(Linear(weights.gate_up, weights.gate_up_bias))
-        self.output = products.prepare(Linear(weights.down, weights.down_bias))
-        self._activation = spec.activation
-        self._layer: DenseLayer | None = None
-        """The layer for fused kernels; None if the network has another norm than RMSNorm, or no gate."""
-        if isinstance(norm, Norm) and spec.gated:
-            self._layer = DenseLayer(norm, self.input, self.output, spec.activation)
-
-    def add(self, hidden: Tensor, slots: Tensor, output_norm: Norm | None) -> None:
-        """Add the network's output to `hidden` in place; if `output_norm` is given, the output is normalized first."""
-        products = self._products
-        if output_norm is not None:
-            self._kernels.norm_add(products.linear(self._active(hidden), self.output), output_norm, hidden)
-        elif self._layer is not None:
-            products.feed_forward(hidden, self._layer)
-        else:
-            products.linear_add(self._active(hidden), self.output, hidden)
-
-    def _active(self, hidden: Tensor) -> Tensor:
-        """Return the network's inner elements [T, I], after the activation."""
-        if (layer := self._layer) is not None:
-            return self._products.norm_gate_up(hidden, layer.norm, layer.gate_up, layer.activation)
-        return activate(normed_linear(self._products, hidden, self.norm, self.input), self._activation)
-
-
-class ExpertsBlock:
-    """The mixture of experts of one layer."""
-
-    def __init__(
-        self,
-        spec: MixtureOfExperts,
-        norm: Norm | LayerNorm,
-        weights: Experts,
-        *,
-        kernels: Kernels,
-        products: Products,
-    ) -> None:
-        """Prepare the weights for the kernels; `norm` has no bias."""
-        self._products = products
-        # LayerNorm without a bias is RMSNorm of the input minus its mean.
-        self._centred = isinstance(norm, LayerNorm)
-        self.layer = ExpertsLayer(Norm(norm.weight, norm.eps), kernels.prepare_experts(weights), spec)
-
-    def add(self, hidden: Tensor, slots: Tensor, output_norm: Norm | None) -> None:
-        """Add the output of the experts to `hidden` in place.
-
-        Tokens whose slot is -1 are padding, for which no expert is computed.
-        """
-        assert output_norm is None
-        source = hidden - hidden.mean(-1, keepdim=True) if self._centred else hidden
-        self._products.experts(source, self.layer, slots, hidden)
 
 
 def _scaled(q: Tensor, factors: Tensor | None, layout: StepLayout) -> Tensor:

@@ -20,7 +20,8 @@ from tandem.engine.config.rope import RopeConfig
 from tandem.engine.expert_tokens import ExpertTokens
 from tandem.engine.kernels.base import Kernels, Products
 from tandem.engine.kernels.layers import Experts, LayerNorm, Norm
-from tandem.engine.models.blocks import AttentionBlock, DenseBlock, ExpertsBlock, LatentBlock, StateBlock
+from tandem.engine.models.blocks import AttentionBlock, LatentBlock, StateBlock
+from tandem.engine.models.feed_forward import DenseBlock, ExpertsBlock, FeedForwardBlock, SeparateExpertsBlock
 from tandem.engine.models.indexer import Indexer
 from tandem.engine.models.layer_embedding import EmbeddingBlock
 from tandem.engine.models.parameters import (
@@ -50,7 +51,7 @@ class DecoderLayer:
 
     attention: AttentionBlock | LatentBlock | StateBlock
     attention_output_norm: Norm | None
-    feed_forward: DenseBlock | ExpertsBlock | None
+    feed_forward: FeedForwardBlock | None
     feed_forward_output_norm: Norm | None
     group: int
     parallel: bool
@@ -173,12 +174,18 @@ def _prepare_layer(
             kernels=kernels,
             products=products,
         )
-    feed_forward_block: DenseBlock | ExpertsBlock | None = None
+    feed_forward_block: FeedForwardBlock | None = None
     if isinstance(feed_forward, MixtureOfExperts):
         assert isinstance(inner, Experts)
-        assert isinstance(between, Norm) or (between is not None and between.bias is None)
         counted = replace(inner, tokens=expert_tokens.of_layer(number))
-        feed_forward_block = ExpertsBlock(feed_forward, between, counted, kernels=kernels, products=products)
+        if weights.expert_norms is not None:
+            assert isinstance(between, Norm)
+            feed_forward_block = SeparateExpertsBlock(
+                feed_forward, between, weights.expert_norms, counted, kernels=kernels, products=products
+            )
+        else:
+            assert isinstance(between, Norm) or (between is not None and between.bias is None)
+            feed_forward_block = ExpertsBlock(feed_forward, between, counted, kernels=kernels, products=products)
     elif feed_forward is not None:
         assert isinstance(inner, DenseParameters)
         feed_forward_block = DenseBlock(feed_forward, between, inner, kernels=kernels, products=products)

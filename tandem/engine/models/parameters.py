@@ -147,6 +147,18 @@ class EmbeddingParameters:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertNorms:
+    """The norms, each [H], of a layer whose shared expert has others (`MixtureOfExperts.separate_norms`)."""
+
+    input_norm: Tensor
+    """The norm of the input of the experts other than the shared one, whose norm is `feed_forward_norm`."""
+    output_norm: Tensor
+    """The norm of the sum of their outputs."""
+    shared_output_norm: Tensor
+    """The norm of the shared expert's output."""
+
+
+@dataclass(frozen=True, slots=True)
 class LayerParameters:
     """The weights of one layer. Norms are [H]."""
 
@@ -165,6 +177,8 @@ class LayerParameters:
     """The weights of the layer's embedding; None without one."""
     scale: Tensor | None = None
     """The factor of the hidden states after the layer, [1]; None without one."""
+    expert_norms: ExpertNorms | None = None
+    """The norms of experts beside a shared one with norms of its own; None without them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ Messages between processes store it in 32 bits.
 """
 _LAYERS, _EXPERTS = 1 << 10, 1 << 12
 """Maximum numbers of layers, and of experts in a layer: eight times the largest published numbers."""
-_EXPERTS_OF_ALL_LAYERS = 1 << 15
-"""Maximum number of experts in all layers together; the largest published number is 23,040.
+_EXPERTS_OF_ALL_LAYERS = 1 << 16
+"""Maximum product of the numbers of layers and of experts; the largest published one is 55,296 (Nemotron 3 Ultra).
 
 Each expert has three tensors, and reading a hundred thousand names takes a second.
 """
@@ -39,7 +39,7 @@ _LIMITS = {
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "mamba_num_heads", "n_groups"), _HEADS),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "mamba_head_dim", "ssm_state_size"), _HEAD_WIDTH),
     **dict.fromkeys(("linear_conv_kernel_dim", "conv_kernel", "conv_L_cache"), _HEAD_WIDTH),
-    **dict.fromkeys(("moe_k", "moe_topk", "num_experts_per_tok", "n_group", "topk_group"), _EXPERTS),
+    **dict.fromkeys(("moe_k", "moe_topk", "num_experts_per_tok", "top_k_experts", "n_group", "topk_group"), _EXPERTS),
     **dict.fromkeys(("first_k_dense_replace", "moe_layer_start_index", "no_rope_layer_interval"), _LAYERS),
     **dict.fromkeys(("max_window_layers", "interleave_moe_layer_step", "num_kv_shared_layers"), _LAYERS),
     **dict.fromkeys(("block_multiple_of", "prefix_dense_intermediate_size", "intermediate_size_mlp"), _WIDTH),

@@ -12,7 +12,7 @@ from tandem.engine.kernels.base import DeferredTokens, Kernels, Products, StepLa
 from tandem.engine.kernels.kv_cache import GroupCache
 from tandem.engine.kernels.layers import ExpertsLayer, Linear, Norm
 from tandem.engine.kernels.lora.adapted_products import AdaptedProducts
-from tandem.engine.models.blocks import ExpertsBlock
+from tandem.engine.models.feed_forward import ExpertsBlock, SeparateExpertsBlock
 from tandem.engine.models.layers import DecoderLayer
 from tandem.engine.models.parameters import Parameters
 from tandem.engine.parallel.collectives import Collectives
@@ -108,7 +108,9 @@ def _readers(layers: Sequence[DecoderLayer]) -> dict[int, _Reader]:
     for layer in layers:
         # The output of attention is added last if the feed-forward network has the same input.
         for block in (layer.attention, None if layer.parallel else layer.feed_forward):
-            if isinstance(block, ExpertsBlock):
+            if isinstance(block, SeparateExpertsBlock):
+                added = None  # the sum of its experts is normalized before it is added to the stream
+            elif isinstance(block, ExpertsBlock):
                 added = block.layer
             elif block is not None:
                 if added is not None and isinstance(block.norm, Norm):

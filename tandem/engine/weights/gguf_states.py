@@ -85,6 +85,8 @@ _NEMOTRON_H = Architecture(
         "ffn_down_exps": "mixer.experts.{}.down_proj",
         "ffn_up_shexp": "mixer.shared_experts.up_proj",
         "ffn_down_shexp": "mixer.shared_experts.down_proj",
+        "ffn_latent_down": "mixer.fc1_latent_proj",
+        "ffn_latent_up": "mixer.fc2_latent_proj",
     }
     | state_names("mixer"),
     layers="backbone.layers.",

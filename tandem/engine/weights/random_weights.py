@@ -18,7 +18,7 @@ _ROWS = 1024
 
 
 def fill_randomly(parameters: Parameters) -> None:
-    """Fill the weights with normally distributed numbers from a fixed seed; norms become 1, biases 0.
+    """Fill the weights with normally distributed numbers from a fixed seed; norms and factors become 1, biases 0.
 
     States decay slowly.
 
@@ -30,7 +30,7 @@ def fill_randomly(parameters: Parameters) -> None:
             continue  # the embedding of a rank that has none
         if isinstance(weight, PackedWeight):
             fill_packed(weight, generator)
-        elif name.endswith("norm"):
+        elif name.endswith(("norm", "scale", "scales")):
             weight.fill_(1.0)
         elif name.endswith("decay_log"):
             # The range in which Mamba-2 initializes the rates.

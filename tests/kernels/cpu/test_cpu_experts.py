@@ -20,6 +20,8 @@ SPECS = {
         top_k=3,
         shared_width=10,
     ),
+    "own norm, scaled": moe(ExpertRouter(own_norm=True, expert_scales=True), activation="gelu_tanh"),
+    "latents": moe(ExpertRouter("sigmoid"), activation="relu2", shared_width=10, latent=24),
 }  # fmt: skip
 _any_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 

@@ -1,6 +1,7 @@
 """Random mixtures of experts between NaN, whose tokens choose the same experts in every dtype."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch import Tensor
 from tandem.engine.config.model import ExpertRouter, MixtureOfExperts
 from tandem.engine.kernels.experts.expert_tiles import ExpertTile
 from tandem.engine.kernels.experts.triton_experts import ExpertKernels
-from tandem.engine.kernels.layers import Experts, ExpertsLayer, Linear, Norm
+from tandem.engine.kernels.layers import Experts, ExpertsLayer, Linear, Norm, with_linears
 from tandem.engine.kernels.reference import ReferenceKernels, choose_experts, rms_norm, router_logits
 from tandem.engine.kernels.triton_launch import overlaps_launches
 from tests.kernels.product_cases import DEVICE, EPS, guarded, guards_of
@@ -43,9 +44,9 @@ class ExpertCase:
 
 def moe(
     router: ExpertRouter, *, experts: int = 8, top_k: int = 2, width: int = 24, activation: str = "silu",
-    bias: bool = False, shared_width: int = 0, shared_gate: bool = False,
+    bias: bool = False, shared_width: int = 0, shared_gate: bool = False, latent: int = 0,
 ) -> MixtureOfExperts:  # fmt: skip
-    return MixtureOfExperts(experts, top_k, width, router, activation, bias, shared_width, shared_gate)
+    return MixtureOfExperts(experts, top_k, width, router, activation, bias, shared_width, shared_gate, latent=latent)
 
 
 def make_case(spec: MixtureOfExperts, tokens: int, hidden: int = 40, *, padding: bool = False, seed: int = 0,
@@ -58,18 +59,23 @@ def make_case(spec: MixtureOfExperts, tokens: int, hidden: int = 40, *, padding:
         return numbers.round().clamp(-1020, 1020).bfloat16().double() / 256
 
     experts, width, shared = spec.experts, spec.width, spec.shared_width
+    size, latent = spec.outer(hidden), spec.latent
     inner, outer, stacked = hidden**-0.5, width**-0.5, 2 if spec.gated else 1
     made = Experts(
         router=random(experts, hidden, scale=3 * inner),
         router_bias=random(experts) if spec.router.bias else None,
         choice_bias=random(experts, scale=0.2) if spec.router.choice_bias else None,
-        gate_up=random(experts, stacked * width, hidden, scale=2 * inner),
+        gate_up=random(experts, stacked * width, size, scale=2 * size**-0.5),
         gate_up_bias=random(experts, stacked * width) if spec.bias else None,
-        down=random(experts, hidden, width, scale=outer),
-        down_bias=random(experts, hidden) if spec.bias else None,
+        down=random(experts, size, width, scale=outer),
+        down_bias=random(experts, size) if spec.bias else None,
         shared_gate_up=Linear(random(stacked * shared, hidden, scale=inner)) if shared else None,
         shared_down=Linear(random(hidden, shared, scale=shared**-0.5)) if shared else None,
         shared_gate=random(1, hidden, scale=inner) if spec.shared_gate else None,
+        router_norm=random(hidden) if spec.router.own_norm else None,
+        expert_scales=random(experts) if spec.router.expert_scales else None,
+        latent_down=Linear(random(latent, hidden, scale=inner)) if latent else None,
+        latent_up=Linear(random(hidden, latent, scale=latent**-0.5)) if latent else None,
     )
     norm = random(hidden)
     candidates = random(8 * tokens + 64, hidden)
@@ -95,6 +101,7 @@ def of_ranks(case: ExpertCase, ranks: int) -> list[ExpertCase]:
 
 
 def choose(spec: MixtureOfExperts, experts: Experts, hidden: Tensor, norm: Tensor, noise: float | Tensor = 0) -> Tensor:
+    norm = norm if experts.router_norm is None else experts.router_norm
     logits = router_logits(rms_norm(hidden, norm, EPS), experts.router, experts.router_bias)
     return choose_experts(logits + noise, experts.choice_bias, spec)[1].sort(dim=1).values
 
@@ -120,16 +127,11 @@ def experts_as(experts: Experts, dtype: torch.dtype, counter: Tensor | None = No
         return guarded(tensor, kind) if guard else tensor.to(kind)
 
     wide = torch.promote_types(dtype, torch.float32)
-    shared = [
-        None if linear is None else Linear(linear.weight.to(dtype))
-        for linear in (experts.shared_gate_up, experts.shared_down)
-    ]
-    names = ("router", "router_bias", "gate_up", "gate_up_bias", "down", "down_bias", "shared_gate")
+    names = ("router", "router_bias", "gate_up", "gate_up_bias", "down", "down_bias", "shared_gate", "router_norm")
     converted = {name: convert(getattr(experts, name), dtype) for name in names}
-    bias = convert(experts.choice_bias, wide)
-    return replace(
-        experts, choice_bias=bias, shared_gate_up=shared[0], shared_down=shared[1], tokens=counter, **converted
-    )
+    converted |= {name: convert(getattr(experts, name), wide) for name in ("choice_bias", "expert_scales")}
+    experts = with_linears(experts, lambda linear: Linear(linear.weight.to(dtype)))
+    return replace(experts, tokens=counter, **converted)
 
 
 def reference_run(case: ExpertCase, dtype: torch.dtype) -> Tensor:
@@ -146,6 +148,12 @@ def run(case: ExpertCase, dtype: torch.dtype, tile: ExpertTile | None = None, co
     hidden, norm = guarded(case.hidden, dtype), Norm(guarded(case.norm, dtype), EPS)
     experts = experts_as(case.experts, dtype, counter, guard=True)
     slots = case.slots.to(DEVICE)
-    OURS.add(hidden, ExpertsLayer(norm, experts, case.spec), slots, hidden, tile)
+    layer = ExpertsLayer(norm, experts, case.spec)
+    if experts.latent_down is None or experts.latent_up is None:
+        OURS.add(hidden, layer, slots, hidden, tile)
+    else:
+        mixed = guarded(torch.zeros(len(hidden), case.spec.latent), dtype)
+        OURS.add(hidden, layer, slots, mixed, tile, project=partial(REFERENCE.linear, linear=experts.latent_down))
+        REFERENCE.linear_add(mixed, experts.latent_up, hidden)
     assert guards_of(hidden).isnan().all()
     return hidden.to(case.hidden.device)

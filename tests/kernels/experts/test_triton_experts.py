@@ -32,6 +32,8 @@ SPECS = {
     ),
     "without a gate": moe(ExpertRouter("sigmoid", choice_bias=True), experts=6, activation="relu2", bias=True),
     "weights on the inputs": moe(ExpertRouter("sigmoid", renormalize=False, on_input=True), experts=6, top_k=2),
+    "own norm, scaled": moe(ExpertRouter(own_norm=True, expert_scales=True), experts=6, activation="gelu_tanh"),
+    "latents": moe(ExpertRouter("sigmoid", choice_bias=True), experts=6, activation="relu2", latent=24),
     "all chosen": moe(ExpertRouter(), experts=3, top_k=3),
 }
 

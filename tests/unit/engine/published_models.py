@@ -51,6 +51,7 @@ _GRANITE = {
 }
 _LFM2 = ["full_attention" if number in {2, 6, 10, 14, 18, 21} else "conv" for number in range(24)]
 _NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+_SUPER = "MEMEMEM*" + 2 * "EMEMEMEM*" + 4 * "EMEMEMEMEM*" + "EMEMEMEM*EMEMEMEME"
 _H_8B = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 _gemma = partial(sizes, head_dim=256, vocab=262208)
 _nemotron = partial(sizes, "nemotron_h", head_dim=128, vocab=131072)
@@ -190,10 +191,11 @@ MODELS: dict[str, Served | Refused] = {
         _gemma4(5376, 60, 32, 16, 21504, num_global_key_value_heads=4, attention_k_eq_v=True, sliding_window=1024),
         "text part",
     ),
-    "Gemma 4 26B-A4B": Refused(
-        "Gemma4ForCausalLM",
-        "experts beside a dense network (`enable_moe_block`)",
-        _gemma4(2816, 30, 16, 8, 2112, enable_moe_block=True),
+    "Gemma 4 26B-A4B": Served(
+        25.2,
+        _gemma4(2816, 30, 16, 8, 2112, num_global_key_value_heads=2, attention_k_eq_v=True, sliding_window=1024)
+        | {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
+        "text part",
     ),
     "Phi-3.5 mini": Served(3.82, sizes("phi3", 3072, 32, 32, 32, 8192, 32064)),
     "Phi-4": Served(14.7, sizes("phi3", 5120, 40, 40, 10, 17920, 100352)),
@@ -215,11 +217,10 @@ MODELS: dict[str, Served | Refused] = {
         | {"hybrid_override_pattern": _NANO, "mamba_num_heads": 64, "n_routed_experts": 128}
         | {"moe_shared_expert_intermediate_size": 3712, "num_experts_per_tok": 6, "moe_intermediate_size": 1856},
     ),
-    "Nemotron 3 Super": Refused(
-        "NemotronHForCausalLM",
-        "experts on latents of the hidden state (`moe_latent_size`)",
-        _nemotron(4096, 4, 32, 2, 2688)
-        | {"hybrid_override_pattern": "ME*E", "n_routed_experts": 512, "moe_latent_size": 1024}
+    "Nemotron 3 Super 120B-A12B": Served(
+        120.7,
+        _nemotron(4096, 88, 32, 2, 2688)
+        | {"hybrid_override_pattern": _SUPER, "n_routed_experts": 512, "moe_latent_size": 1024}
         | {"moe_shared_expert_intermediate_size": 5376, "num_experts_per_tok": 22, "moe_intermediate_size": 2688},
     ),
     "Granite 4.0 H-Small 32B-A9B": Served(

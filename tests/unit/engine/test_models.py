@@ -34,6 +34,8 @@ SEEDS = {
     "cohere2_moe": 8,
     "minimax_m2": 8,
     "ernie4_5_moe": 9,
+    "gemma4_experts": 11,
+    "nemotron_h_latent": 8,
 }
 """Seeds of weights whose routers choose clearly, where the usual one's do not."""
 

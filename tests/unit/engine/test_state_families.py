@@ -14,7 +14,7 @@ REFUSED = [
     ("qwen3_5", {"layer_types": ["mamba"] * 4}, "layer type 'mamba' is not supported"),
     ("nemotron_h", {"layers_block_type": ["linear_attention", "swa"]}, "block type 'swa'"),
     ("nemotron_h_experts", {"hybrid_override_pattern": "M*EE"}, "only after a block with attention"),
-    ("nemotron_h_experts", {"moe_latent_size": 32}, "moe_latent_size is not supported"),
+    ("nemotron_h_experts", {"moe_latent_size": 0}, "moe_latent_size 0 is not supported; it must be at least 1"),
     ("nemotron_h_experts", {"mlp_bias": True}, "mlp_bias is not supported for experts"),
     ("nemotron_h", {"layers_block_type": ["mlp", "full_attention"]}, "only after a block with attention"),
     ("nemotron_h", {"n_groups": 3}, "do not divide into 3 groups"),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tandem.engine.config.model import MixtureOfExperts
 from tandem.engine.kernels.layers import Experts, ExpertsLayer, Linear
-from tandem.engine.kernels.reference import choose_experts, count_experts
+from tandem.engine.kernels.reference import choose_experts, count_experts, scaled_weights
 
 
 class Products(Protocol):
@@ -35,29 +35,33 @@ def with_wide_router(experts: Experts) -> Experts:
     return replace(experts, router=experts.router.float(), router_bias=None if bias is None else bias.float())
 
 
-def add_experts(products: Products, x: Tensor, out: Tensor, layer: ExpertsLayer, slots: Tensor) -> None:
+def add_experts(products: Products, x: Tensor, routed: Tensor, out: Tensor, layer: ExpertsLayer, slots: Tensor) -> None:
     """Add the output of the experts for x = RMSNorm(hidden) to `out`; see `Kernels.experts`.
 
-    The router must be float32, see `with_wide_router`. The outputs of a token's experts are summed in float32, in the
-    order of the experts' numbers.
+    `routed` is the input of the router: x, or hidden with the norm of the router. The router must be float32, see
+    `with_wide_router`. The outputs of a token's experts are summed in float32, in the order of the experts' numbers.
     """
     experts, spec = layer.experts, layer.spec
-    weights, chosen = _choose(_logits(x, experts), experts, spec)
+    weights, chosen = _choose(_logits(routed, experts), experts, spec)
+    weights = scaled_weights(weights, chosen, experts)
+    inputs = x if experts.latent_down is None else products.linear(x, experts.latent_down)
     valid = slots >= 0
     count_experts(chosen[valid], experts)
     chosen = chosen.masked_fill(~valid.unsqueeze(1), -1)
-    mixed = torch.zeros(out.shape, dtype=torch.float32)
+    mixed = torch.zeros(inputs.shape, dtype=torch.float32)
     for expert in sorted(set(chosen[valid].flatten().tolist()).intersection(spec.local_experts)):
         tokens, ranks = torch.where(chosen == expert)
         index = expert - spec.local_experts.start
         gate_up = Linear(experts.gate_up[index], _row(experts.gate_up_bias, index))
         down = Linear(experts.down[index], _row(experts.down_bias, index))
-        source, weight = x[tokens], weights[tokens, ranks, None]
+        source, weight = inputs[tokens], weights[tokens, ranks, None]
         if spec.router.on_input:
             source, weight = source * weight.to(x.dtype), torch.ones_like(weight)
         output = products.linear(products.gate_up(source, gate_up, spec.activation), down)
         # An expert has a token at most once, so no element is added twice.
         mixed[tokens] += output.float() * weight
+    if experts.latent_up is not None:
+        mixed = products.linear(mixed.to(out.dtype), experts.latent_up).float()
     if experts.shared_gate_up is not None and experts.shared_down is not None:
         inner = products.gate_up(x, experts.shared_gate_up, spec.shared_activation)
         shared = products.linear(inner, experts.shared_down).float()

@@ -45,6 +45,7 @@ from tandem.engine.kernels.layers import (
     LatentLayer,
     Linear,
     Norm,
+    with_linears,
 )
 from tandem.engine.kernels.packed_weight import PackedWeight, Weight
 from tandem.engine.kernels.reference import ReferenceKernels, activate, rms_norm
@@ -111,11 +112,7 @@ class CpuKernels(PlainStates, PlainSparse):
         """Prepare each weight as `prepare` does; convert the router's weight and bias to float32."""
         gate_up = self.prepare(Linear(experts.gate_up, experts.gate_up_bias)).weight
         down = self.prepare(Linear(experts.down, experts.down_bias)).weight
-        shared = (experts.shared_gate_up, experts.shared_down)
-        shared_gate_up, shared_down = (None if linear is None else self.prepare(linear) for linear in shared)
-        return with_wide_router(
-            replace(experts, gate_up=gate_up, down=down, shared_gate_up=shared_gate_up, shared_down=shared_down)
-        )
+        return with_wide_router(with_linears(replace(experts, gate_up=gate_up, down=down), self.prepare))
 
     def embed(self, token_ids: Tensor, table: Tensor, feed: DeferredTokens | None = None) -> Tensor:
         """Look up the rows of `table`. Raises Internal if `feed` is given: on a CPU the host knows all tokens."""
@@ -179,7 +176,9 @@ class CpuKernels(PlainStates, PlainSparse):
 
     def experts(self, hidden: Tensor, layer: ExpertsLayer, slots: Tensor, out: Tensor) -> None:
         """Compute the chosen experts one after the other, each for all tokens that chose it."""
-        add_experts(self, self._norm(hidden, layer.norm), out, layer, slots)
+        x, router_norm = self._norm(hidden, layer.norm), layer.experts.router_norm
+        routed = x if router_norm is None else self._norm(hidden, Norm(router_norm, layer.norm.eps))
+        add_experts(self, x, routed, out, layer, slots)
 
     def rope_and_store(self, qkv: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout) -> Tensor:
         """Rotate q and k in place, and store k and v in the cache."""

@@ -5,6 +5,7 @@ is one for quantized inputs (`scaled_experts`).
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 import triton
@@ -18,7 +19,7 @@ from tandem.engine.kernels.experts.expert_tiles import (
 )
 from tandem.engine.kernels.experts.triton_products import RELU2, finish_tile, tile_of
 from tandem.engine.kernels.held_weight import multiplied_on_gpus, step_bytes
-from tandem.engine.kernels.layers import Experts
+from tandem.engine.kernels.layers import Experts, with_linears
 from tandem.engine.kernels.packed import packed_products, products, scaled_products
 from tandem.engine.kernels.packed.scaled_weight import ScaledWeight
 from tandem.engine.kernels.packed.triton_float4 import scale_words
@@ -85,12 +86,8 @@ def packed_tile_kernel(
 
 def prepared_experts(experts: Experts, dtype: torch.dtype) -> Experts:
     """Return the experts with packed weights as kernels read them, or dequantized if no kernel multiplies them."""
-    shared_gate_up, shared_down = (
-        None if linear is None else products.prepared(linear, dtype)
-        for linear in (experts.shared_gate_up, experts.shared_down)
-    )
-    gate_up, down = _prepared(experts.gate_up, dtype), _prepared(experts.down, dtype)
-    return replace(experts, gate_up=gate_up, down=down, shared_gate_up=shared_gate_up, shared_down=shared_down)
+    experts = replace(experts, gate_up=_prepared(experts.gate_up, dtype), down=_prepared(experts.down, dtype))
+    return with_linears(experts, partial(products.prepared, dtype=dtype))
 
 
 def _prepared(weight: Weight, dtype: torch.dtype) -> Weight:

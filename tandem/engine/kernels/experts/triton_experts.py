@@ -17,6 +17,9 @@ In float32 all steps use the same tiles, so a token's results do not depend on t
 this holds only among steps that use the same tiles (see `expert_tiles`).
 """
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 import triton
 from torch import Tensor
@@ -47,7 +50,7 @@ from tandem.engine.kernels.experts.triton_router import (
     router_kernel,
     sort_kernel,
 )
-from tandem.engine.kernels.layers import ExpertsLayer
+from tandem.engine.kernels.layers import ExpertsLayer, Norm
 from tandem.engine.kernels.packed_weight import PackedWeight
 from tandem.engine.kernels.rowwise.triton_norm import rms_norm
 
@@ -102,25 +105,29 @@ class ExpertKernels:
         slots: Tensor,
         out: Tensor,
         tile: ExpertTile | None = None,
+        *,
+        project: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Add the routed experts' output to `out` (see `Products.experts`), and return RMSNorm(hidden).
 
-        `out` may be `hidden`: the norm is computed before the addition. `tile` replaces that of `tile_for`.
+        `out` may be `hidden`: the norm is computed before the addition. `tile` replaces that of `tile_for`. `project`
+        computes the experts' inputs [T, L] from RMSNorm(hidden); None = that is their input. `out` is [T, L], too.
         """
         experts, spec, (tokens, width) = layer.experts, layer.spec, hidden.shape
-        shape = ExpertShape(spec.experts, spec.top_k, width, spec.width)
-        plan = router_tile(tokens, shape, hidden.element_size())
+        shape = ExpertShape(spec.experts, spec.top_k, out.shape[1], spec.width)
+        plan = router_tile(tokens, replace(shape, hidden=width), hidden.element_size())
         counts = torch.empty(triton.next_power_of_2(spec.experts), dtype=torch.int32, device=hidden.device)
         x, logits = self._route(hidden, layer, counts, plan)
+        inputs = x if project is None else project(x)
         tile = tile or tile_for(tokens, shape, hidden.element_size(), packed_experts.form_of(experts))
         if tile.tokens == 1:
             choice = Choice(tokens, shape, hidden.device)
             self._choose(logits, layer, slots, choice, counts, x.dtype)
-            self._add_single(*_inputs(x, layer, choice), layer, choice, out, tile)
+            self._add_single(*_inputs(inputs, layer, choice), layer, choice, out, tile)
             return x
         tiled = TiledChoice(tokens, shape, tile.tokens, hidden.device)
         self._choose(logits, layer, slots, tiled, counts, x.dtype)
-        self._add_tiles(*_inputs(x, layer, tiled), layer, tiled, out, tile)
+        self._add_tiles(*_inputs(inputs, layer, tiled), layer, tiled, out, tile)
         return x
 
     def gate(self, inner: Tensor, x: Tensor, gate: Tensor) -> None:
@@ -138,12 +145,14 @@ class ExpertKernels:
         """Return RMSNorm(hidden), and partial sums of the logits over the columns, [splits, T, E] float32."""
         (tokens, width), norm, router = hidden.shape, layer.norm, layer.experts.router
         experts = len(router)
-        fused = tokens <= FUSED_NORM_TOKENS and hidden.dtype != torch.float32
+        own = layer.experts.router_norm
+        fused = tokens <= FUSED_NORM_TOKENS and hidden.dtype != torch.float32 and own is None
         x = torch.empty_like(hidden) if fused else rms_norm(hidden, norm, pdl=self._pdl)
+        routed = x if own is None else rms_norm(hidden, Norm(own, norm.eps), pdl=self._pdl)
         logits = torch.empty(plan.splits, tokens, experts, dtype=torch.float32, device=hidden.device)
         grid = (triton.cdiv(experts, plan.experts), triton.cdiv(tokens, plan.tokens), plan.splits)
         router_kernel[grid](
-            hidden, norm.weight, router, x, logits, counts, tokens, norm.eps,
+            hidden, norm.weight, router, routed, logits, counts, tokens, norm.eps,
             H=width, E=experts, NORM=fused, SPLITS=plan.splits, TOKENS=plan.tokens, EXPERTS=plan.experts,
             COLUMNS=plan.columns, ZEROED=len(counts), PDL=self._pdl, num_warps=4, num_stages=3, launch_pdl=self._pdl,
         )  # fmt: skip
@@ -176,16 +185,17 @@ class ExpertKernels:
         # Tensors that a variant does not access still need an address.
         any_bias = logits if experts.router_bias is None else experts.router_bias
         any_choice_bias = logits if experts.choice_bias is None else experts.choice_bias
+        any_scale = logits if experts.expert_scales is None else experts.expert_scales
         any_used = choice.experts if experts.tokens is None else experts.tokens
         choice_kernel[(triton.cdiv(tokens, rows),)](
-            logits, any_bias, any_choice_bias, slots, choice.weights, choice.experts, counts, any_used, tiles, order,
-            tokens, most, router.scaling,
+            logits, any_bias, any_choice_bias, any_scale, slots, choice.weights, choice.experts, counts, any_used,
+            tiles, order, tokens, most, router.scaling,
             E=spec.experts, FIRST=spec.local_experts.start, LOCAL=len(spec.local_experts),
             TOP_K=spec.top_k, SPLITS=splits, SCORE=SCORES[router.score],
             RENORMALIZE=router.renormalize, GROUPS=router.groups, TOP_GROUPS=router.top_groups,
             TOP_2_SUM=router.group_score == "top_2_sum", BIAS=experts.router_bias is not None,
-            CHOICE_BIAS=experts.choice_bias is not None, COUNTED=experts.tokens is not None, TASK=task,
-            TILE=tile_tokens, TOKENS=rows, BLOCK_G=groups, BLOCK_S=size,
+            CHOICE_BIAS=experts.choice_bias is not None, SCALED=experts.expert_scales is not None,
+            COUNTED=experts.tokens is not None, TASK=task, TILE=tile_tokens, TOKENS=rows, BLOCK_G=groups, BLOCK_S=size,
             BLOCK_K=triton.next_power_of_2(spec.top_k), PDL=self._pdl,
             num_warps=min(max(rows * groups * size // 256, 1), 8), launch_pdl=self._pdl,
         )  # fmt: skip

@@ -18,11 +18,18 @@ import triton.language as tl
 from tandem.engine.config.model import SWIGLU_ALPHA, SWIGLU_LIMIT
 from tandem.engine.kernels.experts.triton_router import PAIRS_BASE
 from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
+from tandem.engine.kernels.triton_math import gelu_tanh
 
 SILU = tl.constexpr(0)
 CLAMPED_SWIGLU = tl.constexpr(1)
 RELU2 = tl.constexpr(2)
-ACTIVATIONS = {"silu": SILU.value, "clamped_swiglu": CLAMPED_SWIGLU.value, "relu2": RELU2.value}
+GELU_TANH = tl.constexpr(3)
+ACTIVATIONS = {
+    "silu": SILU.value,
+    "clamped_swiglu": CLAMPED_SWIGLU.value,
+    "relu2": RELU2.value,
+    "gelu_tanh": GELU_TANH.value,
+}
 """The values of `MixtureOfExperts.activation`."""
 
 _ALPHA = tl.constexpr(SWIGLU_ALPHA)
@@ -35,6 +42,8 @@ def _activate(gate, up, ACTIVATION: tl.constexpr):
     if ACTIVATION == RELU2:
         positive = tl.maximum(gate, 0.0)
         return positive * positive
+    if ACTIVATION == GELU_TANH:
+        return gelu_tanh(gate) * up
     factor = gate
     if ACTIVATION == CLAMPED_SWIGLU:
         gate = tl.minimum(gate, _LIMIT)

@@ -121,19 +121,20 @@ def _within_groups(
 
 @triton.jit(do_not_specialize=["T", "MAX_TILES"])
 def choice_kernel(
-    logits, router_bias, choice_bias, slots, weights, chosen, counts, used, tiles, pairs, T, MAX_TILES, scaling,
+    logits, router_bias, choice_bias, scales, slots, weights, chosen, counts, used, tiles, pairs, T, MAX_TILES, scaling,
     E: tl.constexpr, FIRST: tl.constexpr, LOCAL: tl.constexpr,
     TOP_K: tl.constexpr, SPLITS: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP_2_SUM: tl.constexpr,
-    BIAS: tl.constexpr, CHOICE_BIAS: tl.constexpr, COUNTED: tl.constexpr, TASK: tl.constexpr, TILE: tl.constexpr,
+    BIAS: tl.constexpr, CHOICE_BIAS: tl.constexpr, SCALED: tl.constexpr, COUNTED: tl.constexpr,
+    TASK: tl.constexpr, TILE: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Choose the experts of TOKENS tokens; grid (ceil(T / TOKENS),); with SORT there is only one program.
 
     weights [T · TOP_K] float32 and chosen [T · TOP_K] int32 are stored; chosen is -1 for padding tokens. The number of
     tokens that chose each expert is added to counts [E] int32 if TASK is COUNT, and to used [E] int64 if COUNTED. With
-    SORT tiles and pairs are stored as in the module's docstring. Lanes are experts by group, with padding after each
-    group.
+    SORT tiles and pairs are stored as in the module's docstring. If SCALED, weights are multiplied by their experts'
+    numbers in scales [E] float32. Lanes are experts by group, with padding after each group.
 
     If this rank has the weights of only LOCAL of the E experts, from number FIRST on, chosen, counts and tiles count
     the experts from FIRST, and chosen is -1 for the experts of other ranks.
@@ -184,6 +185,8 @@ def choice_kernel(
     if RENORMALIZE or SCORE == SOFTMAX_OF_TOP_K:
         total_of = tl.sum(tl.where(is_rank, chosen_scores, 0.0), axis=1)[:, None]
         chosen_scores = chosen_scores / tl.where(total_of > 0, total_of, 1.0)
+    if SCALED:
+        chosen_scores *= tl.load(scales + numbers)
     pair = tokens[:, None] * TOP_K + ranks
     valid = present & (slot >= 0)
     own_numbers, own_expert = numbers, expert

@@ -328,5 +328,5 @@ def _check_experts(config: Json, moe: MixtureOfExperts) -> None:
     reachable = group * router.top_groups
     if not 1 <= moe.top_k <= reachable:
         raise ModelError(f"{moe.top_k} experts a token cannot be chosen from {reachable}.")
-    if moe.gated and parse_activation(config) != "silu":
+    if moe.gated and moe.activation != "gelu_tanh" and parse_activation(config) != "silu":
         raise ModelError(f"hidden_act {config.get('hidden_act')!r} is not supported for experts; silu is.")

@@ -78,7 +78,10 @@ class EagleModel(HeadModel):
     """An EAGLE-1 head (arXiv 2401.15077), or an MTP layer (arXiv 2412.19437).
 
     The hidden states are taken after the norm before the output layer, both those of the target model and the head's
-    own. EAGLE-1 has no norms: the layer's output predicts the target's normalized state.
+    own. vLLM (`DeepSeekMTP`, `Glm4MoeMTP`, `Qwen3NextMTP`, `Qwen3_5MTP`, `MiMoMTP`) and SGLang (`deepseek_nextn.py`,
+    `qwen3_next_mtp.py`) also give the layer the target's state after that norm. The layer's own state of DeepSeek-V3
+    and GLM is the normalized one in SGLang and the one before `shared_head.norm` in vLLM; that of the others is the
+    normalized one in both. EAGLE-1 has no norms: the layer's output predicts the target's normalized state.
     """
 
     def __init__(

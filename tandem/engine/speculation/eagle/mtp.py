@@ -1,6 +1,7 @@
 """The multi-token prediction (MTP) layer of a checkpoint (arXiv 2412.19437), which `--speculate mtp` proposes with.
 
-The layer is a decoder layer like the last one of the model that has attention. It uses the embedding and the output
+The layer is a decoder layer like the last one of the model that has attention, with an indexer if attention is sparse
+(GLM-5's layers may share the choice of an earlier one; its MTP layer has its own). It uses the embedding and the output
 layer of the model, and predicts several tokens by running again on its own hidden states. Of a checkpoint with several
 MTP layers, the first is used.
 """
@@ -12,13 +13,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tandem.engine.config.model import LayerSpec, ModelSpec, StateLayer
+from tandem.engine.config.model import LatentAttention, LayerSpec, MixtureOfExperts, ModelSpec, StateLayer
 from tandem.engine.config.quantization import WeightScheme
+from tandem.engine.kernels.layers import Experts
 from tandem.engine.models.allocation import allocate_parameters, empty_on, parameter_bytes, quantized_weights
 from tandem.engine.models.families import family_of, slots_of
 from tandem.engine.models.load_spec import read_json
 from tandem.engine.models.mtp_layout import MtpLayout
-from tandem.engine.models.parameters import Parameters, ParameterSlot
+from tandem.engine.models.parameters import Parameters, ParameterSlot, expert_slots
 from tandem.engine.speculation.heads.folder import CONFIG, check_final_norm
 from tandem.engine.weights.checkpoint import TensorNames, as_stored, match_entries, read_entries, read_slots
 from tandem.engine.weights.random_weights import fill_randomly
@@ -26,6 +28,8 @@ from tandem.engine.weights.safetensors_file import TensorEntry
 from tandem.protocol.errors import ModelError
 
 _META = torch.device("meta")
+_EXPERTS = "mlp.experts."
+_STACKED_EXPERTS = f"{_EXPERTS}gate_up_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,7 @@ class MtpLayer:
 
     @property
     def _layer(self) -> LayerSpec:
-        return next(layer for layer in reversed(self.target.layers) if not isinstance(layer.attention, StateLayer))
+        return next(layer for layer in reversed(self.target.layers) if not _needs_others(layer))
 
     @property
     def _extended(self) -> ModelSpec:
@@ -127,19 +131,23 @@ class MtpLayer:
         """Return empty weights, and the slots, the quantization schemes and the entries of the layer's tensors."""
         spec, found = self._extended, self._entries(folder)
         if spec.quantization is not None:
-            slots = self._slots(spec, self._allocate(spec, dtype, _META))
+            slots = self._slots(spec, self._allocate(spec, dtype, _META), found)
             plain = as_stored(spec.quantization, slots, quantized_weights(spec), found)
             spec = replace(spec, quantization=plain)
         weights = self._allocate(spec, dtype, device)
-        slots = self._slots(spec, weights)
+        slots = self._slots(spec, weights, found)
         entries = match_entries(folder, slots, TensorNames(spec, multimodal=False, predicting_layers=0), found)
         return weights, slots, quantized_weights(spec).schemes, entries
 
-    def _slots(self, spec: ModelSpec, weights: MtpParameters) -> dict[str, ParameterSlot]:
-        """Return the slots of the layer's tensors; those of the decoder layer have the names of the model's layers."""
+    def _slots(
+        self, spec: ModelSpec, weights: MtpParameters, found: Mapping[str, TensorEntry]
+    ) -> dict[str, ParameterSlot]:
+        """Return the slots of the layer's tensors `found`; the decoder layer has the names of the model's layers."""
         whole = allocate_parameters(spec, weights.decoder.dtype, _META)
         placed = replace(whole, layers=(*whole.layers[:-1], *weights.decoder.layers))
         slots = {name: slot for name, slot in slots_of(spec, placed).items() if name.startswith(self._prefix)}
+        if f"{self._prefix}{_STACKED_EXPERTS}" in slots.keys() - found.keys():
+            slots = self._with_separate_experts(slots, weights)
         # Checkpoints that store the weights of the layers' norms minus 1 also store those of these norms so.
         transform = slots[f"{self._prefix}input_layernorm.weight"].transform
         norms = weights.embedding_norm, weights.state_norm, weights.decoder.final_norm
@@ -148,6 +156,17 @@ class MtpLayer:
             projection: ParameterSlot(weights.projection),
             **{name: ParameterSlot(norm, transform) for name, norm in zip(names, norms, strict=True)},
         }
+
+    def _with_separate_experts(
+        self, slots: dict[str, ParameterSlot], weights: MtpParameters
+    ) -> dict[str, ParameterSlot]:
+        """Return the slots with a tensor for each matrix of each expert: checkpoints may stack only the model's own."""
+        (layer,), network = weights.decoder.layers, self._layer.feed_forward
+        assert isinstance(layer.feed_forward, Experts)
+        assert isinstance(network, MixtureOfExperts)
+        separate = expert_slots(network, layer.feed_forward)
+        kept = {name: slot for name, slot in slots.items() if _EXPERTS not in name}
+        return kept | {self._prefix + name: slot for name, slot in separate.items() if name.startswith(_EXPERTS)}
 
     def _entries(self, folder: Path) -> dict[str, TensorEntry]:
         """Return the entries of the layer's tensors, by the names of `_slots`."""
@@ -180,3 +199,9 @@ class MtpLayer:
 
     def _named(self, name: str) -> str:
         return name.format(layer=len(self.target.layers))
+
+
+def _needs_others(layer: LayerSpec) -> bool:
+    """Return True if a layer keeps a state, or attends to the tokens that another layer has chosen."""
+    attention = layer.attention
+    return isinstance(attention, StateLayer) or (isinstance(attention, LatentAttention) and attention.shares_choice)

@@ -71,6 +71,7 @@ INDIVISIBLE = {
             "granitemoehybrid_experts",
             "nemotron_h",
             "nemotron_h_experts",
+            "nemotron_h_latent",
             "qwen3_5",
             "qwen3_5_moe",
             "qwen3_next",
@@ -147,6 +148,7 @@ INDIVISIBLE_EXPERTS: list[tuple[str, int, dict[str, Any]]] = [
     ("deepseek_v3", 4, {"moe_intermediate_size": 33, "n_shared_experts": 4}),
     ("mixtral", 2, {"intermediate_size": 33}),
     ("granite_moe", 2, {"intermediate_size": 33}),
+    ("gemma4_experts", 2, {"moe_intermediate_size": 33}),
 ]
 
 

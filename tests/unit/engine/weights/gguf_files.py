@@ -73,6 +73,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid_experts": ("granitehybrid", {}),
     "nemotron_h": ("nemotron_h", {"num_hidden_layers": 5}),
     "nemotron_h_experts": ("nemotron_h_moe", {"num_hidden_layers": 5}),
+    "nemotron_h_latent": ("nemotron_h_moe", {"num_hidden_layers": 5}),
     "qwen3_next": ("qwen3next", {"mlp_only_layers": [], "layer_types": None}),
     "qwen3_5": ("qwen35", {"layer_types": None, "linear_value_head_dim": 32}),
     "qwen3_5_moe": ("qwen35moe", {"layer_types": None}),

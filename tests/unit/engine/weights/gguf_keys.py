@@ -69,6 +69,7 @@ def _copied_fields(config: dict[str, Any]) -> dict[str, Any]:
             "shared_intermediate_size",
             "moe_shared_expert_intermediate_size",
         ),
+        "moe_latent_size": ("moe_latent_size",),
         "expert_shared_count": ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts"),
         "expert_weights_scale": ("routed_scaling_factor",),
         "expert_weights_norm": ("norm_topk_prob",),

@@ -87,7 +87,6 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("llama4", {"layer_types": ["sliding_attention"] * 4}, "layer type 'sliding_attention' is not supported"),
     ("llama4", {"attention_chunk_size": 0}, "attention_chunk_size 0 is not supported; it must be at least 1"),
     ("llama4", {"no_rope_layer_interval": 0}, "no_rope_layer_interval 0 is not supported"),
-    ("gemma4", {"enable_moe_block": True}, "enable_moe_block is not supported"),
     ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all' is not supported"),
     ("gemma4_e2b", {"vocab_size_per_layer_input": 99}, "vocab_size_per_layer_input 99 is not supported"),
     ("gemma4_e2b", {"num_kv_shared_layers": 5}, "num_kv_shared_layers 5 is not supported: no layer has the keys"),

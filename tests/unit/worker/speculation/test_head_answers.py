@@ -97,7 +97,15 @@ def drafted_and_accepted(pair: WorkerPair, name: ProposerName) -> Sequence[float
 
 @pytest.mark.parametrize("way", ["on one worker", "handed over", "preempted"])
 @pytest.mark.parametrize(
-    "case", ["EAGLE-3", "deepseek_v3", "deepseek_v3, knowing", "glm4_moe, knowing", "mimo, knowing"]
+    "case",
+    [
+        "EAGLE-3",
+        "deepseek_v3",
+        "deepseek_v3, knowing",
+        "glm4_moe, knowing",
+        "mimo, knowing",
+        "qwen3_5, knowing",
+    ],
 )
 async def test_answers_are_those_without_drafts(
     case: str, way: str, load: Loader, plain: Callable[[str], list[list[int]]]

@@ -1,24 +1,38 @@
-"""Gemma 4, text without experts: two head dimensions, shared keys and values, and embeddings of each layer."""
+"""Gemma 4, text: two head dimensions, shared keys and values, embeddings of each layer.
+
+Layers with experts have a dense network beside them, the shared expert, which has other norms than they have.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from tandem.engine.config.attention import AttentionShape
-from tandem.engine.config.model import GroupedQueryAttention, LayerSpec, ModelSpec
+from tandem.engine.config.model import (
+    DenseFeedForward,
+    ExpertRouter,
+    FeedForward,
+    GroupedQueryAttention,
+    LayerSpec,
+    MixtureOfExperts,
+    ModelSpec,
+)
 from tandem.engine.config.rope import RopeConfig, parse_rope
+from tandem.engine.kernels.layers import Experts
 from tandem.engine.models.families.dense.gemma2 import gemma_model, output_norm_slots
 from tandem.engine.models.families.family import (
     Family,
     Json,
     parse_dense,
+    parse_expert_count,
     parse_shape,
     parse_window,
     windows_by_type,
 )
-from tandem.engine.models.parameters import AttentionParameters, Parameters, ParameterSlot
+from tandem.engine.models.parameters import AttentionParameters, LayerParameters, Parameters, ParameterSlot, renamed
 from tandem.protocol.errors import ModelError
 
 _DEFAULTS = {
@@ -50,15 +64,16 @@ def _parse(given: Json) -> ModelSpec:
     sources = _kv_layers(windows, int(config.get("num_kv_shared_layers") or 0))
     dense = parse_dense(config, activation="gelu_pytorch_tanh")
     doubled = replace(dense, width=2 * dense.width) if config.get("use_double_wide_mlp") else dense
+    networks = [_network(config, dense if source is None else doubled) for source in sources]
     ropes = {kind: parse_rope(config, settings) for kind, settings in _ropes(config).items()}
     layers = [
         LayerSpec(
             _attention(config, number, window, source, ropes["sliding_attention" if window else "full_attention"]),
-            dense if source is None else doubled,
+            network,
             output_norms=True,
             scaled=True,
         )
-        for number, (window, source) in enumerate(zip(windows, sources, strict=True))
+        for number, (window, source, network) in enumerate(zip(windows, sources, networks, strict=True))
     ]
     model = gemma_model(config, "Gemma4ForCausalLM", layers)
     return replace(model, layer_embedding=int(config["hidden_size_per_layer_input"] or 0))
@@ -66,15 +81,26 @@ def _parse(given: Json) -> ModelSpec:
 
 def _check(config: Json) -> None:
     """Raise ModelError for what is not computed, by its field."""
-    if config.get("enable_moe_block"):
-        raise ModelError(
-            "enable_moe_block is not supported: there are no experts beside a dense network with own norms."
-        )
     if config.get("use_bidirectional_attention") == "all":
         raise ModelError("use_bidirectional_attention 'all' is not supported; attention is causal.")
     own = config.get("vocab_size_per_layer_input")
     if config["hidden_size_per_layer_input"] and own not in {None, config["vocab_size"]}:
         raise ModelError(f"vocab_size_per_layer_input {own} is not supported; it must be {config['vocab_size']}.")
+
+
+def _network(config: Json, dense: DenseFeedForward) -> FeedForward:
+    """Return the feed-forward network of a layer: `dense`, or experts beside it."""
+    if not config.get("enable_moe_block"):
+        return dense
+    return MixtureOfExperts(
+        experts=parse_expert_count(config),
+        top_k=int(config["top_k_experts"]),
+        width=int(config["moe_intermediate_size"]),
+        router=ExpertRouter(own_norm=True, expert_scales=True),
+        activation=dense.activation,
+        shared_width=dense.width,
+        separate_norms=True,
+    )
 
 
 def _ropes(config: Json) -> Json:
@@ -127,7 +153,8 @@ def _shape(config: Json, number: int, window: int | None) -> AttentionShape:
 
 
 def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
-    slots = output_norm_slots(spec, parameters)
+    slots = renamed(output_norm_slots(spec, parameters), {"mlp.shared_experts.": "mlp."})
+    slots = {name: slot for name, slot in slots.items() if ".mlp.gate." not in name and ".mlp.experts." not in name}
     if parameters.layer_embedding is not None:
         slots["model.embed_tokens_per_layer.weight"] = ParameterSlot(parameters.layer_embedding.table)
         slots["model.per_layer_model_projection.weight"] = ParameterSlot(parameters.layer_embedding.projection)
@@ -136,6 +163,8 @@ def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
         prefix = f"model.layers.{number}."
         assert weights.scale is not None
         slots[f"{prefix}layer_scalar"] = ParameterSlot(weights.scale)
+        if isinstance(weights.feed_forward, Experts):
+            slots |= _expert_slots(prefix, spec.hidden_size, weights, weights.feed_forward)
         if weights.embedding is not None:
             slots[f"{prefix}per_layer_input_gate.weight"] = ParameterSlot(weights.embedding.gate)
             slots[f"{prefix}per_layer_projection.weight"] = ParameterSlot(weights.embedding.output)
@@ -145,6 +174,27 @@ def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
             slots |= _doubled_keys(f"{prefix}self_attn.", layer.attention.shape, weights.attention)
             slots = {name: slot for name, slot in slots.items() if not name.startswith(f"{prefix}self_attn.v_proj")}
     return slots
+
+
+def _expert_slots(prefix: str, hidden: int, weights: LayerParameters, experts: Experts) -> dict[str, ParameterSlot]:
+    """Return the slots of a layer's experts, which the checkpoint stacks, of their router and of their norms."""
+    norms = weights.expert_norms
+    assert norms is not None
+    assert experts.router_norm is not None
+    assert experts.expert_scales is not None
+    rows = experts.gate_up.shape[1] // 2
+    slots = {
+        "router.proj.weight": ParameterSlot(experts.router),
+        # After its norm the router's input is divided by √H.
+        "router.scale": ParameterSlot(experts.router_norm, partial(torch.mul, other=hidden**-0.5)),
+        "router.per_expert_scale": ParameterSlot(experts.expert_scales),
+        "experts.gate_up_proj": ParameterSlot(experts.gate_up, stacked=(rows, rows)),
+        "experts.down_proj": ParameterSlot(experts.down),
+        "pre_feedforward_layernorm_2.weight": ParameterSlot(norms.input_norm),
+        "post_feedforward_layernorm_1.weight": ParameterSlot(norms.shared_output_norm),
+        "post_feedforward_layernorm_2.weight": ParameterSlot(norms.output_norm),
+    }
+    return {prefix + name: slot for name, slot in slots.items()}
 
 
 def _doubled_keys(prefix: str, shape: AttentionShape, weights: AttentionParameters) -> dict[str, ParameterSlot]:

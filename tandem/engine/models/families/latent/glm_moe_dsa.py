@@ -5,6 +5,7 @@ from tandem.engine.models.families.family import Family, Json, parse_sigmoid_rou
 from tandem.engine.models.families.latent.deepseek_v2 import latent_model
 from tandem.engine.models.families.latent.deepseek_v32 import sparse_model, sparse_slots
 from tandem.engine.models.families.rows import permute_rope_rows
+from tandem.engine.models.mtp_layout import NUMBERED_MTP
 from tandem.engine.models.parameters import Parameters, ParameterSlot
 from tandem.protocol.errors import ModelError
 
@@ -59,4 +60,4 @@ def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
     return slots
 
 
-FAMILY = Family(("GlmMoeDsaForCausalLM",), ("glm_moe_dsa",), _parse, _slots)
+FAMILY = Family(("GlmMoeDsaForCausalLM",), ("glm_moe_dsa",), _parse, _slots, NUMBERED_MTP)

@@ -111,8 +111,9 @@ def _blocks(config: Json) -> Sequence[str]:
 
 
 def _experts(config: Json) -> MixtureOfExperts:
-    if config.get("moe_latent_size") is not None:
-        raise ModelError("moe_latent_size is not supported: experts compute on the hidden state, not on latents of it.")
+    latent = config.get("moe_latent_size")
+    if latent is not None:
+        check_sizes(moe_latent_size=int(latent))
     if config.get("mlp_bias"):
         raise ModelError("mlp_bias is not supported for experts.")
     return MixtureOfExperts(
@@ -122,6 +123,7 @@ def _experts(config: Json) -> MixtureOfExperts:
         router=parse_sigmoid_router(config),
         activation=parse_ungated(config).activation,
         shared_width=int(config["moe_shared_expert_intermediate_size"]),
+        latent=int(latent or 0),
     )
 
 
@@ -180,6 +182,12 @@ def _block_slots(layer: LayerSpec, weights: LayerParameters) -> Iterator[dict[st
         assert weights.feed_forward_norm is not None
         assert isinstance(layer.feed_forward, MixtureOfExperts)
         experts = renamed(expert_slots(layer.feed_forward, weights.feed_forward), {"mlp.": "mixer."})
+        latents = {"fc1": weights.feed_forward.latent_down, "fc2": weights.feed_forward.latent_up}
+        experts |= {
+            f"mixer.{name}_latent_proj.weight": ParameterSlot(linear.weight)
+            for name, linear in latents.items()
+            if linear is not None
+        }
         yield {"norm.weight": ParameterSlot(weights.feed_forward_norm)} | experts
 
 

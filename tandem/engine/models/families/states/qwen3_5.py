@@ -2,7 +2,7 @@
 
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.models.families.family import Family, Json, make_model, parse_dense
-from tandem.engine.models.families.states.qwen3_next import delta_slots, delta_weights, gated_layers
+from tandem.engine.models.families.states.qwen3_next import QWEN_MTP, delta_slots, delta_weights, gated_layers
 from tandem.engine.models.parameters import Parameters, ParameterSlot
 
 
@@ -25,4 +25,6 @@ def _parse(config: Json) -> ModelSpec:
     return make_model(config, "Qwen3_5ForCausalLM", gated_layers(config, parse_dense(config)), wide_norms=True)
 
 
-FAMILY = Family(("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), ("qwen3_5_text",), _parse, separate_slots)
+FAMILY = Family(
+    ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), ("qwen3_5_text",), _parse, separate_slots, QWEN_MTP
+)

@@ -4,7 +4,7 @@ from tandem.engine.config.model import ModelSpec
 from tandem.engine.kernels.layers import Experts
 from tandem.engine.models.families.family import Family, Json, make_model
 from tandem.engine.models.families.states.qwen3_5 import separate_slots
-from tandem.engine.models.families.states.qwen3_next import gated_experts, gated_layers
+from tandem.engine.models.families.states.qwen3_next import QWEN_MTP, gated_experts, gated_layers
 from tandem.engine.models.parameters import Parameters, ParameterSlot
 
 
@@ -24,4 +24,6 @@ def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
     return slots
 
 
-FAMILY = Family(("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"), ("qwen3_5_moe_text",), _parse, _slots)
+FAMILY = Family(
+    ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"), ("qwen3_5_moe_text",), _parse, _slots, QWEN_MTP
+)
