@@ -19,6 +19,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5": {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "hidden_size": 128, "head_dim": 64},
     "nemotron_h": {"hidden_size": 128, "head_dim": 64, "mamba_head_dim": 64, "ssm_state_size": 64},
     "lfm2": {"hidden_size": 128, "num_attention_heads": 2},
+    "kimi_linear": {
+        "hidden_size": 128,
+        "num_attention_heads": 2,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 32,
+        "linear_attn_config": {
+            "full_attn_layers": [2],
+            "kda_layers": [1, 3],
+            "head_dim": 64,
+            "num_heads": 2,
+            "short_conv_kernel_size": 4,
+        },
+    },
 }
 PROMPTS = (150, 33, 70)
 TOLERANCE = 0.05
