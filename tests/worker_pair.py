@@ -309,6 +309,8 @@ class Sender:
     def __init__(self, pair: WorkerPair, max_tokens: int = 60) -> None:
         self.pair = pair
         self.attempts: dict[str, int] = {}
+        self.recomputed: list[int] = []
+        """The number of tokens that each attempt after a preemption computed again."""
         lengths = pair.decode.worker.admission._budget._lengths
         for _ in range(SEEN_MIN):
             lengths.learn(max_tokens, 1)
@@ -318,6 +320,8 @@ class Sender:
         for attempt in range(1, 100):
             output = await self._placed(name, prompt, sampling, attempt, so_far)
             await until(lambda output=output: output.finish or 0 <= output.preempted_at <= len(output.tokens))
+            if attempt > 1:
+                self.recomputed.append(len(prompt) + len(so_far.tokens) - 1 - output.cached_tokens)
             output.logprobs[:0] = so_far.logprobs
             so_far, self.attempts[name] = output, attempt
             if output.finish:

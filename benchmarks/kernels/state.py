@@ -22,7 +22,7 @@ from benchmarks.gpu_timing import copy_bandwidth, graph_seconds, median_seconds
 from benchmarks.results import run_facts
 from tandem.engine.cache.paged_cache import state_view
 from tandem.engine.config.kv import StateGroup, layer_bytes
-from tandem.engine.config.model import GatedDeltaNet, Mamba2, ShortConvolution, StateLayer
+from tandem.engine.config.model import GatedDeltaNet, KimiDeltaAttention, Mamba2, ShortConvolution, StateLayer
 from tandem.engine.kernels.base import StepLayout
 from tandem.engine.kernels.kv_cache import StateCache
 from tandem.engine.kernels.layers import Norm, RecurrentLayer
@@ -34,13 +34,14 @@ from tandem.engine.kernels.triton_launch import overlaps_launches
 
 SHAPES: dict[str, StateLayer] = {
     "qwen3-next": GatedDeltaNet(16, 32, 128, 128, 4, 1e-6),
+    "kimi-linear-48b": KimiDeltaAttention(32, 128, 128, 4, 1e-5),
     "nemotron-h-8b": Mamba2(128, 64, 8, 128, 4, 1e-5, norm_groups=8),
     "lfm2": ShortConvolution(2048, 3, 8),
 }
 ROWS = (1, 8, 32, 128, 256)
 PROMPTS = (2048, 8192)
 SHORT_PROMPTS = (8, 16, 32, 64, 128)
-"""Lengths around that from which fla-core is used."""
+"""Lengths around that from which rows are computed in chunks."""
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 LEAST_BYTES = 400e6
 """Approximate bytes of the states through which the launches of a graph rotate: several times the L2 cache."""
@@ -96,7 +97,8 @@ def _prompts(spec: StateLayer, own: StateKernels) -> Iterator[tuple[str, float]]
     if isinstance(spec, GatedDeltaNet):
         library = compiled(choose_chunked_delta(DEVICE, DTYPE, [spec]), [spec], DEVICE, DTYPE)
     ways = {"own": own} | ({} if library is None else {"fla-core": _kernels(library)})
-    for tokens in (*(SHORT_PROMPTS if library else ()), *PROMPTS):
+    both_ways = library is not None or isinstance(spec, KimiDeltaAttention)
+    for tokens in (*(SHORT_PROMPTS if both_ways else ()), *PROMPTS):
         case = make_case(spec, 1, tokens)
         for way, kernels in ways.items():
             kernels.begin_step(case.layout)
@@ -165,9 +167,9 @@ def _layer(spec: StateLayer) -> RecurrentLayer:
     weight = torch.randn(channels, spec.width, dtype=DTYPE, device=DEVICE) / 2
     if isinstance(spec, ShortConvolution):
         return RecurrentLayer(0, spec, weight, None, None, None, None, None)
-    heads = spec.value_heads if isinstance(spec, GatedDeltaNet) else spec.heads
-    norm = torch.ones(spec.value_dim if isinstance(spec, GatedDeltaNet) else spec.inner, dtype=DTYPE, device=DEVICE)
-    rates = torch.linspace(1, 16, heads, device=DEVICE).log()
-    steps = torch.full((heads,), -4.6, device=DEVICE)
+    shape = spec.state
+    norm = torch.ones(spec.inner if isinstance(spec, Mamba2) else shape.state[2], dtype=DTYPE, device=DEVICE)
+    rates = torch.linspace(1, 16, shape.heads * shape.state[0], device=DEVICE).log()
+    steps = torch.full((spec.inner if isinstance(spec, KimiDeltaAttention) else len(rates),), -4.6, device=DEVICE)
     bias, skip = (weight[:, 0].clone(), torch.ones_like(rates)) if isinstance(spec, Mamba2) else (None, None)
     return RecurrentLayer(0, spec, weight, bias, rates, steps, skip, Norm(norm, spec.norm_eps))

@@ -1,9 +1,9 @@
 """Models with state layers under load: workers are killed and clients leave at random, and every answer is right.
 
 The pools are small, so that the pages of states are used again and again, and requests are preempted. The prompts have
-prefixes in common, so that prefills begin with kept states, and steps verify n-gram draft tokens. TANDEM_STATE_EVENTS
-is the number of random kills and aborts in `make soak`. `tests/integration/test_state_faults.py` has ten, in one
-process.
+prefixes in common, so that prefills begin with kept states, and are sent again and again, so that steps verify draft
+tokens of earlier answers. TANDEM_STATE_EVENTS is the number of random kills and aborts in `make soak`.
+`tests/integration/test_state_faults.py` has ten, in one process.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ AT_ONCE = 16
 STEM = 72
 TAILS = (3, 9, 24, 41, 77)
 MAX_TOKENS = 330
-ENDS = range(3, VOCAB, 150)
-"""The tokens that end an answer: many, so that the lengths of answers differ and some exceed their prediction."""
+ENDS = range(3, VOCAB, 40)
+"""The tokens that end an answer: so many that few answers are long, and exceed their prediction."""
 
 
 def questions() -> list[Question]:
@@ -92,9 +92,10 @@ def hybrid(running_cluster: Callable[..., Any], model_folder: Path, tmp_path: Pa
             prefill=2,
             decode=2,
             dtype="float32",
-            page_tokens=16,
+            page_tokens=48,
             max_step_tokens=32,
             kv_cache_bytes=1 << 20,
+            speculate="suffix",
         )
 
     return start
@@ -107,4 +108,5 @@ def test_no_answer_is_wrong_or_hangs_amid_many_random_faults(family: str, hybrid
     load = right_answers_amid(EVENTS, hybrid(family))
     assert load.right >= EVENTS
     assert load.with_cached_prefix
+    assert load.preempted
     assert len(load.refused) <= EVENTS // 20, load.refused

@@ -73,6 +73,7 @@ class Served:
         pages: int = POOL,
         *,
         both: bool = False,
+        prefix_cache: bool = True,
         speculate: SpeculationMethod = SpeculationMethod.AUTO,
         **changes: Any,
     ) -> WorkerPair:
@@ -80,6 +81,7 @@ class Served:
             pages=pages,
             prefill_pages=POOL,
             both=both,
+            prefix_cache=prefix_cache,
             speculate=speculate,
             max_step_tokens=CHUNK,
             make_engine=lambda count: self.load(count, **changes),

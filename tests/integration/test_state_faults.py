@@ -105,3 +105,21 @@ async def test_answers_are_right_though_clients_leave_and_workers_are_replaced(t
         await asyncio.gather(*running)
         assert preemptions
         await pair.empty()
+
+
+async def test_a_preempted_answer_continues_from_its_kept_states(tmp_path: Path) -> None:
+    """Only the tokens after its last full page are computed again; without the prefix cache, prompt and answer are."""
+    served, asked = Served(tmp_path, "nemotron_h"), prompts(33, 50)
+    kv = served.load().kv_pages
+    sampling = SamplingParams(3 * kv.page_tokens)
+    recomputed, answers = [], []
+    for kept in (True, False):
+        pages = 2 * kv.held(len(asked[-1]) + sampling.max_tokens) + kv.groups
+        async with served.pair(pages, both=True, prefix_cache=kept, speculate=SpeculationMethod.OFF) as pair:
+            sender = Sender(pair, sampling.max_tokens)
+            outputs = await asyncio.gather(*(sender.run(f"q{n}", prompt, sampling) for n, prompt in enumerate(asked)))
+            answers.append([output.tokens for output in outputs])
+            recomputed += sender.recomputed
+            await pair.empty()
+    assert answers[0] == answers[1]
+    assert recomputed[0] < kv.page_tokens < len(asked[0]) <= recomputed[1]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.config.attention import AttentionShape
-from tandem.engine.config.model import KimiDeltaAttention, ModelSpec
+from tandem.engine.config.model import ModelSpec
 from tandem.engine.kernels.attention.prefill_attention import (
     FlashPrefill,
     PrefillAttention,
@@ -92,8 +92,7 @@ class CudaKernels(Kernels):
         self._pdl = overlaps_launches()
         self._has_states = model.has_states
         flash = all(has_flash_kernel(shape) and shape.chunk is None for shape in model.attention_shapes)
-        kimi = any(isinstance(layer.attention, KimiDeltaAttention) for layer in model.layers)
-        self._waits_in_prompts = kimi or not flash
+        self._waits_in_prompts = not flash
         self._experts = ExpertKernels(self._pdl)
         gpu = device.type == "cuda"
         self._second = SecondStream(device) if gpu else _ONE_STREAM
@@ -131,7 +130,7 @@ class CudaKernels(Kernels):
     def prompts_capturable(self) -> bool:
         """True if prefill uses flash-attn-4 or latent attention, whose launches do not depend on row lengths.
 
-        The prefill of Kimi Delta Attention, and of attention that flash-attn-4 does not compute, does depend on them.
+        The prefill of attention that flash-attn-4 does not compute does depend on them.
         """
         # Wait before anything is captured: a thread that uses the device during the capture would invalidate it.
         self._gated_soon.result()
@@ -142,7 +141,7 @@ class CudaKernels(Kernels):
 
     @property
     def drafts_capturable(self) -> bool:
-        """True unless the model has Kimi Delta Attention, whose prompts wait for the device."""
+        """True unless the model has attention whose prompts wait for the device."""
         return not self._waits_in_prompts
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tandem.engine.config.model import GatedDeltaNet, Mamba2, ShortConvolution, StateLayer
+from tandem.engine.config.model import GatedDeltaNet, KimiDeltaAttention, Mamba2, ShortConvolution, StateLayer
 from tandem.engine.kernels.base import StepLayout
 from tandem.engine.kernels.kv_cache import StateCache
 from tandem.engine.kernels.layers import Norm, RecurrentLayer
@@ -18,6 +18,8 @@ LAST = PAGES - 1
 SPECS: dict[str, StateLayer] = {
     "delta": GatedDeltaNet(2, 4, 16, 8, 4, 1e-6),
     "delta of odd sizes": GatedDeltaNet(3, 3, 24, 48, 2, 1e-5, step_scale=2.0),
+    "kimi": KimiDeltaAttention(2, 16, 8, 4, 1e-6),
+    "kimi of odd sizes": KimiDeltaAttention(3, 24, 4, 3, 1e-5),
     "mamba": Mamba2(8, 8, 2, 16, 4, 1e-5, norm_groups=2),
     "mamba of odd sizes": Mamba2(6, 12, 3, 24, 3, 1e-6, convolution_bias=False, least_step=0.4),
     "convolution": ShortConvolution(24, 3, 2, bias=True),
@@ -48,18 +50,16 @@ def make_layer(spec: StateLayer, dtype: torch.dtype) -> RecurrentLayer:
     )
     if isinstance(spec, ShortConvolution):
         return layer
-    heads = spec.value_heads if isinstance(spec, GatedDeltaNet) else spec.heads
+    heads = spec.state.heads * spec.state.state[0]
+    steps = spec.inner if isinstance(spec, KimiDeltaAttention) else heads
+    norm = spec.inner if isinstance(spec, Mamba2) else spec.state.state[2]
     return replace(
         layer,
         decay_log=random(heads, seed=2).to(wide),
-        step_bias=random(heads, seed=3).to(wide),
+        step_bias=random(steps, seed=3).to(wide),
         skip=random(heads, seed=9).to(wide) if isinstance(spec, Mamba2) else None,
-        norm=Norm(random(_norm_size(spec), seed=4).to(dtype), spec.norm_eps),
+        norm=Norm(random(norm, seed=4).to(dtype), spec.norm_eps),
     )
-
-
-def _norm_size(spec: GatedDeltaNet | Mamba2) -> int:
-    return spec.value_dim if isinstance(spec, GatedDeltaNet) else spec.inner
 
 
 def make_cache(spec: StateLayer, dtype: torch.dtype) -> StateCache:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.engine.config.model import GatedDeltaNet, Mamba2
+from tandem.engine.config.model import GatedDeltaNet, KimiDeltaAttention, Mamba2, StateLayer
 from tandem.engine.kernels.states import reference, state_kernels
 from tandem.engine.kernels.states.chunked_delta import ChunkedDelta, choose_chunked_delta, chunks_of
 from tandem.engine.kernels.states.recurrence import recurrence
@@ -28,9 +28,11 @@ STEPS: dict[str, list[Row]] = {
     "prompts": [(64, -1, 2), (129, 3, 4)],
 }
 DELTAS = [GatedDeltaNet(2, 4, 64, 64, 4, 1e-6), GatedDeltaNet(2, 2, 64, 32, 3, 1e-5, step_scale=2.0)]
-SPECS: dict[str, GatedDeltaNet | Mamba2] = {
+SPECS: dict[str, StateLayer] = {
     "delta": DELTAS[0],
     "delta with steps up to 2": DELTAS[1],
+    "kimi": KimiDeltaAttention(2, 32, 8, 4, 1e-6),
+    "kimi of odd sizes": KimiDeltaAttention(3, 24, 4, 3, 1e-5),
     "mamba": Mamba2(4, 16, 2, 32, 4, 1e-2, norm_groups=2),
     "mamba of odd sizes": Mamba2(3, 24, 3, 12, 3, 1e-2, convolution_bias=False, least_step=0.4),
 }
@@ -61,7 +63,7 @@ def chunked() -> ChunkedDelta:
     return found or ChunkedDelta(plain_rule)
 
 
-def of_reference(spec: GatedDeltaNet | Mamba2, rows: list[Row], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def of_reference(spec: StateLayer, rows: list[Row], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the reference's output, states and kept inputs."""
     cache = make_cache(spec, dtype)
     out = mix_states(make_inputs(spec, rows, dtype), make_layer(spec, dtype), cache, make_layout(rows))
@@ -72,7 +74,7 @@ def of_reference(spec: GatedDeltaNet | Mamba2, rows: list[Row], dtype: torch.dty
 @pytest.mark.parametrize("rows", STEPS.values(), ids=STEPS.keys())
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 def test_chunks_are_as_good_as_those_of_pytorch(
-    spec: GatedDeltaNet | Mamba2, rows: list[Row], monkeypatch: pytest.MonkeyPatch
+    spec: StateLayer, rows: list[Row], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dtype = torch.bfloat16
     monkeypatch.setattr(state_kernels, "_RECURRENT_TOKENS", 2)

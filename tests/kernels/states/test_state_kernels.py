@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tandem.engine.config.model import StateLayer
 from tandem.engine.kernels.kv_cache import StateCache
+from tandem.engine.kernels.states import state_kernels
 from tandem.engine.kernels.states.chunked_delta import ChunkedDelta
 from tandem.engine.kernels.states.reference import mix_states
 from tandem.engine.kernels.states.state_kernels import StateKernels
@@ -39,8 +40,10 @@ def computed(spec: StateLayer, rows: list[Row], dtype: torch.dtype, *, reference
 @pytest.mark.parametrize("rows", STEPS.values(), ids=STEPS.keys())
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 def test_output_and_states_are_as_good_as_those_of_pytorch(
-    spec: StateLayer, rows: list[Row], dtype: torch.dtype
+    spec: StateLayer, rows: list[Row], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # `test_state_chunks.py` has the rows that are computed in chunks.
+    monkeypatch.setattr(state_kernels, "_RECURRENT_TOKENS", max(tokens for tokens, *_ in rows))
     exact, expected = computed(spec, rows, torch.float64, reference=True)
     baseline, held = computed(spec, rows, dtype, reference=True)
     ours, actual = computed(spec, rows, dtype, reference=False)

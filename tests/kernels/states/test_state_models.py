@@ -29,7 +29,7 @@ PAGE_TOKENS = 16
 def runners(family: str, folder: Path) -> tuple[ModelRunner, ModelRunner]:
     """Returns an engine with the GPU's kernels, and one with the plain ones."""
     heads = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
-    folder = write_tiny_model(folder, family, **heads)
+    folder = write_tiny_model(folder, family, **({} if family == "kimi_linear" else heads))
     config = EngineConfig.of(
         folder, device=DEVICE, dtype="float32", page_tokens=PAGE_TOKENS, kv_cache_bytes=1 << 21, threads=1
     )
@@ -37,7 +37,7 @@ def runners(family: str, folder: Path) -> tuple[ModelRunner, ModelRunner]:
     return ModelRunner.load(config, kernels=kernels), ModelRunner.load(config, kernels=ReferenceKernels())
 
 
-@pytest.mark.parametrize("family", [pytest.param("qwen3_next", marks=soak), "nemotron_h", "lfm2"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3_next", marks=soak), "nemotron_h", "lfm2", "kimi_linear"])
 def test_logits_of_the_plain_kernels(family: str, tmp_path: Path) -> None:
     ours, plain = runners(family, tmp_path)
     prompt = [(7 * i) % 67 for i in range(7)]
@@ -57,7 +57,7 @@ def test_logits_of_the_plain_kernels(family: str, tmp_path: Path) -> None:
         torch.testing.assert_close(ours.logits(step), plain.logits(step), rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", pytest.param("nemotron_h", marks=soak), "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_next", pytest.param("nemotron_h", marks=soak), "lfm2", "kimi_linear"])
 def test_logits_after_accepted_and_rejected_draft_tokens(family: str, tmp_path: Path) -> None:
     ours, plain = runners(family, tmp_path)
     check_drafts(ours, plain, lambda batch: ours.run(batch).token_ids)

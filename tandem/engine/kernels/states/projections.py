@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from tandem.engine.config.model import GatedDeltaNet, Mamba2, ShortConvolution, StateLayer
+from tandem.engine.config.model import GatedDeltaNet, KimiDeltaAttention, Mamba2, ShortConvolution, StateLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class Projections:
     gate: int
     """The offset of the output gate."""
     step: int = 0
-    """The offset of the step sizes of Gated DeltaNet, one for each value head."""
+    """The offset of the step sizes of a delta rule, one for each value head."""
     decay: int = 0
-    """The offset of dt, one for each head of values."""
+    """The offset of dt, one for each head of values; in Kimi Delta Attention, for each key channel of a head."""
 
 
 @lru_cache
@@ -44,7 +44,7 @@ def projections_of(spec: StateLayer) -> Projections:
     if isinstance(spec, ShortConvolution):
         return Projections((spec.convolved[0], 0, 0), convolved=0, gate=offsets[1])
     first, second, third = spec.convolved
-    if isinstance(spec, GatedDeltaNet):
+    if isinstance(spec, GatedDeltaNet | KimiDeltaAttention):
         return Projections((first, second, third), convolved=0, gate=offsets[3], step=offsets[4], decay=offsets[5])
     assert isinstance(spec, Mamba2)
     return Projections((first, second, third), convolved=offsets[1], gate=0, decay=offsets[4])

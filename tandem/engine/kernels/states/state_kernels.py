@@ -12,7 +12,7 @@ from tandem.engine.kernels.kv_cache import StateCache
 from tandem.engine.kernels.layers import RecurrentLayer
 from tandem.engine.kernels.states.chunked_delta import ChunkedDelta
 from tandem.engine.kernels.states.projections import RowSpan
-from tandem.engine.kernels.states.reference import mix_states
+from tandem.engine.kernels.states.triton_channel_delta import channel_delta
 from tandem.engine.kernels.states.triton_convolution import convolve
 from tandem.engine.kernels.states.triton_output import finish
 from tandem.engine.kernels.states.triton_recurrence import recur
@@ -45,13 +45,7 @@ class StateKernels:
                 self._chunked.begin_step(layout, span)
 
     def mix(self, projected: Tensor, layer: RecurrentLayer, cache: StateCache, layout: StepLayout) -> Tensor:
-        """Compute `Kernels.mix_states` without waiting for the device. Padding rows of one token become 0.
-
-        Kimi Delta Attention has no kernels yet: it is computed in plain PyTorch, which waits unless all rows have one
-        token.
-        """
-        if isinstance(layer.spec, KimiDeltaAttention):
-            return mix_states(projected, layer, cache, layout)
+        """Compute `Kernels.mix_states` without waiting for the device. Padding rows of one token become 0."""
         out = projected.new_empty(len(projected), layer.spec.inner)
         for span in _spans(layout):
             if isinstance(layer.spec, ShortConvolution):
@@ -68,7 +62,8 @@ class StateKernels:
 
     def _takes_chunks(self, dtype: torch.dtype, spec: StateLayer) -> bool:
         # In chunks, the sums of decays would lose digits that float32 otherwise keeps.
-        return dtype != torch.float32 and (isinstance(spec, Mamba2) or self._chunked is not None)
+        own = isinstance(spec, Mamba2 | KimiDeltaAttention)
+        return dtype != torch.float32 and (own or self._chunked is not None)
 
     def _chunks(
         self,
@@ -85,6 +80,9 @@ class StateKernels:
         convolve(projected, layer, cache, layout, span, convolved, pdl=self._pdl)
         if isinstance(layer.spec, Mamba2):
             scan(convolved, projected, layer, cache, layout, span, mixed, pdl=self._pdl)
+            return mixed
+        if isinstance(layer.spec, KimiDeltaAttention):
+            channel_delta(convolved, projected, layer, cache, layout, span, mixed, pdl=self._pdl)
             return mixed
         assert self._chunked is not None
         return self._chunked.mix(convolved, projected, layer, cache, layout, span)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.engine.config.model import GatedDeltaNet, Mamba2
+from tandem.engine.config.model import KimiDeltaAttention, Mamba2, ShortConvolution
 from tandem.engine.kernels.base import StepLayout
 from tandem.engine.kernels.kv_cache import StateCache
 from tandem.engine.kernels.layers import RecurrentLayer
@@ -28,11 +28,11 @@ def finish(
     outputs of the recurrence of the rows of `span`; it may be a part of `out`. Padding rows become 0.
     """
     spec, places, shape = layer.spec, projections_of(layer.spec), layer.spec.state
-    assert isinstance(spec, GatedDeltaNet | Mamba2)
+    assert not isinstance(spec, ShortConvolution)
     assert layer.norm is not None
-    # Mamba-2 applies the gate before the norm, Gated DeltaNet after it.
+    # Mamba-2 applies the gate before the norm, delta rules after it.
     gate_first = isinstance(spec, Mamba2)
-    parts = spec.norm_groups if isinstance(spec, Mamba2) else spec.value_heads
+    parts = spec.norm_groups if isinstance(spec, Mamba2) else shape.heads * shape.state[0]
     part = spec.inner // parts
     block_n = triton.next_power_of_2(part)
     fitting = max(1, _TILE // block_n)
@@ -62,6 +62,7 @@ def finish(
         GATE=places.gate,
         WIDTH=spec.width,
         GATE_FIRST=gate_first,
+        SILU=not isinstance(spec, KimiDeltaAttention),
         SINGLE=span.tokens == 1,
         TOKENS=tokens,
         JOINED=joined,
@@ -94,6 +95,7 @@ def _finish(
     GATE: tl.constexpr,
     WIDTH: tl.constexpr,
     GATE_FIRST: tl.constexpr,
+    SILU: tl.constexpr,
     SINGLE: tl.constexpr,
     TOKENS: tl.constexpr,
     JOINED: tl.constexpr,
@@ -128,7 +130,10 @@ def _finish(
         x = tl.load(mixed_ptr + at - first, mask=valid, other=0.0).to(tl.float32)
         gates = projected_ptr + GATE + token.to(tl.int64)[:, None] * row_stride + own
         gate = tl.load(gates, mask=valid, other=0.0).to(tl.float32)
-        gate *= tl.sigmoid(gate)
+        if SILU:
+            gate *= tl.sigmoid(gate)
+        else:
+            gate = tl.sigmoid(gate)
         if GATE_FIRST:
             x *= gate
         x *= tl.rsqrt(tl.sum(x * x, 1) / PART + eps)[:, None]

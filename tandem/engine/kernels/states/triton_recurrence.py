@@ -1,4 +1,4 @@
-"""The recurrences of state layers in Triton, with the convolution before them: Gated DeltaNet and Mamba-2.
+"""The recurrences of state layers in Triton, with the convolution before them: delta rules and Mamba-2.
 
 One program computes some values of one head of a row: it reads their state [K, V] in float32 once, advances it token by
 token, and writes it once. `finish` then normalizes the output, and keeps the last inputs of the convolution, which all
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.engine.config.model import GatedDeltaNet, Mamba2
+from tandem.engine.config.model import GatedDeltaNet, KimiDeltaAttention, Mamba2, ShortConvolution
 from tandem.engine.kernels.base import StepLayout
 from tandem.engine.kernels.kv_cache import StateCache
 from tandem.engine.kernels.layers import RecurrentLayer
@@ -39,10 +39,10 @@ def recur(
     `_tile`. Nothing is written for padding rows.
     """
     spec, places, states, inputs = layer.spec, projections_of(layer.spec), cache.states, cache.inputs
-    assert isinstance(spec, GatedDeltaNet | Mamba2)
+    assert not isinstance(spec, ShortConvolution)
     assert states is not None
     assert layer.decay_log is not None
-    delta = isinstance(spec, GatedDeltaNet)
+    delta = not isinstance(spec, Mamba2)
     shared, key_dim, value_dim = spec.state.state
     first, second, _ = places.parts
     # The first channels of queries, keys and values among all channels, and among those of a head.
@@ -69,7 +69,7 @@ def recur(
         inputs.stride(2),
         span.first,
         spec.step_scale if isinstance(spec, GatedDeltaNet) else 1.0,
-        spec.key_dim**-0.5 if isinstance(spec, GatedDeltaNet) else 1.0,
+        key_dim**-0.5 if delta else 1.0,
         spec.least_step if isinstance(spec, Mamba2) else 0.0,
         HEADS=heads,
         SHARED=shared,
@@ -84,6 +84,7 @@ def recur(
         WIDTH=spec.width,
         BIASED=layer.convolution_bias is not None,
         DELTA=delta,
+        CHANNEL_DECAYS=isinstance(spec, KimiDeltaAttention),
         SINGLE=span.tokens == 1,
         BLOCK_K=triton.next_power_of_2(key_dim),
         BLOCK_V=block,
@@ -91,6 +92,12 @@ def recur(
         launch_pdl=pdl,
         num_warps=warps,
     )
+
+
+@triton.jit
+def softplus(x):
+    """Return log(1 + exp(x)); above 20 that is x in float32."""
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(x)))
 
 
 @triton.jit
@@ -165,6 +172,7 @@ def _recur(
     WIDTH: tl.constexpr,
     BIASED: tl.constexpr,
     DELTA: tl.constexpr,
+    CHANNEL_DECAYS: tl.constexpr,
     SINGLE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -179,7 +187,11 @@ def _recur(
     key_inside, inside = key < KEY_DIM, value < VALUE_DIM
     row_stride = tl.cast(row_stride, tl.int64)
     rate = -tl.exp(tl.load(decay_ptr + head))
-    step_bias = tl.load(step_bias_ptr + head)
+    # A head has one dt, or one for each key channel.
+    own_dt, has_dt = head, True
+    if CHANNEL_DECAYS:
+        own_dt, has_dt = head * KEY_DIM + key, key_inside
+    step_bias = tl.load(step_bias_ptr + own_dt, mask=has_dt, other=0.0)
     wait_for_inputs(PDL)
     read = tl.load(pages_ptr + 2 * row).to(tl.int64)
     write = tl.load(pages_ptr + 2 * row + 1).to(tl.int64)
@@ -216,9 +228,12 @@ def _recur(
             WIDTH, BIASED, SINGLE,
         )  # fmt: skip
         projected = projected_ptr + token * row_stride
-        dt = tl.load(projected + DECAY + head).to(tl.float32) + step_bias
-        dt = tl.maximum(tl.where(dt > 20.0, dt, tl.log(1.0 + tl.exp(dt))), least_step)
-        state *= tl.exp(rate * dt)
+        dt = tl.load(projected + DECAY + own_dt, mask=has_dt, other=0.0).to(tl.float32) + step_bias
+        dt = tl.maximum(softplus(dt), least_step)
+        decay = tl.exp(rate * dt)
+        if CHANNEL_DECAYS:
+            decay = decay[:, None]
+        state *= decay
         if DELTA:
             q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * scale
             k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)

@@ -14,6 +14,7 @@ from tandem.engine.kernels.kv_cache import StateCache
 from tandem.engine.kernels.latent.triton_products import dot
 from tandem.engine.kernels.layers import RecurrentLayer
 from tandem.engine.kernels.states.projections import RowSpan, projections_of
+from tandem.engine.kernels.states.triton_recurrence import softplus
 from tandem.engine.kernels.triton_launch import INTERPRETED, launch_dependents, wait_for_inputs
 
 _CHUNK = 64
@@ -135,7 +136,7 @@ def _scan(
         dt = (
             tl.load(projected_ptr + token * row_stride + DECAY + head, mask=valid, other=0.0).to(tl.float32) + step_bias
         )
-        dt = tl.maximum(tl.where(dt > 20.0, dt, tl.log(1.0 + tl.exp(dt))), least_step)
+        dt = tl.maximum(softplus(dt), least_step)
         # Tokens after the row's last one leave the state as it is.
         dt = tl.where(valid, dt, 0.0)
         total = tl.cumsum(rate * dt, 0)
