@@ -6,20 +6,11 @@ rank learns from `ended_rank`, or from an error of the next step, that a followe
 one hangs.
 """
 
-import contextlib
-import ctypes
 import itertools
-import logging
-import multiprocessing
 import os
-import signal
-import socket
 import threading
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,35 +18,26 @@ import torch
 from kv_transfer.ranks.page_sums import GroupPageSums
 from kv_transfer.ranks.rank_messages import ReceivedMessages
 from kv_transfer.ranks.remote_transport import RemoteTransport
-from kv_transfer.ranks.transport_server import STATUS_S, serve_transport
 from tandem.cost_model.step_collectives import StepCollectives, with_divided_tokens
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.sharding import Rank
 from tandem.engine.device import parse_device
 from tandem.engine.kernels.base import is_cpu
-from tandem.engine.model_runner import Follower, ModelRunner
+from tandem.engine.model_runner import ModelRunner
 from tandem.engine.model_sizes import context_collectives, step_collectives
-from tandem.engine.parallel.adapter_stream import AdapterSender, write_adapters
-from tandem.engine.parallel.collectives import Collectives, GlooCollectives
-from tandem.engine.parallel.step_stream import StepSender, received_steps
+from tandem.engine.parallel.adapter_stream import AdapterSender
+from tandem.engine.parallel.step_stream import StepSender
 from tandem.engine.weights.checkpoint import Progress
-from tandem.logging.logs import LogConfig, begin_log
-from tandem.protocol.errors import InvalidArgument, TandemError, Unavailable
+from tandem.logging.logs import LogConfig
+from tandem.protocol.errors import InvalidArgument, Unavailable
+from tandem.worker.follower import FollowerSettings, join
+from tandem.worker.follower_process import FollowerProcess
 from tandem.worker.transfer import OpenTransport, RankTransfer, ranked_pages
 from tandem.worker.worker import first_line
 
-log = logging.getLogger(__name__)
-
-START_TIMEOUT_S = 600.0
-"""Maximum time in seconds until all ranks have joined, and of one exchange between them.
-
-The first exchange waits for the rank that loads its part of the model last.
-"""
 END_TIMEOUT_S = 5.0
 HANG_S, HANG_ON_CPU_S = 2.0, 10.0
 """Seconds of silence after which a follower hangs. On a CPU, the ranks compete for its cores."""
-PR_SET_PDEATHSIG = 1
-"""The option of prctl(2) for the signal that the kernel sends this process when its parent ends."""
 
 
 class RankGroup:
@@ -70,13 +52,15 @@ class RankGroup:
         stages: int = 1,
         divides_tokens: bool = False,
         log_config: LogConfig | None = None,
+        followers: Sequence[FollowerProcess] = (),
     ) -> None:
-        """Start the followers and join them; they load their parts of the model while the first rank loads its own.
+        """Join the followers; they load their parts of the model while the first rank loads its own.
 
         The model is divided among `stages` pipeline stages of `ranks` ranks each. On GPUs, rank n computes on the n-th
         GPU after that of the config. With `divides_tokens`, each rank has the whole model, and the first rank alone
-        hands KV over. `transfer` has the settings of the ranks' transports; without it, they have none.
-        The thread that calls this must live as long as the group: the kernel kills the followers when it ends. Raises
+        hands KV over. `transfer` has the settings of the ranks' transports; without it, they have none. `followers` are
+        processes that were started early, one for each rank but the first; without them, they are started here.
+        The thread that starts them must live as long as the group: the kernel kills them when it ends. Raises
         InvalidArgument if there are fewer GPUs than ranks or if a GPU cannot access the memory of another, Unavailable
         if the ranks do not join.
         """
@@ -91,46 +75,30 @@ class RankGroup:
         # A file without a name ends with this process. The followers open it through this process's descriptor.
         self._meeting = os.memfd_create("meeting")
         meeting = Path(f"/proc/{os.getpid()}/fd/{self._meeting}")
-        self._processes: list[SpawnProcess] = []
-        leading_ends = [
-            self._start_follower(member, meeting, transfer, log_config or LogConfig()) for member in members[1:]
-        ]
-        self._steps = StepSender([steps for steps, _ in leading_ends])
-        self._adapters = AdapterSender([adapters for _, adapters in leading_ends])
+        self._followers = followers or [FollowerProcess() for _ in members[1:]]
+        self._steps = StepSender([follower.steps for follower in self._followers])
+        self._adapters = AdapterSender([follower.adapters for follower in self._followers])
         self._open = True
         try:
-            self._collectives = _join(self.config_of(0), members[0], meeting)
+            for member, follower in zip(members[1:], self._followers, strict=True):
+                config = self.config_of(member.world_number)
+                settings = FollowerSettings(config, member, meeting, transfer, log_config or LogConfig())
+                self._lead(follower, settings)
+            self._collectives = join(self.config_of(0), members[0], meeting)
         except BaseException as error:
             ended = self.ended_rank()
             self._end_followers()
             reason = first_line(error) if ended is None else f"rank {ended} has ended, see its log"
             raise Unavailable(f"the {self.ranks} ranks of this worker have not joined: {reason}") from error
 
-    def _start_follower(
-        self, member: Rank, meeting: Path, transfer: RankTransfer | None, log_config: LogConfig
-    ) -> tuple[socket.socket, socket.socket]:
-        """Start a follower, and return the first rank's ends of its connections for steps and for adapters."""
-        number, context = member.world_number, multiprocessing.get_context("spawn")
-        (steps, following_steps), (adapters, following_adapters) = socket.socketpair(), socket.socketpair()
-        calls, following_calls = context.Pipe()
-        connections = _Connections(following_steps, following_adapters, following_calls)
-        process = context.Process(
-            target=_follow,
-            args=(self.config_of(number), member, meeting, connections, transfer),
-            kwargs={"log_config": log_config},
-            name=f"rank {number}",
-            daemon=True,
-        )
-        process.start()
-        for end in (following_steps, following_adapters, following_calls):
-            end.close()
-        if member.divides_tokens:
-            self._reports.append(ReceivedMessages(calls))
+    def _lead(self, follower: FollowerProcess, settings: FollowerSettings) -> None:
+        follower.calls.send(settings)
+        number = settings.rank.world_number
+        if settings.rank.divides_tokens:
+            self._reports.append(ReceivedMessages(follower.calls))
             threading.Thread(target=self._reports[-1].ignore, name=f"from rank {number}", daemon=True).start()
         else:
-            self._transports.append(RemoteTransport(calls, number))
-        self._processes.append(process)
-        return steps, adapters
+            self._transports.append(RemoteTransport(follower.calls, number))
 
     def load(self, progress: Progress | None = None) -> ModelRunner:
         """Load the first rank's part of the model, and return the runner of the group's steps.
@@ -168,7 +136,7 @@ class RankGroup:
 
     def ended_rank(self) -> int | None:
         """Return the number of a follower that has ended; None if all are alive."""
-        return next((number for number, process in enumerate(self._processes, 1) if not process.is_alive()), None)
+        return next((number for number, follower in enumerate(self._followers, 1) if not follower.is_alive), None)
 
     def silent_rank(self) -> int | None:
         """Return the number of a follower that has been silent for `HANG_S` seconds; None if there is none.
@@ -182,8 +150,8 @@ class RankGroup:
 
     def kill(self) -> None:
         """Kill the followers, because one of them hangs or has ended."""
-        for process in self._processes:
-            process.kill()
+        for follower in self._followers:
+            follower.kill()
 
     def close(self) -> None:
         """End the followers. Idempotent."""
@@ -210,11 +178,8 @@ class RankGroup:
 
     def _end_followers(self) -> None:
         self._steps.close()
-        for process in self._processes:
-            process.join(END_TIMEOUT_S)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        for follower in self._followers:
+            follower.end(END_TIMEOUT_S)
         self._adapters.close()
         for rank in self._transports:
             rank.close()
@@ -238,92 +203,3 @@ def _check_devices(name: str, ranks: int, setting: str) -> None:
             raise InvalidArgument(
                 setting, f"cuda:{gpu} cannot access the memory of cuda:{other}; use GPUs that can, or 1."
             )
-
-
-def _join(config: EngineConfig, rank: Rank, meeting: Path) -> Collectives:
-    device = parse_device(config.device)
-    if is_cpu(device):
-        # The ranks are on one host, and gloo would listen on the host's address.
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        return GlooCollectives(rank, meeting, START_TIMEOUT_S)
-    from tandem.engine.parallel.cuda_collectives import CudaCollectives
-
-    return CudaCollectives(rank, meeting, START_TIMEOUT_S, device)
-
-
-@dataclass(frozen=True, slots=True)
-class _Connections:
-    """A follower's ends of its connections to the first rank."""
-
-    steps: socket.socket
-    adapters: socket.socket
-    """The adapters that the follower has to load at runtime."""
-    calls: Connection
-    """The calls of the follower's transport or, if it has none, its reports."""
-
-
-def _follow(
-    config: EngineConfig,
-    rank: Rank,
-    meeting: Path,
-    connections: _Connections,
-    transfer: RankTransfer | None,
-    *,
-    log_config: LogConfig,
-) -> None:
-    """Run as a follower until the first rank closes the connection for steps; without `transfer`, hand over no KV."""
-    _end_with_parent()
-    name = f"rank {rank.world_number}"
-    if transfer is None:
-        begin_log(log_config, name)
-    else:
-        begin_log(log_config, f"{transfer.me.worker_id} {name}", transfer.me.incarnation)
-    with connections.steps:
-        try:
-            collectives = _join(config, rank, meeting)
-            follower = Follower.load(config, collectives)
-            if transfer is not None:
-                opener = transfer.opener(rank.world_number, follower.cache)
-                _start_thread(serve_transport, connections.calls, opener, follower.page_sums)
-            if rank.divides_tokens:
-                _start_thread(_report, connections.calls)
-            _start_thread(write_adapters, connections.adapters, follower.adapters)
-            follower.run(received_steps(connections.steps, parse_device(config.device)))
-        except (TandemError, RuntimeError):
-            log.exception("rank %d has ended", rank.world_number)
-            raise SystemExit(1) from None
-        collectives.close()
-
-
-def _report(pipe: Connection) -> None:
-    """Report every `STATUS_S` seconds that this process runs, until the first rank closes its end."""
-    with contextlib.suppress(OSError):
-        while True:
-            pipe.send(None)
-            time.sleep(STATUS_S)
-
-
-def _start_thread(run: Callable[..., None], *arguments: object) -> None:
-    """Run a function on a thread of a follower; if it fails, end the process, because the rank lacks a service then."""
-
-    def run_or_end() -> None:
-        try:
-            run(*arguments)
-        except BaseException:
-            log.exception("a thread of this rank has failed, and the rank ends with it")
-            os._exit(1)
-
-    threading.Thread(target=run_or_end, name=run.__name__.strip("_"), daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """Let the kernel kill this process, even if it is stopped, when the thread of the first rank that started it ends.
-
-    The thread ends with its process at the latest.
-    """
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    parent = multiprocessing.parent_process()
-    if parent is None or os.getppid() != parent.pid:
-        # It has ended before the call.
-        os.kill(os.getpid(), signal.SIGKILL)

@@ -32,7 +32,7 @@ LATER = Question((5, 6, 7, 99), 20)
 
 def followers(pid: int) -> list[psutil.Process]:
     """The other ranks of the worker with this process."""
-    return [child for child in psutil.Process(pid).children() if "--multiprocessing-fork" in child.cmdline()]
+    return [child for child in psutil.Process(pid).children() if "tandem.worker.follower_process" in child.cmdline()]
 
 
 async def struck_amid(cluster: Any, pid: int, fault: signal.Signals) -> list[Stream]:

@@ -36,7 +36,7 @@ def test_a_group_answers_and_leaves_no_process(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"loras": (NamedPath("first", paths[0]),), "runtime_loras": True, "max_loras": 2}
     config = tiny_engine_config(model, kv_cache_bytes=4 << 20, draft=model, **settings)
     group = RankGroup(config, 3)
-    children = [process.pid for process in group._processes]
+    children = [follower.pid for follower in group._followers]
     try:
         runner = group.load()
         alone = ModelRunner.load(config)
@@ -78,7 +78,7 @@ def test_a_hung_rank_that_divides_tokens_is_named(tmp_path: Path, monkeypatch: p
     group = RankGroup(tiny_engine_config(write_tiny_model(tmp_path, "smollm2")), 3, divides_tokens=True)
     try:
         group.load()
-        follower = psutil.Process(group._processes[1].pid)
+        follower = psutil.Process(group._followers[1].pid)
         follower.suspend()
         while group.silent_rank() is None:
             time.sleep(0.01)
@@ -95,7 +95,7 @@ def test_a_killed_rank_is_named_and_the_next_step_fails(tmp_path: Path) -> None:
     group = RankGroup(config, 3)
     try:
         runner = group.load()
-        os.kill(group._processes[1].pid or 0, signal.SIGKILL)
+        os.kill(group._followers[1].pid, signal.SIGKILL)
         while group.ended_rank() is None:
             time.sleep(0.01)
         assert group.ended_rank() == 2
@@ -109,7 +109,7 @@ def test_a_killed_rank_is_named_and_the_next_step_fails(tmp_path: Path) -> None:
 def lead(config: EngineConfig, pids: Connection) -> None:
     """Run as the first rank of two, and send the process ids of the followers."""
     group = RankGroup(config, 2)
-    pids.send([process.pid for process in group._processes])
+    pids.send([follower.pid for follower in group._followers])
     group.load()
     signal.pause()
 

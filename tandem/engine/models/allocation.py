@@ -93,7 +93,7 @@ def allocate_parameters(spec: ModelSpec, dtype: torch.dtype, device: torch.devic
     def make(path: str, shape: Tensor) -> Weight:
         if id(shape) not in made:
             packing = packings.get(path)
-            made[id(shape)] = torch.empty_like(shape, device=device) if packing is None else empty(shape, packing)
+            made[id(shape)] = _empty_like(shape, device) if packing is None else empty(shape, packing)
         return made[id(shape)]
 
     def empty(shape: Tensor, packing: Packing) -> PackedWeight:
@@ -121,7 +121,7 @@ def empty_on(device: torch.device, tree: _T) -> _T:
     made: dict[int, Tensor] = {}
 
     def make(_: str, shape: Tensor) -> Tensor:
-        return made.setdefault(id(shape), torch.empty_like(shape, device=device))
+        return made.setdefault(id(shape), _empty_like(shape, device))
 
     return _mapped(tree, make)
 
@@ -301,6 +301,11 @@ def _plain_parameters(spec: ModelSpec, dtype: torch.dtype, device: torch.device)
 
 def _empty(dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _empty_like(shape: Tensor, device: torch.device) -> Tensor:
+    """Return what `torch.empty_like` does, which imports SymPy for tensors on `meta`: 0.6 s of CPU for each start."""
+    return _empty(shape.dtype, device, *shape.shape)
 
 
 def _layer(model: ModelSpec, spec: LayerSpec, empty: Empty, norm: Empty) -> LayerParameters:

@@ -121,8 +121,8 @@ class MtpLayer:
         return MtpParameters(
             Parameters(dtype, ends, ends, norm, (layer,)),
             torch.empty(hidden, 2 * hidden, dtype=dtype, device=device),
-            torch.empty_like(norm),
-            torch.empty_like(norm),
+            empty_on(device, norm),
+            empty_on(device, norm),
         )
 
     def _matched(
