@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import shutil
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING
 
 import psutil
@@ -106,6 +108,41 @@ def check_memory(config: ClusterSettings) -> None:
             "--kv-cache-gib",
             f"{_workers_of(config)} with {pool_gib:g} GiB each do not fit into the {free:.2f} GiB of memory that are"
             f" free; choose less than {free / ranks:.2f}",
+        )
+
+
+def check_tiers(config: ClusterSettings) -> None:
+    """Raise InvalidArgument if the tiers of the workers' prefix caches exceed the host's free memory or the disk.
+
+    Workers on another host check their own tiers only.
+    """
+    if config.ray_address:
+        return
+    workers = sum(count for role, count in config.worker_counts().items() if role.prefills)
+    host_gib, free = config.worker.kv_host_bytes / GIB, psutil.virtual_memory().available / GIB
+    if workers * host_gib > free:
+        raise InvalidArgument(
+            "--kv-host-gib",
+            f"{workers} workers with {host_gib:g} GiB each do not fit into the {free:.2f} GiB of memory that are free;"
+            f" choose less than {free / workers:.2f}",
+        )
+    path = config.worker.kv_disk_path
+    if path is None:
+        return
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=path):
+            disk = shutil.disk_usage(path).total / GIB
+    except OSError as error:
+        raise InvalidArgument(
+            "--kv-disk-path", f"{path} cannot be written ({error.strerror}); choose a folder that workers may write"
+        ) from error
+    disk_gib = config.worker.kv_disk_bytes / GIB
+    if workers * disk_gib > disk:
+        raise InvalidArgument(
+            "--kv-disk-gib",
+            f"{workers} workers with {disk_gib:g} GiB each exceed the {disk:.2f} GiB of the disk of {path};"
+            f" choose less than {disk / workers:.2f}",
         )
 
 

@@ -26,6 +26,7 @@ from tandem.settings.ceilings import Ceilings
 if TYPE_CHECKING:
     from decode_worker.speculation import SpeculationCounts
     from kv_transfer.base import Transport
+    from tandem.engine.cache.tiers.cache_tiers import CacheTiers
     from tandem.engine.model_runner import ModelRunner
     from tandem.worker.reporting.report import WorkerReport
 
@@ -225,6 +226,32 @@ def worker_facts(report: WorkerReport, transport: Transport) -> Facts:
         f.POOL_SOUND: not inspection.integrity_error,
         f.WORKER_READY: not report.not_ready,
         **speculation_facts(report.speculation, load.decode_speedup),
+    }
+
+
+def tier_facts(tiers: CacheTiers) -> Facts:
+    """Return the metrics of the tiers of a prefix cache."""
+    pages: Reading = {}
+    sizes: Reading = {}
+    seconds: Reading = {}
+    for tier in tiers.tiers:
+        name, counts = tier.name, tier.counts
+        events = {
+            "stored": counts.stored_pages,
+            "loaded": counts.loaded_pages,
+            "evicted": counts.evicted_pages,
+            "corrupt": counts.corrupt_pages,
+        }
+        pages |= {(name, event): count for event, count in events.items()}
+        sizes |= {(name, event): events[event] * tier.page_bytes for event in ("stored", "loaded")}
+        seconds |= {(name, "stored"): counts.stored_s, (name, "loaded"): counts.loaded_s}
+    return {
+        f.TIER_PAGES: pages,
+        f.TIER_BYTES: sizes,
+        f.TIER_SECONDS: seconds,
+        f.TIER_FAILURES: {(tier.name,): tier.counts.failures for tier in tiers.tiers},
+        f.TIER_USED: {(tier.name,): len(tier) * tier.page_bytes for tier in tiers.tiers},
+        f.TIER_CAPACITY: {(tier.name,): tier.capacity * tier.page_bytes for tier in tiers.tiers},
     }
 
 
