@@ -258,18 +258,10 @@ class ClusterSettings(Settings):
             refuse("--draft", f"is for --speculate draft, not for --speculate {method}")
 
     def _check_tiers(self) -> None:
-        worker = self.worker
-        if worker.kv_disk_bytes and worker.kv_disk_path is None:
+        if self.worker.kv_disk_bytes and self.worker.kv_disk_path is None:
             refuse("--kv-disk-gib", "needs --kv-disk-path PATH, a folder on a local disk")
-        if worker.kv_disk_path is not None and not worker.kv_disk_bytes:
+        if self.worker.kv_disk_path is not None and not self.worker.kv_disk_bytes:
             refuse("--kv-disk-path", "needs --kv-disk-gib, the size of the files in it")
-        if not worker.kv_host_bytes and not worker.kv_disk_bytes:
-            return
-        option = "--kv-host-gib" if worker.kv_host_bytes else "--kv-disk-gib"
-        if not worker.prefix_cache:
-            refuse(option, "needs the prefix cache; leave --no-prefix-cache out")
-        if any(self.ranks_of(role) > 1 for role in self.worker_counts()):
-            refuse(option, "is for workers of one GPU; leave it out, or do not divide the model")
 
     def _check_hosts(self) -> None:
         if self.ray_address and self.engine.device not in {"cpu", "cuda"}:

@@ -252,6 +252,7 @@ class WorkerProcess:
             closing=assignment.closing,
             started_unix_nanos=self._started_unix_nanos,
             kv_ports=worker.transport.open_ports(),
+            kv_tiers=() if worker.tiers is None else worker.tiers.summary,
         )
 
     async def _watch(self, group: RankGroup) -> None:

@@ -2,8 +2,6 @@
 
 import contextlib
 import os
-import shutil
-from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING
 
 import psutil
@@ -112,37 +110,35 @@ def check_memory(config: ClusterSettings) -> None:
 
 
 def check_tiers(config: ClusterSettings) -> None:
-    """Raise InvalidArgument if the tiers of the workers' prefix caches exceed the host's free memory or the disk.
+    """Raise InvalidArgument if workers cannot have tiers of the prefix cache, or if the host has too little room.
 
-    Workers on another host check their own tiers only.
+    Workers on another host check the room themselves.
     """
+    worker, counts = config.worker, config.worker_counts()
+    if not worker.kv_host_bytes and not worker.kv_disk_bytes:
+        return
+    option = "--kv-host-gib" if worker.kv_host_bytes else "--kv-disk-gib"
+    if not worker.prefix_cache:
+        raise InvalidArgument(option, "needs the prefix cache; leave --no-prefix-cache out")
+    if any(config.ranks_of(role) > 1 for role in counts):
+        raise InvalidArgument(option, "is for workers of one GPU; leave it out, or do not divide the model")
     if config.ray_address:
         return
-    workers = sum(count for role, count in config.worker_counts().items() if role.prefills)
-    host_gib, free = config.worker.kv_host_bytes / GIB, psutil.virtual_memory().available / GIB
-    if workers * host_gib > free:
+    # Imported here, because the import of PyTorch takes seconds.
+    from tandem.engine.cache.tiers.disk import disk_bytes
+
+    workers = sum(count for role, count in counts.items() if role.prefills)
+    _check_room("--kv-host-gib", workers, worker.kv_host_bytes, psutil.virtual_memory().available, "free host memory")
+    if worker.kv_disk_path is not None:
+        _check_room("--kv-disk-gib", workers, worker.kv_disk_bytes, disk_bytes(worker.kv_disk_path), "the disk")
+
+
+def _check_room(option: str, workers: int, size: int, room: int, place: str) -> None:
+    if workers * size > room:
         raise InvalidArgument(
-            "--kv-host-gib",
-            f"{workers} workers with {host_gib:g} GiB each do not fit into the {free:.2f} GiB of memory that are free;"
-            f" choose less than {free / workers:.2f}",
-        )
-    path = config.worker.kv_disk_path
-    if path is None:
-        return
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=path):
-            disk = shutil.disk_usage(path).total / GIB
-    except OSError as error:
-        raise InvalidArgument(
-            "--kv-disk-path", f"{path} cannot be written ({error.strerror}); choose a folder that workers may write"
-        ) from error
-    disk_gib = config.worker.kv_disk_bytes / GIB
-    if workers * disk_gib > disk:
-        raise InvalidArgument(
-            "--kv-disk-gib",
-            f"{workers} workers with {disk_gib:g} GiB each exceed the {disk:.2f} GiB of the disk of {path};"
-            f" choose less than {disk / workers:.2f}",
+            option,
+            f"{workers} workers with {size / GIB:g} GiB each exceed the {room / GIB:.2f} GiB of {place}; choose less"
+            f" than {room / GIB / workers:.2f}",
         )
 
 

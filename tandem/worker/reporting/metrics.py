@@ -17,6 +17,7 @@ from tandem.cost_model.step_work import StepWork
 from tandem.engine.speculation.proposer import DRAFT_SOURCES, DraftSource
 from tandem.engine.steps.draft_groups import DRAFTS_MAX
 from tandem.metrics import families as f
+from tandem.metrics.family import Family
 from tandem.metrics.registry import Facts, Reading, Registry
 from tandem.protocol.cost_parameters import SECONDS, CostParameters
 from tandem.protocol.lifecycle.events import TransferStats
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _WINDOW_MARKS, _MARK_S = 20, 0.5
 """Utilization is averaged over this number of intervals with about `_MARK_S` seconds of steps each, 10 s in total."""
 _NANOS = 1e9
+_TIER_FAMILIES = (f.TIER_PAGES, f.TIER_BYTES, f.TIER_SECONDS, f.TIER_FAILURES, f.TIER_USED, f.TIER_CAPACITY)
 
 Emit = Callable[[RoutedEvent], None]
 
@@ -231,28 +233,18 @@ def worker_facts(report: WorkerReport, transport: Transport) -> Facts:
 
 def tier_facts(tiers: CacheTiers) -> Facts:
     """Return the metrics of the tiers of a prefix cache."""
-    pages: Reading = {}
-    sizes: Reading = {}
-    seconds: Reading = {}
+    facts: dict[Family, dict[tuple[str, ...], float]] = {family: {} for family in _TIER_FAMILIES}
     for tier in tiers.tiers:
-        name, counts = tier.name, tier.counts
-        events = {
-            "stored": counts.stored_pages,
-            "loaded": counts.loaded_pages,
-            "evicted": counts.evicted_pages,
-            "corrupt": counts.corrupt_pages,
-        }
-        pages |= {(name, event): count for event, count in events.items()}
-        sizes |= {(name, event): events[event] * tier.page_bytes for event in ("stored", "loaded")}
-        seconds |= {(name, "stored"): counts.stored_s, (name, "loaded"): counts.loaded_s}
-    return {
-        f.TIER_PAGES: pages,
-        f.TIER_BYTES: sizes,
-        f.TIER_SECONDS: seconds,
-        f.TIER_FAILURES: {(tier.name,): tier.counts.failures for tier in tiers.tiers},
-        f.TIER_USED: {(tier.name,): len(tier) * tier.page_bytes for tier in tiers.tiers},
-        f.TIER_CAPACITY: {(tier.name,): tier.capacity * tier.page_bytes for tier in tiers.tiers},
-    }
+        name, counts, size = tier.name, tier.counts, tier.page_bytes
+        stored, loaded = counts.stored_pages, counts.loaded_pages
+        facts[f.TIER_PAGES].update({(name, "stored"): stored, (name, "loaded"): loaded})
+        facts[f.TIER_PAGES].update({(name, "evicted"): counts.evicted_pages, (name, "corrupt"): counts.corrupt_pages})
+        facts[f.TIER_BYTES].update({(name, "stored"): stored * size, (name, "loaded"): loaded * size})
+        facts[f.TIER_SECONDS].update({(name, "stored"): counts.stored_s, (name, "loaded"): counts.loaded_s})
+        facts[f.TIER_FAILURES][name,] = counts.failures
+        facts[f.TIER_USED][name,] = len(tier) * size
+        facts[f.TIER_CAPACITY][name,] = tier.capacity * size
+    return facts
 
 
 def speculation_facts(counts: SpeculationCounts | None, speedup: float) -> Facts:

@@ -28,6 +28,7 @@ from tandem.engine.cache.pending_saves import PendingSave, PendingSaves
 from tandem.engine.cache.prefix_cache import Prefix, PrefixCache
 from tandem.engine.cache.tiers.page_copies import PageCopies
 from tandem.engine.cache.tiers.tier import MeasuredRate, StoredPage, Tier
+from tandem.engine.memory import GIB
 from tandem.protocol.errors import ResourceExhausted
 from tandem.protocol.kv_pages import FREED
 from tandem.protocol.messages import RequestRef
@@ -114,6 +115,11 @@ class CacheTiers:
         return sum(
             size / self._rates[name].bytes_per_s(now) for each in (reload, *ahead) for name, size in each.sizes.items()
         )
+
+    @property
+    def summary(self) -> tuple[str, ...]:
+        """The tiers with their sizes, as text."""
+        return tuple(f"{tier.name} {tier.capacity * tier.page_bytes / GIB:.4g} GiB" for tier in self.tiers)
 
     @property
     def stalled(self) -> bool:

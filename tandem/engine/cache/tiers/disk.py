@@ -14,6 +14,7 @@ import shutil
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import torch
 
@@ -58,16 +59,7 @@ class DiskTier(Tier[Path]):
         super().__init__("disk", capacity_bytes, page_bytes + _END.size)
         self._folder = folder
         self._data_bytes = page_bytes
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            probe = folder / f"{os.getpid()}{_PART}"
-            probe.write_bytes(b"")
-            probe.unlink()
-            total = shutil.disk_usage(folder).total
-        except OSError as error:
-            raise InvalidArgument(
-                "kv_disk_path", f"{folder} cannot be written ({error.strerror}); choose a folder that workers may write"
-            ) from error
+        total = disk_bytes(folder)
         if capacity_bytes > total:
             raise InvalidArgument(
                 "kv_disk_bytes",
@@ -158,6 +150,22 @@ class DiskTier(Tier[Path]):
         if not self.counts.failures:
             log.warning("%s (%s); its tokens will be computed again", what, error)
         self.counts.failures += 1
+
+
+def disk_bytes(path: Path) -> int:
+    """Return the size of the disk of a folder, which is created if it is missing.
+
+    Raises InvalidArgument if the folder cannot be written.
+    """
+    try:
+        # Only this user may enter it, because the text of prompts can be reconstructed from their KV.
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=path):
+            return shutil.disk_usage(path).total
+    except OSError as error:
+        raise InvalidArgument(
+            "kv_disk_path", f"{path} cannot be written ({error.strerror}); choose a folder that workers may write"
+        ) from error
 
 
 def _key_of(name: str) -> PageKey | None:
