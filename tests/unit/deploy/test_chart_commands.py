@@ -79,9 +79,9 @@ def test_tiers_of_the_prefix_cache_lie_where_the_pods_may_write(chart: Chart) ->
     assert (options["kv_host_gib"], options["kv_disk_gib"]) == (1.5, 200)
     assert options["kv_disk_path"] == Path("/var/cache/tandem/kv")
     tiers = "serving.kvTiers.diskGib=200,serving.kvTiers.diskHostPath=/mnt/nvme"
-    cluster = one(chart.render("--set", tiers), "RayCluster")
-    for group in cluster["spec"]["workerGroupSpecs"]:
-        pod = group["template"]["spec"]
+    groups = pods(chart.render("--set", tiers))
+    for name in ("prefill", "decode"):
+        pod = groups[name]["template"]["spec"]
         mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
         assert mounts["kv"] == "/var/cache/tandem/kv"
         volumes = {volume["name"]: volume for volume in pod["volumes"]}

@@ -111,9 +111,10 @@ class CacheTiers:
     def predicted_s(self, reload: Reload) -> float:
         """Return the seconds until a reload ends, with those before it, by the measured rates of the tiers."""
         now = self.clock()
-        ahead = [other for other in (self._current, *tuple(self._reloads)) if other is not None]
         return sum(
-            size / self._rates[name].bytes_per_s(now) for each in (reload, *ahead) for name, size in each.sizes.items()
+            size / self._rates[name].bytes_per_s(now)
+            for each in (reload, *self._begun())
+            for name, size in each.sizes.items()
         )
 
     @property
@@ -123,9 +124,14 @@ class CacheTiers:
 
     @property
     def stalled(self) -> bool:
-        """True if the reload in progress has exceeded its deadline, because a tier does not respond."""
+        """True if a reload has not ended by its deadline, because a tier does not respond."""
+        now = self.clock()
+        return any(now > reload.deadline for reload in self._begun())
+
+    def _begun(self) -> list[Reload]:
+        """Return the reload in progress and those that wait for it."""
         current = self._current
-        return current is not None and self.clock() > current.deadline
+        return [*(() if current is None else (current,)), *tuple(self._reloads)]
 
     def begin(self, reload: Reload, within_s: float) -> None:
         """Start a reload, which ends within `within_s` seconds unless a tier hangs; `reload.done` then completes."""
