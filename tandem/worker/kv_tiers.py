@@ -39,7 +39,7 @@ def make_tiers(config: WorkerConfig, cache: PrefixCache, engine: LoadedEngine) -
         tiers.append(DiskTier(folder, config.kv_disk_bytes, copies.page_bytes))
     if config.kv_host_bytes:
         below = tiers[0] if tiers else None
-        tiers.insert(0, HostTier(config.kv_host_bytes, copies.page_bytes, pinned=copies.on_gpu, next_tier=below))
+        tiers.insert(0, HostTier(config.kv_host_bytes, copies.page_bytes, copies.device, next_tier=below))
     return CacheTiers(cache, copies, tiers)
 
 

@@ -14,7 +14,7 @@ from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.metrics import families as f
 from tandem.protocol.errors import InvalidArgument, ResourceExhausted
 from tandem.protocol.kv_pages import STATE, KvPages
-from tandem.protocol.messages import RequestRef, SamplingParams
+from tandem.protocol.messages import Assignment, RequestRef, Role, SamplingParams
 from tandem.worker.reporting.metrics import tier_facts
 from tests.factories import tiny_engine_config, write_tiny_model
 from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to
@@ -190,12 +190,14 @@ async def test_a_flipped_byte_is_found_and_computed_again(
         await pair.empty()
 
 
-async def test_a_restarted_worker_uses_its_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize("host_bytes", [0, 1 << 16])
+async def test_a_restarted_worker_uses_its_files(host_bytes: int, tmp_path: Path) -> None:
     prompt = list(range(11, 11 + 8 * PAGE_TOKENS + 2))
-    settings: dict[str, Any] = {"kv_disk_bytes": 1 << 20, "kv_disk_path": tmp_path}
+    settings: dict[str, Any] = {"kv_host_bytes": host_bytes, "kv_disk_bytes": 1 << 20, "kv_disk_path": tmp_path}
     async with WorkerPair(both=True, **settings) as pair:
         await ask(pair, "first", prompt)
         await saved(pair.decode)
+        await until(lambda: len(tiers_of(pair.decode).tiers[-1]) == 9)
     async with WorkerPair(both=True, **settings) as pair:
         await until(tiers_of(pair.decode).opened.is_set)
         assert (await ask(pair, "again", prompt)).cached_tokens == 8 * PAGE_TOKENS
@@ -259,6 +261,9 @@ async def test_a_decode_worker_saves_nothing() -> None:
         await saved(pair.prefill)
         assert len(tiers_of(pair.prefill).tiers[0]) == 8
         assert not tiers_of(pair.decode)._thread.is_alive()
+        # As a worker of both roles, it computes prompts.
+        pair.decode.worker.assume(pair.decode.me, Assignment(Role.BOTH), 1.0)
+        assert tiers_of(pair.decode)._thread.is_alive()
 
 
 def test_workers_of_several_ranks_refuse_tiers() -> None:

@@ -2,7 +2,8 @@
 
   save    a page that its last reader has released is copied into the first tier, unless that tier has it, while it is
           still in the pool (`tandem/engine/cache/pending_saves.py`). So an eviction costs nothing, and no allocation
-          waits for a copy. The first tier moves what it evicts to the next one
+          waits for a copy. The first tier passes pages on to the next one when there is nothing else to do, and
+          at the latest when it evicts them. So a worker that restarts finds most pages on its disk
   reload  the pages of a prompt that the pool lacks and a tier has are copied into pages of the pool, which are owned by
           the reload until they are indexed. Each page's checksum is verified in the pool, so that an error in a tier or
           on the way is found. A page that is missing or wrong ends the reload: the tokens from there on are computed
@@ -172,13 +173,13 @@ class CacheTiers:
         self.opened.set()
 
     def _step(self) -> bool:
-        """Do the next reload or a batch of saves; return False if there was neither."""
+        """Do the next reload, a batch of saves or a write to a lower tier; return False if there was none of them."""
         try:
             if self._reloads:
                 self._current = self._reloads.popleft()
                 self._reload(self._current)
                 return True
-            return self._save()
+            return self._save() or any(tier.write_ahead() for tier in self.tiers)
         except Exception:
             log.exception("the tiers of the prefix cache continue after an error")
             return True
@@ -205,9 +206,8 @@ class CacheTiers:
         return save.key in self.tiers[0]
 
     def _store(self, saves: Sequence[PendingSave]) -> None:
-        first, remaining, began = self.tiers[0], iter(saves), self.clock()
-        first.store([save.key for save in saves], partial(self._fill, remaining))
-        first.counts.stored_s += self.clock() - began
+        if saves:
+            self.tiers[0].save([save.key for save in saves], partial(self._fill, iter(saves)))
 
     def _fill(self, saves: Iterator[PendingSave], buffers: Sequence[Tensor]) -> list[int | None]:
         """Copy the pages of the next saves into `buffers`; return their checksums, None for evicted pages."""

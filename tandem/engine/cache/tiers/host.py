@@ -4,6 +4,7 @@ import logging
 import mmap
 from collections.abc import Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -24,9 +25,9 @@ class HostTier(Tier[tuple[int, int]]):
     """
 
     def __init__(
-        self, capacity_bytes: int, page_bytes: int, *, pinned: bool, next_tier: Tier[Any] | None = None
+        self, capacity_bytes: int, page_bytes: int, device: torch.device, *, next_tier: Tier[Any] | None = None
     ) -> None:
-        """Create the tier; `open` allocates its memory.
+        """Create the tier of a page pool on `device`; `open` allocates its memory.
 
         Raises InvalidArgument if it holds no page, or if the host has less free memory.
         """
@@ -41,10 +42,13 @@ class HostTier(Tier[tuple[int, int]]):
                 f"{capacity_bytes / GIB:.2f} GiB for KV pages do not fit into the {free / GIB:.2f} GiB of host memory"
                 " that are free; choose less",
             )
-        self._pinned = pinned
+        self._device = device
+        self._pinned = False
         self._next_tier = next_tier
         self._memory = torch.empty(0, page_bytes, dtype=torch.uint8)
         self._free: list[int] = []
+        self._ahead: dict[PageKey, None] = {}
+        """The pages that the next tier does not have yet, oldest first."""
 
     def open(self) -> None:
         """Allocate the memory. Pinning it takes about 0.2 s per GiB; without it, copies are slower."""
@@ -53,14 +57,18 @@ class HostTier(Tier[tuple[int, int]]):
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         self._memory = torch.frombuffer(memory, dtype=torch.uint8).view(self.capacity, self.page_bytes)
-        if self._pinned:
-            try:
-                # Not `pin_memory`, which rounds the size up to a power of two.
-                torch.cuda.check_error(_cudart().cudaHostRegister(self._memory.data_ptr(), size, 0))
-            except RuntimeError as error:
-                self._pinned = False
-                log.warning("the host memory of KV pages is not pinned, so copies are slow: %s", error)
+        if self._device.type == "cuda":
+            self._pin(size)
         self._free = list(range(self.capacity - 1, -1, -1))
+
+    def _pin(self, size: int) -> None:
+        try:
+            # The current device is a property of each thread. Not `pin_memory`, which rounds up to a power of two.
+            with torch.cuda.device(self._device):
+                torch.cuda.check_error(_cudart().cudaHostRegister(self._memory.data_ptr(), size, 0))
+            self._pinned = True
+        except RuntimeError as error:
+            log.warning("the host memory of KV pages is not pinned, so copies are slow: %s", error)
 
     def store(self, keys: Sequence[PageKey], fill: Fill) -> None:
         """Store pages (`Tier.store`); `fill` is called for as many pages at once as the memory holds."""
@@ -74,22 +82,30 @@ class HostTier(Tier[tuple[int, int]]):
                 else:
                     self._pages[key] = slot, checksum
                     self.counts.stored_pages += 1
+                    if self._next_tier is not None and key not in self._next_tier:
+                        self._ahead[key] = None
 
     def _evict(self, count: int) -> None:
         """Evict the `count` least recently used pages, and move those to the next tier that it does not have."""
-        if count <= 0:
-            return
-        evicted = [(key, *self._pages[key]) for key, _ in zip(list(self._pages), range(count), strict=False)]
-        if self._next_tier is not None:
-            for key, slot, checksum in evicted:
+        for key in list(islice(self._pages, max(0, count))):
+            if self._next_tier is not None:
                 if key in self._next_tier:
                     self._next_tier.touch(key)
                 else:
-                    self._next_tier.store([key], partial(self._copy, slot, checksum))
-        for key, slot, _ in evicted:
-            del self._pages[key]
-            self._free.append(slot)
-        self.counts.evicted_pages += len(evicted)
+                    self._pass_on(key, self._next_tier)
+            self.discard(key)
+            self.counts.evicted_pages += 1
+
+    def write_ahead(self) -> bool:
+        """Store the oldest page in the next tier that this does not have (`Tier.write_ahead`)."""
+        if self._next_tier is None or not self._ahead:
+            return False
+        self._pass_on(next(iter(self._ahead)), self._next_tier)
+        return True
+
+    def _pass_on(self, key: PageKey, next_tier: Tier[Any]) -> None:
+        self._ahead.pop(key, None)
+        next_tier.save([key], partial(self._copy, *self._pages[key]))
 
     def _copy(self, slot: int, checksum: int, buffers: Sequence[Tensor]) -> list[int | None]:
         buffers[0].copy_(self._memory[slot])
@@ -106,13 +122,14 @@ class HostTier(Tier[tuple[int, int]]):
 
     def discard(self, key: PageKey) -> None:
         """Delete a page, if it is stored."""
+        self._ahead.pop(key, None)
         if (location := self._pages.pop(key, None)) is not None:
             self._free.append(location[0])
 
     def close(self) -> None:
         """Free the memory."""
         self._pages.clear()
-        if self._pinned and len(self._memory):
+        if self._pinned:
             torch.cuda.check_error(_cudart().cudaHostUnregister(self._memory.data_ptr()))
         self._memory = torch.empty(0, self.page_bytes, dtype=torch.uint8)
 

@@ -32,9 +32,9 @@ class PageCopies:
         return self._pages.shape[1]
 
     @property
-    def on_gpu(self) -> bool:
-        """True if the page pool is in the memory of a GPU."""
-        return self._stream is not None
+    def device(self) -> torch.device:
+        """The device of the page pool."""
+        return self._pages.device
 
     def save(self, pages: Sequence[int], buffers: Sequence[Tensor]) -> None:
         """Copy pages of the pool into host buffers [page bytes] uint8."""

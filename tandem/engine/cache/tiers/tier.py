@@ -5,6 +5,7 @@ A tier has a capacity in bytes, and evicts the least recently used page first. T
 """
 
 import math
+import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -44,7 +45,7 @@ class TierCounts:
     failures: int = 0
     """The number of reads and writes that failed, for example because the disk is full or was unmounted."""
     stored_s: float = 0.0
-    """The total time in seconds that it took to store pages."""
+    """The total time in seconds that it took to store pages; it includes that of the next tier, which stores others."""
     loaded_s: float = 0.0
     """The total time in seconds that it took to load pages, copies into the page pool and checksums included."""
 
@@ -79,6 +80,12 @@ class Tier(ABC, Generic[Location]):
     def open(self) -> None:
         """Allocate the memory of the tier, or find the pages that an earlier process has stored. Called once, first."""
 
+    def save(self, keys: Sequence[PageKey], fill: Fill) -> None:
+        """Store pages (`store`), and measure the time."""
+        began = time.monotonic()
+        self.store(keys, fill)
+        self.counts.stored_s += time.monotonic() - began
+
     @abstractmethod
     def store(self, keys: Sequence[PageKey], fill: Fill) -> None:
         """Store pages that are not stored yet, and evict others if there is no room.
@@ -86,6 +93,10 @@ class Tier(ABC, Generic[Location]):
         `fill` is called once or several times, for successive parts of `keys`. A failure is counted, and the page is
         left out.
         """
+
+    def write_ahead(self) -> bool:
+        """Store one page in the next tier before it is evicted; return False if the next tier has all pages."""
+        return False
 
     @abstractmethod
     def read(self, key: PageKey) -> StoredPage | None:

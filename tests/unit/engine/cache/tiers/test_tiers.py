@@ -16,6 +16,7 @@ from tandem.engine.cache.tiers.host import HostTier
 from tandem.engine.cache.tiers.tier import Fill, MeasuredRate, Tier
 from tandem.protocol.errors import InvalidArgument
 
+CPU = torch.device("cpu")
 PAGE = 64
 ON_DISK = PAGE + 28
 """The size of a page's file."""
@@ -57,7 +58,7 @@ def check(tier: Tier[Any], number: int, *, there: bool = True) -> None:
 
 
 def host(pages: int = 3, **settings: Any) -> HostTier:
-    tier = HostTier(pages * PAGE + PAGE - 1, PAGE, pinned=False, **settings)
+    tier = HostTier(pages * PAGE + PAGE - 1, PAGE, CPU, **settings)
     tier.open()
     return tier
 
@@ -134,6 +135,20 @@ def test_host_memory_passes_its_pages_to_the_disk(tmp_path: Path) -> None:
     for number in (1, 2, 3, 4):
         check(lower, number)
     tier.close()
+
+
+def test_host_memory_writes_ahead_what_the_disk_does_not_have(tmp_path: Path) -> None:
+    lower = disk(tmp_path, 10)
+    tier = host(3, next_tier=lower)
+    store(tier, 1, 2, 3)
+    tier.discard(key(2))
+    assert [tier.write_ahead() for _ in range(4)] == [True, True, False, False]
+    for number in (1, 2, 3):
+        check(lower, number, there=number != 2)
+    store(tier, 4, 5, 6)
+    # Evicting pages 1 and 3 has written nothing.
+    assert (lower.counts.stored_pages, tier.counts.evicted_pages) == (2, 2)
+    assert not host().write_ahead()
 
 
 def test_a_restarted_worker_finds_its_files_in_their_order(tmp_path: Path) -> None:
@@ -235,9 +250,9 @@ def test_each_model_layout_and_worker_has_its_own_folder(tmp_path: Path) -> None
 
 def test_settings_that_cannot_be_met_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidArgument, match=r"kv_host_bytes.*hold no KV page"):
-        HostTier(PAGE - 1, PAGE, pinned=False)
+        HostTier(PAGE - 1, PAGE, CPU)
     with pytest.raises(InvalidArgument, match=r"kv_host_bytes.*do not fit into"):
-        HostTier(1 << 50, PAGE, pinned=False)
+        HostTier(1 << 50, PAGE, CPU)
     with pytest.raises(InvalidArgument, match=r"kv_disk_bytes.*hold no KV page"):
         DiskTier(tmp_path, PAGE, PAGE)
     with pytest.raises(InvalidArgument, match=r"kv_disk_bytes.*exceed the"):
