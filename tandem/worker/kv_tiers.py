@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def make_tiers(config: WorkerConfig, cache: PrefixCache, engine: LoadedEngine) -> CacheTiers | None:
-    """Return the tiers that the settings ask for, not started; None if they ask for none.
+    """Return the tiers of these settings, not started; None if the settings have no tiers.
 
     Raises InvalidArgument if a setting cannot be met on this host.
     """
@@ -59,11 +59,13 @@ class KvReloads:
         cost: Callable[[], StepCost],
         chunk: int,
         most_s: float,
+        wake: Callable[[], None],
     ) -> None:
         """Create the reloads.
 
         `cost` returns the newest cost model, `chunk` is the maximum number of prompt tokens of a step, and no request
-        waits longer than `most_s` seconds.
+        waits longer than `most_s` seconds. `wake` wakes the step loop when a reload has ended, because prompts may have
+        waited for the pages that it held; any thread may call it.
         """
         self._me = me
         self._cache = cache
@@ -71,6 +73,7 @@ class KvReloads:
         self._cost = cost
         self._chunk = chunk
         self._most_s = most_s
+        self._wake = wake
 
     async def load(self, work: Reservation | PrefillTask) -> None:
         """Load the pages of a prompt that are in tiers, if this is faster than to compute their tokens.
@@ -85,6 +88,7 @@ class KvReloads:
         if chosen is None:
             return
         within_s = min(self._most_s, saved_s + self._tiers.predicted_s(chosen))
+        chosen.done.add_done_callback(lambda _: self._wake())
         self._tiers.begin(chosen, within_s)
         # Not `wait_for`, which would cancel the future of the tiers' thread.
         await asyncio.wait([asyncio.wrap_future(chosen.done)], timeout=within_s)

@@ -290,7 +290,15 @@ class Worker:
     def _make_reloads(self, tiers: CacheTiers) -> KvReloads:
         config = self._config
         chunk = prompt_step_tokens(config.assignment, config.engine)
-        return KvReloads(self.me, self._cache, tiers, cost=self._meter.cost, chunk=chunk, most_s=config.rpc_timeout_s)
+        return KvReloads(
+            self.me,
+            self._cache,
+            tiers,
+            cost=self._meter.cost,
+            chunk=chunk,
+            most_s=config.rpc_timeout_s,
+            wake=self._wake,
+        )
 
     def _make_peers(self, engine: LoadedEngine, layout: KVLayout) -> Peers:
         facts = (*engine_facts(engine, layout), *self._checks.facts(), *self.transport.facts())

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class PageKey(NamedTuple):
-    """The name of a stored page, which tells what is in it."""
+    """The name of a stored page, which depends on all that its contents depend on."""
 
     digest: bytes
     """The digest of the page's tokens and of all tokens before them, which includes the tenant's salt."""

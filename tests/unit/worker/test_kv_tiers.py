@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -217,8 +218,6 @@ async def test_tenants_and_other_models_share_nothing(tmp_path: Path, monkeypatc
 
 
 async def test_a_tier_that_hangs_delays_no_request_beyond_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
-
     prompt = list(range(11, 11 + 8 * PAGE_TOKENS + 2))
     go = threading.Event()
     async with WorkerPair(both=True, pages=40, kv_host_bytes=1 << 16, rpc_timeout_s=0.05) as pair:
@@ -239,6 +238,32 @@ async def test_a_tier_that_hangs_delays_no_request_beyond_its_deadline(monkeypat
         pair.decode.worker._cache.check_integrity()
         go.set()
         await until(lambda: tiers._current is None)
+        await pair.empty()
+
+
+async def test_a_prompt_that_waits_for_the_pages_of_a_reload_starts_when_it_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The request of the reload has been cancelled, so nothing else wakes the step loop."""
+    prompt = list(range(11, 11 + 8 * PAGE_TOKENS + 2))
+    go = threading.Event()
+    async with WorkerPair(pages=200, prefill_pages=40, kv_host_bytes=1 << 16) as pair:
+        await ask(pair, "first", prompt)
+        await evict(pair.prefill)
+        tier = tiers_of(pair.prefill).tiers[0]
+        read = tier.read
+        monkeypatch.setattr(tier, "read", lambda key: read(key) if go.wait(60) else None)
+        task = pair.task("again", prompt, SamplingParams(max_tokens=6), None)
+        reload = asyncio.create_task(pair.prefill.worker.reload(task))
+        await until(lambda: pair.prefill.engine.pool.counts().owned == 8)
+        reload.cancel()
+        long = [500 + number for number in range(36 * PAGE_TOKENS)]
+        output = pair.send("long", long, SamplingParams(max_tokens=2))
+        await until(lambda: not pair.prefill.worker._loop._work.is_set())
+        assert pair.prefill.worker._schedulers.prefill.queue.length == 1
+        go.set()
+        await until(lambda: output.finish and output.pages)
+        assert output.tokens == answer_to(long, SamplingParams(max_tokens=2))
         await pair.empty()
 
 
