@@ -278,6 +278,22 @@ async def test_no_tier_is_used_if_computing_is_faster(monkeypatch: pytest.Monkey
         assert tiers_of(pair.decode).tiers[0].counts.loaded_pages == 0
 
 
+async def test_a_slow_tier_is_left_out_where_a_fast_one_pays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "tandem.worker.kv_tiers.saved_seconds", lambda _cost, _context, tokens, _chunk, reload_s: tokens - reload_s
+    )
+    prompt = list(range(11, 11 + 12 * PAGE_TOKENS + 2))
+    disk: dict[str, Any] = {"kv_disk_bytes": 1 << 20, "kv_disk_path": tmp_path}
+    async with WorkerPair(both=True, pages=60, kv_host_bytes=8 * PAGE_BYTES, **disk) as pair:
+        await ask(pair, "first", prompt)
+        await evict(pair.decode)
+        tiers = tiers_of(pair.decode)
+        tiers._rates["disk"].add(tiers.clock(), 1, 1e6)
+        # Host memory has the pages that were released last: the first ones.
+        assert (await ask(pair, "again", prompt)).cached_tokens == 8 * PAGE_TOKENS
+        assert [tier.counts.loaded_pages for tier in tiers.tiers] == [8, 0]
+
+
 async def test_a_decode_worker_saves_nothing() -> None:
     prompt = list(range(11, 11 + 8 * PAGE_TOKENS + 2))
     async with WorkerPair(kv_host_bytes=1 << 16) as pair:
