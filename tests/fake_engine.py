@@ -25,6 +25,7 @@ from tandem.cost_model.roofline import ModelSizes, Roofline
 from tandem.engine.adapters.slots import AdapterSlots
 from tandem.engine.cache.page_checksums import page_checksums
 from tandem.engine.cache.page_pool import PagePool
+from tandem.engine.cache.tiers.page_copies import PageCopies
 from tandem.engine.kernels.kv_cache import StateCache
 from tandem.engine.speculation.load_draft import MakeProposer
 from tandem.engine.steps.batch import ModelRunnerOutput, PendingStep, StepBatch, StepRow
@@ -85,7 +86,8 @@ class FakeEngine:
         self.layout = KVLayout(self.memory.ctypes.data, pages, 1, 1, PAGE_TOKENS, (1, 1), 4, "int32")
         view = torch.from_numpy(self.memory).view(-1, 1, 1, 1, PAGE_TOKENS, 2)
         states = StateCache(None, view.view(-1, 1, 1, PAGE_TOKENS, 2))
-        self.page_sums = page_checksums(*(states if window == STATE else view for window in self.windows))
+        self._views = tuple(states if window == STATE else view for window in self.windows)
+        self.page_sums = page_checksums(*self._views)
         self.cost_guess = UNMEASURED
         self.roofline = Roofline(ModelSizes(1000, 4000, 8, 4), Ceilings(1e9, 1e9, 1e-4))
         self.batches: list[ComputedStep] = []
@@ -100,6 +102,10 @@ class FakeEngine:
         """The tokens that the rows of the newest step sampled."""
         self._go = threading.Event()
         self._go.set()
+
+    def page_copies(self) -> PageCopies:
+        storage = torch.from_numpy(self.memory).view(len(self.memory), -1)
+        return PageCopies(storage, page_checksums(*self._views), PAGE_TOKENS)
 
     def hold(self, *, after: int = 0) -> None:
         self._hold_at = len(self.batches) + after

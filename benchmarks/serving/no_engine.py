@@ -17,6 +17,7 @@ from tandem.cost_model.roofline import CPU, ModelSizes, Roofline
 from tandem.engine.adapters.slots import AdapterSlots
 from tandem.engine.cache.page_checksums import page_checksums
 from tandem.engine.cache.page_pool import PagePool
+from tandem.engine.cache.tiers.page_copies import PageCopies
 from tandem.engine.cuda.cuda_graphs import graph_sizes
 from tandem.engine.cuda.sampler_cuda import PARAMS, DeviceSampler
 from tandem.engine.steps.batch import ModelRunnerOutput, PendingStep, StepBatch, rows_of
@@ -97,6 +98,10 @@ class NoEngine:
         self._words = np.zeros(1 << 20, dtype=np.int64)
         self._params = np.zeros((STEP_TOKENS, PARAMS))
         self._drawn = torch.randint(_TOKENS_FROM, MODEL.vocab_size, (STEP_TOKENS,))
+
+    def page_copies(self) -> PageCopies:
+        """Return copies of the pages; see `LoadedEngine`."""
+        return PageCopies(torch.from_numpy(self.memory).view(len(self.memory), -1), self.page_sums, self.page_tokens)
 
     def begin_answer(self, history: History, grammar: str) -> None:
         """Do nothing, because no request has a grammar; see `LoadedEngine`."""

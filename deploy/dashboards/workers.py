@@ -279,6 +279,50 @@ _KV = Row(
     ),
 )
 
+_TIERS = Row(
+    "Tiers of the prefix cache",
+    (
+        Panel(
+            "Pages",
+            Unit.A_SECOND,
+            (Query(rate(of_workers(f.TIER_PAGES), "tier", "event"), "{{tier}} {{event}}"),),
+            "Loaded: hits. Stored and evicted: the tier is full. Empty without tiers.",
+            width=6,
+        ),
+        Panel(
+            "Bytes",
+            Unit.BYTES_A_SECOND,
+            (Query(rate(of_workers(f.TIER_BYTES), "tier", "event"), "{{tier}} {{event}}"),),
+            "Over all time, not only while pages are copied.",
+            width=6,
+        ),
+        Panel(
+            "Time of the copies",
+            Unit.SHARE,
+            (Query(rate(of_workers(f.TIER_SECONDS), "worker", "tier", "event"), "{{worker}} {{tier}} {{event}}"),),
+            "The fraction of the time in which pages are stored or loaded.",
+            width=6,
+        ),
+        Panel(
+            "Used and available bytes",
+            Unit.BYTES,
+            (
+                Query(total(of_workers(f.TIER_USED), "worker", "tier"), "{{worker}} {{tier}} used"),
+                Query(total(of_workers(f.TIER_CAPACITY), "worker", "tier"), "{{worker}} {{tier}} limit"),
+            ),
+            "A tier that is never full is larger than the working set.",
+            width=6,
+        ),
+        _rates(
+            "Failed reads and writes",
+            Unit.A_SECOND,
+            f.TIER_FAILURES,
+            "For example of a full disk; the pages are computed again.",
+        ),
+    ),
+    folded=True,
+)
+
 _PLANNER = Row(
     "Planner",
     (
@@ -374,5 +418,5 @@ DASHBOARD = Dashboard(
     "workers",
     "Tandem: workers, KV and hardware",
     "Workers, KV pages and hardware",
-    (_PROCESSES, _PLANNER, _ENGINE, _SPECULATION, _KV, _HOSTS, _HARDWARE),
+    (_PROCESSES, _PLANNER, _ENGINE, _SPECULATION, _KV, _TIERS, _HOSTS, _HARDWARE),
 )

@@ -10,6 +10,7 @@ from tandem.engine.adapters.slots import AdapterSlots
 from tandem.engine.cache.page_checksums import PageChecksums, page_checksums
 from tandem.engine.cache.page_pool import PagePool
 from tandem.engine.cache.paged_cache import PagedCache
+from tandem.engine.cache.tiers.page_copies import PageCopies
 from tandem.engine.ceilings import measure_ceilings
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.sharding import PagePart
@@ -43,7 +44,7 @@ class ModelRunner:
         self.pool = PagePool(cache.pages)
         self.page_tokens, self.kv_pages = cache.page_tokens, cache.kv_pages
         self.page_parts = loaded.page_parts
-        self.page_sums: PageChecksums = page_checksums(*cache.views, parts=loaded.page_parts)
+        self.page_sums = self._page_sums()
         self.cost_guess = cost_guess(loaded.computed_spec, cache, self.dtype.itemsize)
         self.roofline = roofline(loaded.computed_spec, cache, self.dtype.itemsize)
         self.device_name = device_name(cache.device)
@@ -84,6 +85,13 @@ class ModelRunner:
             warm_up(runner.run, loaded.cache, runner.facts.max_context, progress)
         runner.expert_tokens.reset()
         return runner
+
+    def page_copies(self) -> PageCopies:
+        """Return copies of the pages of the KV cache, which one thread may use in parallel with the steps."""
+        return PageCopies(self.cache.storage, self._page_sums(), self.page_tokens)
+
+    def _page_sums(self) -> PageChecksums:
+        return page_checksums(*self.cache.views, parts=self.page_parts)
 
     @property
     def asynchronous(self) -> bool:

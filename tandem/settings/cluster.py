@@ -187,6 +187,7 @@ class ClusterSettings(Settings):
         self._check_ports()
         self._check_roles()
         self._check_draft()
+        self._check_tiers()
         self._check_hosts()
         self._check_stages()
         self._check_context_ranks()
@@ -255,6 +256,12 @@ class ClusterSettings(Settings):
             refuse("--speculate", "draft needs --draft PATH, the folder of a small model or of heads")
         if method is not SpeculationMethod.DRAFT and draft is not None:
             refuse("--draft", f"is for --speculate draft, not for --speculate {method}")
+
+    def _check_tiers(self) -> None:
+        if self.worker.kv_disk_bytes and self.worker.kv_disk_path is None:
+            refuse("--kv-disk-gib", "needs --kv-disk-path PATH, a folder on a local disk")
+        if self.worker.kv_disk_path is not None and not self.worker.kv_disk_bytes:
+            refuse("--kv-disk-path", "needs --kv-disk-gib, the size of the files in it")
 
     def _check_hosts(self) -> None:
         if self.ray_address and self.engine.device not in {"cpu", "cuda"}:

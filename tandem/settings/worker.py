@@ -1,10 +1,13 @@
 """Settings of each worker, except those of its engine."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from tandem.protocol.policy_name import CHUNKED_BUDGET, DEFAULT_STEP_POLICY, PolicyName
 from tandem.protocol.speculation_method import SpeculationMethod
 from tandem.settings.ceilings import Ceilings, parse_ceilings
+from tandem.settings.engine import GIB
+from tandem.settings.parsing import absolute
 from tandem.settings.setting import Settings, Topic, setting
 
 
@@ -41,6 +44,34 @@ class WorkerSettings(Settings):
         help="Keep KV pages, while memory allows, for requests with a common prefix.",
         topic=Topic.ENGINE,
         aliases=("--enable-prefix-caching",),
+    )
+    kv_host_bytes: int = setting(
+        0,
+        help="Host memory in which each worker keeps KV pages that its pool evicts, for requests with the same prefix;"
+        " default: none.",
+        topic=Topic.ENGINE,
+        option="kv-host-gib",
+        kind=float,
+        unit=GIB,
+        least=0,
+        most=1 << 50,
+    )
+    kv_disk_bytes: int = setting(
+        0,
+        help="Files in --kv-disk-path in which each worker keeps KV pages that its host memory (--kv-host-gib) or its"
+        " pool evicts, also over restarts; default: none.",
+        topic=Topic.ENGINE,
+        option="kv-disk-gib",
+        kind=float,
+        unit=GIB,
+        least=0,
+        most=1 << 50,
+    )
+    kv_disk_path: Path | None = setting(
+        None,
+        help="Folder of --kv-disk-gib, on a local disk; each worker has a folder of its own in it.",
+        topic=Topic.ENGINE,
+        parse=absolute,
     )
     speculate: SpeculationMethod = setting(
         SpeculationMethod.AUTO,

@@ -10,6 +10,7 @@ from tandem.cost_model.roofline import Roofline
 from tandem.cost_model.step_cost import CostParameters
 from tandem.engine.adapters.slots import AdapterSlots
 from tandem.engine.cache.page_pool import PagePool
+from tandem.engine.cache.tiers.page_copies import PageCopies
 from tandem.engine.speculation.load_draft import MakeProposer
 from tandem.engine.steps.batch import PendingStep, StepBatch
 from tandem.engine.steps.sampling_metadata import History
@@ -74,6 +75,10 @@ class LoadedEngine(Runner, Protocol):
     @property
     def draft_proposer(self) -> MakeProposer | None:
         """The function that makes a proposer with the model's trained draft weights; None if none were loaded."""
+        ...
+
+    def page_copies(self) -> PageCopies:
+        """Return copies of the KV pages, which one thread may use in parallel with the steps."""
         ...
 
     def begin_answer(self, history: History, grammar: str, /) -> None:

@@ -35,7 +35,7 @@ from tandem.worker.config import WorkerConfig
 from tandem.worker.controller_link import ControllerLink
 from tandem.worker.follower_process import FollowerProcess
 from tandem.worker.rank_group import RankGroup
-from tandem.worker.reporting.metrics import engine_facts, rank_facts, worker_facts
+from tandem.worker.reporting.metrics import engine_facts, rank_facts, tier_facts, worker_facts
 from tandem.worker.servicer import WorkerServicer
 from tandem.worker.transfer import RankTransfer, whole_layout
 from tandem.worker.worker import Worker, first_line
@@ -222,6 +222,8 @@ class WorkerProcess:
         config, registry = self._config, worker.metrics.registry
         registry.read(partial(worker_facts, worker.report, worker.transport))
         registry.read(partial(engine_facts, engine, lambda: worker.assignment.role.value))
+        if worker.tiers is not None:
+            registry.read(partial(tier_facts, worker.tiers))
         ranks = config.engine.ranks
         registry.read(partial(rank_facts, worker.metrics, engine.roofline.collectives, ranks))
         keys = reading_keys(
@@ -258,6 +260,7 @@ class WorkerProcess:
             closing=assignment.closing,
             started_unix_nanos=self._started_unix_nanos,
             kv_ports=worker.transport.open_ports(),
+            kv_tiers=() if worker.tiers is None else worker.tiers.summary,
         )
 
     async def _watch(self, group: RankGroup) -> None:

@@ -45,12 +45,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         """Reserve KV pages for a request and return the granted lease."""
         reservation = conversion.from_proto(request, Reservation)
         await self._worker.begin_answer(reservation)
+        await self._worker.reload(reservation)
         return conversion.to_proto(self._worker.reserve(reservation), worker_pb2.ReserveResponse)
 
     async def Prefill(self, request: worker_pb2.PrefillRequest, _context: _Context) -> worker_pb2.PrefillResponse:
         """Queue a prompt for prefill."""
         task = conversion.from_proto(request, PrefillTask)
-        self._worker.prefill(task, await self._worker.begin_answer(task))
+        history = await self._worker.begin_answer(task)
+        await self._worker.reload(task)
+        self._worker.prefill(task, history)
         return worker_pb2.PrefillResponse()
 
     async def Abort(self, request: worker_pb2.AbortWorkRequest, _context: _Context) -> worker_pb2.AbortWorkResponse:

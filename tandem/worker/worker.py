@@ -20,6 +20,7 @@ from kv_transfer.handshake import make_handshake
 from kv_transfer.layout import KVLayout
 from prefill_worker.scheduler import PrefillScheduler
 from tandem.engine.cache.prefix_cache import PrefixCache
+from tandem.engine.cache.tiers.cache_tiers import CacheTiers
 from tandem.engine.speculation.methods import make_proposer
 from tandem.engine.steps.sampling_metadata import History
 from tandem.protocol.errors import Internal, ResourceExhausted, StaleEpoch, Unavailable
@@ -36,9 +37,10 @@ from tandem.protocol.messages import (
     WorkerLoad,
 )
 from tandem.worker.adapters import WorkerAdapters
-from tandem.worker.assignment import WorkerAssignment, check_role, decode_batch
+from tandem.worker.assignment import WorkerAssignment, check_role, decode_batch, prompt_step_tokens
 from tandem.worker.config import WorkerConfig
 from tandem.worker.handoffs import Handoffs
+from tandem.worker.kv_tiers import KvReloads, make_tiers
 from tandem.worker.loaded_engine import LoadedEngine, engine_facts
 from tandem.worker.loop import StepLoop, StepMeter
 from tandem.worker.output_streams import OutputStream, OutputStreams
@@ -92,6 +94,9 @@ class Worker:
         self._handoffs = self._make_handoffs(engine)
         self._schedulers = self._make_schedulers(engine)
         self._meter = StepMeter(engine.cost_guess, on_step=self.metrics.step)
+        self.tiers = make_tiers(config, self._cache, engine)
+        """The tiers of the prefix cache; None without the settings."""
+        self._reloads = None if self.tiers is None else self._make_reloads(self.tiers)
         self._loop = self._make_loop(engine)
         schedulers, loop, post = self._schedulers, self._loop, self._streams.post
         self.assignment = WorkerAssignment(
@@ -124,6 +129,7 @@ class Worker:
         """Start the step loop and the watchdog."""
         self._loop.start()
         self._watchdog.start()
+        self._start_tiers()
 
     # ---- routers ----
 
@@ -151,6 +157,11 @@ class Worker:
         if grammar:
             await self._events.run_in_executor(self._grammar_threads, self._begin_answer, history, grammar)
         return history
+
+    async def reload(self, work: Reservation | PrefillTask) -> None:
+        """Load the KV pages of a prompt that are in tiers of the prefix cache, if that pays (`KvReloads.load`)."""
+        if self._reloads is not None:
+            await self._reloads.load(work)
 
     def reserve(self, reservation: Reservation) -> GrantedLease:
         """Reserve pages for a request and return the granted lease (`DecodeAdmission.reserve`).
@@ -223,6 +234,7 @@ class Worker:
         check_role(assignment.role, self._config.engine)
         self.assignment.assume(assignment, grace_s)
         self._warm_ups.start_due()
+        self._start_tiers()
         self._wake()
 
     def look_for_stuck(self) -> None:
@@ -243,6 +255,8 @@ class Worker:
         self._schedulers.abort_all()
         await asyncio.to_thread(self._loop.stop)
         self._schedulers.abandon()
+        if self.tiers is not None:
+            await asyncio.to_thread(self.tiers.close)
         await asyncio.to_thread(self.transport.close)
         self._checks.close()
         await self._handoffs.wait_until_ended()
@@ -266,6 +280,24 @@ class Worker:
             same_host=self._same_host,
             process_alive=self._process_alive,
             checks=self._checks,
+        )
+
+    def _start_tiers(self) -> None:
+        # A worker that only decodes gets its pages from prefill workers, and would load none.
+        if self.tiers is not None and self.assignment.assignment.role.prefills:
+            self.tiers.start()
+
+    def _make_reloads(self, tiers: CacheTiers) -> KvReloads:
+        config = self._config
+        chunk = prompt_step_tokens(config.assignment, config.engine)
+        return KvReloads(
+            self.me,
+            self._cache,
+            tiers,
+            cost=self._meter.cost,
+            chunk=chunk,
+            most_s=config.rpc_timeout_s,
+            wake=self._wake,
         )
 
     def _make_peers(self, engine: LoadedEngine, layout: KVLayout) -> Peers:

@@ -24,6 +24,12 @@ from tandem.metrics.families import (
     FAMILIES,
     SPECULATION_MODEL_BYTES,
     STEP_COLLECTIVES,
+    TIER_BYTES,
+    TIER_CAPACITY,
+    TIER_FAILURES,
+    TIER_PAGES,
+    TIER_SECONDS,
+    TIER_USED,
     TLS_CERTIFICATE_EXPIRES,
 )
 from tandem.metrics.metrics_server import fetch
@@ -134,7 +140,11 @@ def missing(scraped: Scraped) -> set[str]:
     A dense model is expected, and a cluster without certificate, audit log, draft model and groups of ranks.
     """
     wanted = {family.full_name for family in FAMILIES if "expert" not in family.labels}
-    absent = (AUDIT_RECORDS, AUDIT_RECORDS_LOST, SPECULATION_MODEL_BYTES, STEP_COLLECTIVES, TLS_CERTIFICATE_EXPIRES)
+    tiers = (TIER_BYTES, TIER_CAPACITY, TIER_FAILURES, TIER_PAGES, TIER_SECONDS, TIER_USED)
+    absent = (
+        *(AUDIT_RECORDS, AUDIT_RECORDS_LOST, SPECULATION_MODEL_BYTES, STEP_COLLECTIVES, TLS_CERTIFICATE_EXPIRES),
+        *tiers,
+    )
     wanted -= {family.full_name for family in absent}
     return wanted - {name.removesuffix("_count") for name in scraped.samples}
 

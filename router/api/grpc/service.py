@@ -137,6 +137,7 @@ class InferenceServicer:
                     closing="" if link.info.closing is None else link.info.closing.value,
                     draining=link.info.open is None or link.retired,
                     started_unix_nanos=link.info.started_unix_nanos,
+                    kv_tiers=link.info.kv_tiers,
                 )
                 for link in self._dispatcher.pool.links
             ],

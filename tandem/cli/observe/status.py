@@ -74,7 +74,10 @@ def worker_table(view: "ServerView") -> "Table":
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for column in ("worker", "role", "steps", "started", "state", "requests", "KV pages", "transport", "device"):
+    # Only workers with tiers of the prefix cache need the column.
+    tiers = ("KV tiers",) if any(worker.kv_tiers for worker in view.info.workers) else ()
+    columns = ("worker", "role", "steps", "started", "state", "requests", "KV pages", *tiers, "transport", "device")
+    for column in columns:
         table.add_column(column, no_wrap=column != "transport")
     for worker in sorted(view.info.workers, key=_role_and_id):
         table.add_row(
@@ -85,6 +88,7 @@ def worker_table(view: "ServerView") -> "Table":
             _state(worker),
             str(worker.requests),
             f"{worker.pages_used} / {worker.pages_total}",
+            *[", ".join(worker.kv_tiers) or "-" for _ in tiers],
             worker.transport,
             worker.device,
         )

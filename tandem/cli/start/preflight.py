@@ -109,6 +109,39 @@ def check_memory(config: ClusterSettings) -> None:
         )
 
 
+def check_tiers(config: ClusterSettings) -> None:
+    """Raise InvalidArgument if workers cannot have tiers of the prefix cache, or if the host has too little room.
+
+    Workers on another host check the room themselves.
+    """
+    worker, counts = config.worker, config.worker_counts()
+    if not worker.kv_host_bytes and not worker.kv_disk_bytes:
+        return
+    option = "--kv-host-gib" if worker.kv_host_bytes else "--kv-disk-gib"
+    if not worker.prefix_cache:
+        raise InvalidArgument(option, "needs the prefix cache; leave --no-prefix-cache out")
+    if any(config.ranks_of(role) > 1 for role in counts):
+        raise InvalidArgument(option, "is for workers of one GPU; leave it out, or do not divide the model")
+    if config.ray_address:
+        return
+    # Imported here, because the import of PyTorch takes seconds.
+    from tandem.engine.cache.tiers.disk import disk_bytes
+
+    workers = sum(count for role, count in counts.items() if role.prefills)
+    _check_room("--kv-host-gib", workers, worker.kv_host_bytes, psutil.virtual_memory().available, "free host memory")
+    if worker.kv_disk_path is not None:
+        _check_room("--kv-disk-gib", workers, worker.kv_disk_bytes, disk_bytes(worker.kv_disk_path), "the disk")
+
+
+def _check_room(option: str, workers: int, size: int, room: int, place: str) -> None:
+    if workers * size > room:
+        raise InvalidArgument(
+            option,
+            f"{workers} workers with {size / GIB:g} GiB each exceed the {room / GIB:.2f} GiB of {place}; choose less"
+            f" than {room / GIB / workers:.2f}",
+        )
+
+
 def check_page(config: ClusterSettings) -> None:
     """Raise InvalidArgument unless a worker's KV cache holds at least one page of the model.
 

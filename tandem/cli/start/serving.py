@@ -33,6 +33,7 @@ from tandem.cli.start.preflight import (
     check_memory,
     check_network,
     check_page,
+    check_tiers,
     check_weights,
     warn_if_open,
     warn_of_slow_pages,
@@ -142,6 +143,7 @@ def serve(config: ClusterSettings, model: Path | None, first: FirstPrompt | None
         check_listeners(config)
         check_network(config)
         check_memory(config)
+        check_tiers(config)
         warn_if_open(config)
         try:
             with StartView(console) as view:

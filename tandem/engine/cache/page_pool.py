@@ -45,12 +45,17 @@ class PagePool:
         self._shared: dict[int, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._on_taken: Callable[[int], None] = lambda _page: None
+        self._on_cached: Callable[[int], None] | None = None
         self._advertised: dict[Lease, list[int]] = {}
         self._quarantined: dict[Lease, list[int]] = {}
 
     def on_eviction(self, on_taken: Callable[[int], None]) -> None:
         """Register `on_taken(page)`, which is called under the lock for each cached page that is evicted."""
         self._on_taken = on_taken
+
+    def on_cached(self, on_cached: Callable[[int], None]) -> None:
+        """Register `on_cached(page)`, which is called under the lock for each page whose last reader releases it."""
+        self._on_cached = on_cached
 
     def reserve(self, pages: int) -> None:
         """Reserve `pages` free pages for a later allocation.
@@ -196,6 +201,8 @@ class PagePool:
                     del self._shared[page]
                     self._cached[page] = None
                     cached += 1
+                    if self._on_cached is not None:
+                        self._on_cached(page)
             return cached
 
     def drop_cached(self, pages: Sequence[int]) -> None:

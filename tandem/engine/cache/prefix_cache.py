@@ -28,15 +28,21 @@ The life of a request's `Prefix`:
                         that the path to later pages has no gap
     leave               release all pages that the request reads, and free those that it owns
 
+With tiers (`tandem/engine/cache/tiers/`), a reload is a short request of its own: `begin_reload` retains the indexed
+pages of a prompt and allocates pages for those that tiers have, and `complete_reload` publishes the loaded ones and
+leaves. So pages that are being loaded are owned, like those of any request, and are found by others only afterwards.
+
 A page is never written after it is published, because only full pages are indexed.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tandem.engine.cache.page_key import PageKey
 from tandem.engine.cache.page_pool import PagePool
+from tandem.engine.cache.pending_saves import PendingSaves
 from tandem.engine.cache.prefix_log import PrefixLog, runs_of
-from tandem.protocol.errors import Internal, StaleEpoch, TandemError
+from tandem.protocol.errors import Internal, ResourceExhausted, StaleEpoch, TandemError
 from tandem.protocol.kv_pages import FREED, STATE, KvPages, held_pages
 from tandem.protocol.messages import RequestRef
 from tandem.protocol.page_digests import page_digests, root_digest
@@ -44,6 +50,8 @@ from tandem.protocol.prefixes import PrefixChanges, PrefixList
 
 PageNaming = Callable[[Sequence[int], int, bytes], list[bytes]]
 """A function that computes the digests of full pages; it has the signature of `page_digests`."""
+Stored = Callable[[PageKey], bool]
+"""A function that returns True if a tier has this page."""
 
 
 @dataclass(slots=True, eq=False)
@@ -106,6 +114,7 @@ class PrefixCache:
         self._nodes: dict[bytes, _Node] = {}
         self._digests: dict[int, bytes] = {}
         self._log = PrefixLog()
+        self._saves: PendingSaves | None = None
         self.query_tokens = 0
         """The number of tokens of all prompts that were looked up."""
         self.hit_tokens = 0
@@ -289,6 +298,69 @@ class PrefixCache:
         with self.pool.lock:
             self._release_prefix(prefix)
 
+    # ---- tiers ----
+
+    def save_to(self, saves: PendingSaves) -> None:
+        """Add each indexed page to `saves` when its last reader releases it, and drop it when it is evicted."""
+        self._saves = saves
+        self.pool.on_cached(lambda page: saves.add(page, self._key(page)))
+
+    def reusable(self, prefix: Prefix, stored: Stored) -> tuple[int, list[PageKey]]:
+        """Return the number of leading digests that a request could reuse if the stored pages were loaded, and these.
+
+        The pages are those that are missing in the pool. They are in the order of `KvPages`.
+        """
+        with self.pool.lock:
+            digests = prefix.digests[: prefix.readable]
+            hit = self._hit(digests, stored)
+            numbers = (divmod(entry, self.kv.groups) for entry in self.kv.seen(hit * self.page_tokens, 0, hit))
+            keys = [PageKey(digests[number], group) for number, group in numbers]
+            return hit, [key for key in keys if not self._has(key)]
+
+    def hit(self, prefix: Prefix) -> int:
+        """Return the number of leading digests that a request could reuse now."""
+        with self.pool.lock:
+            return self._hit(prefix.digests[: prefix.readable])
+
+    def begin_reload(self, owner: RequestRef, prefix: Prefix, end: int) -> list[int]:
+        """Allocate pages to `owner` for those that a reader of the first `end` digests misses; return them.
+
+        They are listed as by `KvPages`, with FREED for all others. The indexed pages are retained for `prefix`. The
+        caller fills the pages and then calls `complete_reload`. Raises ResourceExhausted, without any change, if too
+        few pages are free.
+        """
+        with self.pool.lock:
+            indexed, seen = self._path(prefix.digests[:end]), end * self.page_tokens
+            self._retain(prefix, indexed, seen)
+            entries = self.kv.seen(seen, 0, end)
+            held = len(prefix.pages)
+            missing = [entry for entry in entries if entry >= held or prefix.pages[entry] == FREED]
+            try:
+                if prefix.known < indexed:
+                    raise ResourceExhausted("too few KV pages are free to load others")
+                taken = self.pool.allocate(owner, len(missing))
+            except TandemError:
+                self._release_prefix(prefix)
+                raise
+            pages = [FREED] * (end * self.kv.groups)
+            for entry, page in zip(missing, taken, strict=True):
+                pages[entry] = page
+            return pages
+
+    def complete_reload(self, owner: RequestRef, prefix: Prefix, pages: list[int], failed: Collection[int]) -> None:
+        """Index the loaded pages, and free those whose indices in `pages` are in `failed`."""
+        groups = self.kv.groups
+        numbers = (entry // groups for entry in failed if entry % groups in self._full)
+        end = min(numbers, default=len(pages) // groups)
+        with self.pool.lock:
+            self.pool.free(owner, [pages[entry] for entry in failed])
+            for entry in failed:
+                pages[entry] = FREED
+            # The state in a loaded page is that after its last position, because only such pages are stored.
+            prefix.states.update(range(end))
+            self.publish(owner, prefix, pages, end)
+            self.leave(owner, prefix, pages)
+
     # ---- for the router's copy of the index ----
 
     def changes(self) -> PrefixChanges | None:
@@ -336,25 +408,40 @@ class PrefixCache:
     def _read(self, prefix: Prefix, position: int | None) -> None:
         self._retain(prefix, self._hit(prefix.digests[: prefix.readable]), position)
 
-    def _hit(self, digests: Sequence[bytes]) -> int:
-        """Return the number of leading digests whose KV a request can reuse.
+    def _hit(self, digests: Sequence[bytes], stored: Stored | None = None) -> int:
+        """Return the number of leading digests whose KV a request can reuse, once all `stored` pages are loaded.
 
         In groups with a window it is not enough that the digests are indexed: the pages in the window of the next token
         must exist.
         """
-        if not self._windowed:
+        if not self._windowed and stored is None:
             return self._path(digests)
         runs, hit = dict.fromkeys((group for group, _ in self._windowed), 0), 0
         for number, digest in enumerate(digests, 1):
-            node = self._nodes.get(digest)
-            if node is None and self._full:
+            there = self._available(digest, stored)
+            if not all(there[group] for group in self._full):
                 break
             for group in runs:
-                there = node is not None and node.pages[group] != FREED
-                runs[group] = runs[group] + 1 if there else 0
+                runs[group] = runs[group] + 1 if there[group] else 0
             if all(runs[group] >= min(needed, number) for group, needed in self._windowed):
                 hit = number
         return hit
+
+    def _available(self, digest: bytes, stored: Stored | None) -> list[bool]:
+        """Return for each group of layers whether the page of this digest is indexed or stored."""
+        node = self._nodes.get(digest)
+        indexed = [False] * self.kv.groups if node is None else [page != FREED for page in node.pages]
+        if stored is None:
+            return indexed
+        return [known or stored(PageKey(digest, group)) for group, known in enumerate(indexed)]
+
+    def _has(self, key: PageKey) -> bool:
+        node = self._nodes.get(key.digest)
+        return node is not None and node.pages[key.group] != FREED
+
+    def _key(self, page: int) -> PageKey:
+        digest = self._digests[page]
+        return PageKey(digest, self._nodes[digest].pages.index(page))
 
     def _path(self, digests: Sequence[bytes]) -> int:
         """Return the number of digests before the first that is not indexed; no digest after that one is indexed."""
@@ -481,6 +568,11 @@ class PrefixCache:
             for other_page in others:
                 del self._digests[other_page]
             self.pool.drop_cached(others)
+        else:
+            others = []
+        if self._saves is not None:
+            for gone in (page, *others):
+                self._saves.evicted(gone)
         if reported and not (digest in self._nodes and self._has_states(node)):
             self._log.removed(digest)
 

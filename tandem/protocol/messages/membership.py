@@ -71,6 +71,8 @@ class WorkerInfo:
 
     Every process that can connect to such a socket can write to the worker's memory.
     """
+    kv_tiers: tuple[str, ...] = ()
+    """The tiers of the prefix cache with their sizes as text, such as `host 64 GiB`, the fastest first."""
 
     @property
     def kv_pages(self) -> KvPages:

@@ -17,6 +17,7 @@ from tandem.cost_model.step_work import StepWork
 from tandem.engine.speculation.proposer import DRAFT_SOURCES, DraftSource
 from tandem.engine.steps.draft_groups import DRAFTS_MAX
 from tandem.metrics import families as f
+from tandem.metrics.family import Family
 from tandem.metrics.registry import Facts, Reading, Registry
 from tandem.protocol.cost_parameters import SECONDS, CostParameters
 from tandem.protocol.lifecycle.events import TransferStats
@@ -26,12 +27,14 @@ from tandem.settings.ceilings import Ceilings
 if TYPE_CHECKING:
     from decode_worker.speculation import SpeculationCounts
     from kv_transfer.base import Transport
+    from tandem.engine.cache.tiers.cache_tiers import CacheTiers
     from tandem.engine.model_runner import ModelRunner
     from tandem.worker.reporting.report import WorkerReport
 
 _WINDOW_MARKS, _MARK_S = 20, 0.5
 """Utilization is averaged over this number of intervals with about `_MARK_S` seconds of steps each, 10 s in total."""
 _NANOS = 1e9
+_TIER_FAMILIES = (f.TIER_PAGES, f.TIER_BYTES, f.TIER_SECONDS, f.TIER_FAILURES, f.TIER_USED, f.TIER_CAPACITY)
 
 Emit = Callable[[RoutedEvent], None]
 
@@ -226,6 +229,22 @@ def worker_facts(report: WorkerReport, transport: Transport) -> Facts:
         f.WORKER_READY: not report.not_ready,
         **speculation_facts(report.speculation, load.decode_speedup),
     }
+
+
+def tier_facts(tiers: CacheTiers) -> Facts:
+    """Return the metrics of the tiers of a prefix cache."""
+    facts: dict[Family, dict[tuple[str, ...], float]] = {family: {} for family in _TIER_FAMILIES}
+    for tier in tiers.tiers:
+        name, counts, size = tier.name, tier.counts, tier.page_bytes
+        stored, loaded = counts.stored_pages, counts.loaded_pages
+        facts[f.TIER_PAGES].update({(name, "stored"): stored, (name, "loaded"): loaded})
+        facts[f.TIER_PAGES].update({(name, "evicted"): counts.evicted_pages, (name, "corrupt"): counts.corrupt_pages})
+        facts[f.TIER_BYTES].update({(name, "stored"): stored * size, (name, "loaded"): loaded * size})
+        facts[f.TIER_SECONDS].update({(name, "stored"): counts.stored_s, (name, "loaded"): counts.loaded_s})
+        facts[f.TIER_FAILURES][name,] = counts.failures
+        facts[f.TIER_USED][name,] = len(tier) * size
+        facts[f.TIER_CAPACITY][name,] = tier.capacity * size
+    return facts
 
 
 def speculation_facts(counts: SpeculationCounts | None, speedup: float) -> Facts:

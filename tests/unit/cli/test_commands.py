@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -351,6 +352,32 @@ def test_slow_pages_are_reported_before_ray_starts(tmp_path: Path, monkeypatch: 
     model = ["--model", str(write_tiny_model(tmp_path / "tiny"))]
     result = CliRunner().invoke(app, ["up", *model, "--device", "cuda", "--page-tokens", "7", *ANY_PORTS])
     assert result.stderr.startswith("warning: --page-tokens 7 slows prompts down on GPUs; 128 is")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--kv-disk-gib 1", "--kv-disk-gib: needs --kv-disk-path PATH"),
+        ("--kv-disk-path here", "--kv-disk-path: needs --kv-disk-gib"),
+        ("--kv-host-gib -1", "--kv-host-gib: -1 is not between 0 and"),
+        ("--kv-host-gib 1 --no-prefix-cache", "--kv-host-gib: needs the prefix cache"),
+        ("--kv-host-gib 1 --tensor-parallel-size 2", "--kv-host-gib: is for workers of one GPU"),
+        (
+            "--kv-host-gib 100000",
+            r"--kv-host-gib: 1 workers with 100000 GiB each exceed the \S+ GiB of free host memory",
+        ),
+        ("--kv-disk-gib 1000000 --kv-disk-path here", r"--kv-disk-gib: 1 workers with 1e\+06 GiB each exceed"),
+        ("--kv-disk-gib 1 --kv-disk-path /proc/kv", r"--kv-disk-path: /proc/kv cannot be written"),
+    ],
+)
+def test_tiers_that_cannot_be_are_refused_before_ray_starts(
+    options: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tandem.cli.start.serving.Cluster", None)
+    result = CliRunner().invoke(app, ["up", *options.split(), *ANY_PORTS])
+    assert result.exit_code
+    assert re.match(f"error: {message}", result.stderr), result.stderr
 
 
 def test_a_page_of_random_weights_is_sized_without_any(tmp_path: Path) -> None:

@@ -96,6 +96,10 @@ def test_status() -> None:
     shown = text(worker_table(view))
     for word in ("decode-0", "2026-03-01 12:00:00", "connected", "3 / 9", "UCX (cma)", "cpu", "chunked 512"):
         assert word in shown
+    assert "KV tiers" not in shown
+    worker.kv_tiers.extend(["host 64 GiB", "disk 500 GiB"])
+    view.info.workers[0].CopyFrom(worker)
+    assert "host 64 GiB, disk 500 GiB" in text(worker_table(view))
     line = summary("127.0.0.1:5", view)
     assert "adaptive, 2 running, 4 waiting" in line
     assert "float32, context 2048" in line

@@ -42,6 +42,8 @@ OPTIONS: dict[str, tuple[str, Any]] = {
     "--decode-quantization int4": ("decode_quantization", "int4"),
     "--page-tokens 64": ("page_tokens", 64),
     "--kv-cache-gib 3.5": ("kv_cache_bytes", int(3.5 * GIB)),
+    "--kv-host-gib 1.5": ("kv_host_bytes", int(1.5 * GIB)),
+    "--kv-disk-gib 9 --kv-disk-path /kv": ("kv_disk_bytes", 9 * GIB),
     "--memory-fraction 0.7": ("memory_fraction", 0.7),
     "--max-step-tokens 999": ("max_step_tokens", 999),
     "--max-batch-requests 33": ("max_batch_requests", 33),

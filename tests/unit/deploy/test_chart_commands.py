@@ -7,6 +7,7 @@ import shlex
 import socket
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,6 +71,21 @@ def test_prefill_workers_that_divide_tokens_get_the_gpus_of_all_ranks(chart: Cha
     manifests = chart.render("--set", sizes)
     assert parsed(driver(manifests)["command"])[1]["prefill_context_parallel_size"] == 4
     check_places(manifests)
+
+
+def test_tiers_of_the_prefix_cache_lie_where_the_pods_may_write(chart: Chart) -> None:
+    manifests = chart.render("--set-json", 'serving.kvTiers={"hostGib": 1.5, "diskGib": 200}')
+    options = parsed(driver(manifests)["command"])[1]
+    assert (options["kv_host_gib"], options["kv_disk_gib"]) == (1.5, 200)
+    assert options["kv_disk_path"] == Path("/var/cache/tandem/kv")
+    tiers = "serving.kvTiers.diskGib=200,serving.kvTiers.diskHostPath=/mnt/nvme"
+    groups = pods(chart.render("--set", tiers))
+    for name in ("prefill", "decode"):
+        pod = groups[name]["template"]["spec"]
+        mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+        assert mounts["kv"] == "/var/cache/tandem/kv"
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert volumes["kv"]["hostPath"] == {"path": "/mnt/nvme", "type": "Directory"}
 
 
 def check_places(manifests: Sequence[Manifest]) -> None:

@@ -46,6 +46,12 @@ GATEWAY = "gateway.enabled=true,gateway.parentRefs[0].name=public"
             "serving.prefillPipelineSize=2,serving.draft=/models/x",
             r"serving.prefillPipelineSize excludes serving.draft",
         ),
+        ("serving.kvTiers.hostGib=-1", r"'/serving/kvTiers/hostGib': minimum: got -1, want 0"),
+        ("serving.kvTiers.diskHostPath=/kv", r"serving.kvTiers.diskHostPath needs serving.kvTiers.diskGib"),
+        (
+            "serving.kvTiers.hostGib=9,serving.prefillTensorParallelSize=2,groups.prefill.gpu.count=2",
+            r"serving.kvTiers is for workers of one GPU",
+        ),
         ("serving.prefillContextParallelSize=0", r"'/serving/prefillContextParallelSize': minimum: got 0, want 1"),
         ("serving.prefillContextParallelSize=2", r"groups.prefill: the workers of a pod need 2 GPUs"),
         (

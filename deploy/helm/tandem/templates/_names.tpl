@@ -92,6 +92,14 @@ tandem/release: {{ .Release.Name }}
 {{- if and (gt (int .Values.serving.prefillContextParallelSize) 1) (or (gt (int (.Values.serving.prefillTensorParallelSize | default .Values.serving.tensorParallelSize)) 1) (gt (int .Values.serving.prefillPipelineSize) 1)) -}}
 {{- fail "serving.prefillContextParallelSize excludes prefill workers that divide the model: set prefillTensorParallelSize and prefillPipelineSize to 1" -}}
 {{- end -}}
+{{- with .Values.serving.kvTiers -}}
+{{- if and .diskHostPath (not .diskGib) -}}
+{{- fail "serving.kvTiers.diskHostPath needs serving.kvTiers.diskGib, the size of the files in it" -}}
+{{- end -}}
+{{- if and (or .hostGib .diskGib) (gt (int (max $.Values.serving.tensorParallelSize ($.Values.serving.prefillTensorParallelSize | default 1) ($.Values.serving.decodeTensorParallelSize | default 1) $.Values.serving.prefillPipelineSize $.Values.serving.prefillContextParallelSize)) 1) -}}
+{{- fail "serving.kvTiers is for workers of one GPU: set the sizes of kvTiers to 0, or all parallel sizes to 1" -}}
+{{- end -}}
+{{- end -}}
 {{- if eq .Values.serving.mode "disaggregated" -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- if lt (int (include "tandem.places" (dict "root" $ "role" $role))) 1 -}}

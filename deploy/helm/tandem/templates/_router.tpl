@@ -28,6 +28,15 @@
 {{- if gt (int .Values.serving.prefillContextParallelSize) 1 }}
 - --prefill-context-parallel-size={{ .Values.serving.prefillContextParallelSize | int }}
 {{- end }}
+{{- with .Values.serving.kvTiers }}
+{{- if gt (float64 .hostGib) 0.0 }}
+- --kv-host-gib={{ .hostGib }}
+{{- end }}
+{{- if gt (float64 .diskGib) 0.0 }}
+- --kv-disk-gib={{ .diskGib }}
+- --kv-disk-path=/var/cache/tandem/kv
+{{- end }}
+{{- end }}
 {{- if eq .Values.serving.mode "disaggregated" }}
 - --prefill={{ include "tandem.places" (dict "root" . "role" "prefill") }}
 - --decode={{ include "tandem.places" (dict "root" . "role" "decode") }}

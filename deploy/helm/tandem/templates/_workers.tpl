@@ -63,6 +63,9 @@ containers:
       {{- include "tandem.mounts" $root | nindent 6 }}
       {{- include "tandem.tokenMount" $root | nindent 6 }}
       {{- include "tandem.modelMount" $root | nindent 6 }}
+      {{- if $root.Values.serving.kvTiers.diskHostPath }}
+      - {name: kv, mountPath: /var/cache/tandem/kv}
+      {{- end }}
       {{- if $root.Values.hugepages.size }}
       - {name: hugepages, mountPath: /hugepages}
       {{- end }}
@@ -71,6 +74,9 @@ volumes:
   {{- include "tandem.volumes" $root | nindent 2 }}
   {{- include "tandem.tokenVolume" $root | nindent 2 }}
   {{- include "tandem.modelVolume" $root | nindent 2 }}
+  {{- with $root.Values.serving.kvTiers.diskHostPath }}
+  - {name: kv, hostPath: {path: {{ . | quote }}, type: Directory}}
+  {{- end }}
   {{- if $root.Values.hugepages.size }}
   - {name: hugepages, emptyDir: {medium: HugePages-{{ $root.Values.hugepages.size }}}}
   {{- end }}

@@ -385,7 +385,7 @@ class GetServerInfoResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., started_unix_nanos: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., mode: _Optional[str] = ..., degraded: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "role", "incarnation", "address", "connected", "requests", "pages_used", "pages_total", "transport", "device", "not_ready", "warnings", "step_policy", "closing", "draining", "started_unix_nanos")
+    __slots__ = ("worker_id", "role", "incarnation", "address", "connected", "requests", "pages_used", "pages_total", "transport", "device", "not_ready", "warnings", "step_policy", "closing", "draining", "started_unix_nanos", "kv_tiers")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -402,6 +402,7 @@ class WorkerStatus(_message.Message):
     CLOSING_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     STARTED_UNIX_NANOS_FIELD_NUMBER: _ClassVar[int]
+    KV_TIERS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     incarnation: int
@@ -418,7 +419,8 @@ class WorkerStatus(_message.Message):
     closing: str
     draining: bool
     started_unix_nanos: int
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., connected: _Optional[bool] = ..., requests: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., transport: _Optional[str] = ..., device: _Optional[str] = ..., not_ready: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ..., step_policy: _Optional[str] = ..., closing: _Optional[str] = ..., draining: _Optional[bool] = ..., started_unix_nanos: _Optional[int] = ...) -> None: ...
+    kv_tiers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., connected: _Optional[bool] = ..., requests: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., transport: _Optional[str] = ..., device: _Optional[str] = ..., not_ready: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ..., step_policy: _Optional[str] = ..., closing: _Optional[str] = ..., draining: _Optional[bool] = ..., started_unix_nanos: _Optional[int] = ..., kv_tiers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetLoadsRequest(_message.Message):
     __slots__ = ()

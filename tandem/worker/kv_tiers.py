@@ -1,0 +1,116 @@
+"""The tiers of a worker's prefix cache: which pages of a request are loaded before it is queued, and for how long."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from tandem.cost_model.reload import saved_seconds
+from tandem.cost_model.step_cost import StepCost
+from tandem.engine.cache.prefix_cache import Prefix, PrefixCache
+from tandem.engine.cache.tiers.cache_tiers import CacheTiers, Reload
+from tandem.engine.cache.tiers.disk import DiskTier, model_folder
+from tandem.engine.cache.tiers.host import HostTier
+from tandem.engine.cache.tiers.tier import Tier
+from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.messages import PeerRef, PrefillTask, Reservation
+from tandem.worker.config import WorkerConfig
+from tandem.worker.loaded_engine import LoadedEngine
+
+log = logging.getLogger(__name__)
+
+
+def make_tiers(config: WorkerConfig, cache: PrefixCache, engine: LoadedEngine) -> CacheTiers | None:
+    """Return the tiers of these settings, not started; None if the settings have no tiers.
+
+    Raises InvalidArgument if a setting cannot be met on this host.
+    """
+    if not config.kv_host_bytes and not config.kv_disk_bytes:
+        return None
+    if config.engine.ranks > 1:
+        name = "kv_host_bytes" if config.kv_host_bytes else "kv_disk_bytes"
+        raise InvalidArgument(name, f"is for workers of one rank, and this one has {config.engine.ranks}; leave it out")
+    copies = engine.page_copies()
+    tiers: list[Tier[Any]] = []
+    if config.kv_disk_bytes:
+        assert config.kv_disk_path is not None
+        facts = (*engine.compatibility_facts(), ("quantization", str(config.engine.quantization)))
+        folder = model_folder(config.kv_disk_path, config.worker_id, facts, copies.page_bytes)
+        tiers.append(DiskTier(folder, config.kv_disk_bytes, copies.page_bytes))
+    if config.kv_host_bytes:
+        below = tiers[0] if tiers else None
+        tiers.insert(0, HostTier(config.kv_host_bytes, copies.page_bytes, copies.device, next_tier=below))
+    return CacheTiers(cache, copies, tiers)
+
+
+class KvReloads:
+    """Decides which KV pages a new request loads from tiers, and waits until they are loaded.
+
+    A request waits before it is queued, so that others are computed meanwhile, and is then queued with the longer
+    cached prefix. Used on the event loop. Owned by the worker.
+    """
+
+    def __init__(
+        self,
+        me: PeerRef,
+        cache: PrefixCache,
+        tiers: CacheTiers,
+        *,
+        cost: Callable[[], StepCost],
+        chunk: int,
+        most_s: float,
+        wake: Callable[[], None],
+    ) -> None:
+        """Create the reloads.
+
+        `cost` returns the newest cost model, `chunk` is the maximum number of prompt tokens of a step, and no request
+        waits longer than `most_s` seconds. `wake` wakes the step loop when a reload has ended, because prompts may have
+        waited for the pages that it held; any thread may call it.
+        """
+        self._me = me
+        self._cache = cache
+        self._tiers = tiers
+        self._cost = cost
+        self._chunk = chunk
+        self._most_s = most_s
+        self._wake = wake
+
+    async def load(self, work: Reservation | PrefillTask) -> None:
+        """Load the pages of a prompt that are in tiers, if this is faster than to compute their tokens.
+
+        A reload may take as long as computing the tokens would; the request then goes on with the pages that are there.
+        The pages of a prompt that another worker computes are not loaded here: that worker sends them.
+        """
+        if work.scores_prompt or self._tiers.stalled or not self._computes(work):
+            return
+        prefix = self._cache.prefix(work.prompt_token_ids, work.cache_salt)
+        chosen, saved_s = self._choose(prefix)
+        if chosen is None:
+            return
+        within_s = min(self._most_s, saved_s + self._tiers.predicted_s(chosen))
+        chosen.done.add_done_callback(lambda _: self._wake())
+        self._tiers.begin(chosen, within_s)
+        # Not `wait_for`, which would cancel the future of the tiers' thread.
+        await asyncio.wait([asyncio.wrap_future(chosen.done)], timeout=within_s)
+
+    def _computes(self, work: Reservation | PrefillTask) -> bool:
+        """Return True if this worker computes the prompt, and this is the first of its messages to this worker."""
+        if isinstance(work, Reservation):
+            return work.prefill == self._me
+        # The pages of a local prompt were loaded before they were reserved.
+        return work.destination is None or work.destination.peer != self._me
+
+    def _choose(self, prefix: Prefix) -> tuple[Reload | None, float]:
+        """Return the reload that saves most time, and the seconds that it saves; None if none saves any."""
+        context = self._cache.hit(prefix) * self._cache.page_tokens
+        best: tuple[Reload | None, float] = None, 0.0
+        # A slow tier may cost more than it saves while the tiers before it pay.
+        for tiers in range(1, len(self._tiers.tiers) + 1):
+            reload = self._tiers.plan(prefix, tiers)
+            if reload is None:
+                continue
+            tokens = reload.end * self._cache.page_tokens - context
+            saved_s = saved_seconds(self._cost(), context, tokens, self._chunk, self._tiers.predicted_s(reload))
+            if saved_s > best[1]:
+                best = reload, saved_s
+        return best
