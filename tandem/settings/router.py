@@ -73,6 +73,7 @@ class RouterSettings(Settings):
     )
     allowed_origins: tuple[str, ...] = setting(
         (),
+        metavar="ORIGIN",
         help="Origin of web pages whose scripts may call the HTTP port, e.g. https://chat.example.com, or * for all"
         " (CORS); repeatable; default: none.",
         topic=Topic.LISTENERS,
@@ -80,6 +81,7 @@ class RouterSettings(Settings):
     api_keys: tuple[str, ...] = setting(
         (),
         help="Key that clients must present; repeatable.",
+        metavar="KEY",
         topic=Topic.FIRST,
         position=2,
         option="api-key",
@@ -140,9 +142,9 @@ class RouterSettings(Settings):
     )
     slo_classes: tuple[SloClass, ...] = setting(
         DEFAULT_CLASSES,
-        help="NAME:TTFT_MS:ITL_MS[:PERCENT[:WORST_GAP_MS]][:reject|degrade]: targets that requests may ask for by name,"
-        " in addition to or instead of strict, balanced, quick and best_effort, and the action when they cannot be met;"
-        " repeatable.",
+        metavar="NAME:TTFT_MS:ITL_MS[:PERCENT[:WORST_GAP_MS]][:reject|degrade]",
+        help="Targets that requests may name, in addition to or instead of strict, balanced, quick and best_effort, and"
+        " the action when they cannot be met; repeatable.",
         topic=Topic.REQUESTS,
         option="slo-class",
         parse=parse_classes,

@@ -18,6 +18,7 @@ from tandem.cli.planning.plan_options import (
     ShapeOptions,
     TargetOptions,
     check_above_0,
+    method_option,
 )
 
 if TYPE_CHECKING:
@@ -181,18 +182,18 @@ def plan(
     workers: Annotated[int | None, typer.Option(help="Number of workers; default: the fewest with headroom.")] = None,
     costs: CostOptions,
     simulate: Annotated[
-        bool, typer.Option("--simulate/--no-simulate", help="Find each strategy's knee by short simulated loads.")
+        bool, method_option("--simulate/--no-simulate", help="Find each strategy's knee by short simulated loads.")
     ] = True,
     speculate: Annotated[
         str | None,
-        typer.Option(
+        method_option(
             help="The drafts of speculative decoding: ACCEPTANCE,DRAFTS,COST, where COST is the time to propose a draft"
             " ÷ a decode step of one request; by default that of the model of --draft by the roofline, else 0."
             " With this option simulated workers draft, too, where it pays; without, 0.7,3 is assessed alone."
         ),
     ] = None,
     check: Annotated[
-        Path | None, typer.Option(help="Only compare knees with a measured table of benchmarks.strategies.")
+        Path | None, method_option(help="Only compare knees with a measured table of benchmarks.strategies.")
     ] = None,
 ) -> None:
     """Size a cluster: GPUs, prefill:decode ratio, memory, latencies, and which bottleneck binds first."""

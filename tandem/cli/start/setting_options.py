@@ -11,6 +11,7 @@ import typer
 
 from tandem.settings.cluster import ClusterSettings
 from tandem.settings.options import Option, options_of, read_options
+from tandem.settings.setting import Topic
 
 if TYPE_CHECKING:
     from tandem.settings.router import RouterSettings
@@ -42,7 +43,7 @@ def _parameter(option: Option) -> inspect.Parameter:
         envvar=option.variable,
         help=f"{option.help} vLLM's name: {', '.join(aliases)}." if aliases else option.help,
         metavar=option.setting.metavar,
-        rich_help_panel=option.topic.value,
+        rich_help_panel=None if option.topic is Topic.FIRST else option.topic.value,
     )
     return inspect.Parameter(
         option.name,

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tandem.cli.connection.options import Temperature, checked_prompt
+from tandem.cli.connection.options import TEMPERATURE_HELP, checked_prompt
+from tandem.cli.help_text import further_option
 from tandem.cli.option_groups import option_groups
 from tandem.cli.plain_errors import plain_errors
 from tandem.cli.start.setting_options import settings_of, with_settings
@@ -20,15 +21,17 @@ if TYPE_CHECKING:
     from tandem.cli.connection.router import Sampling
     from tandem.cli.start.serving import FirstPrompt
 
+prompt_option = further_option("First prompt")
+
 
 @dataclass(frozen=True, slots=True)
 class FirstPromptOptions:
     """The options of a prompt that is answered right after the start."""
 
-    prompt: Annotated[str | None, typer.Option("--prompt", help="Answer this first and show its timeline.")] = None
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Maximum tokens of that answer.")] = 160
-    temperature: Temperature = 0.0
-    once: Annotated[bool, typer.Option("--once", help="End after that answer.")] = False
+    prompt: Annotated[str | None, prompt_option("--prompt", help="Answer this first and show its timeline.")] = None
+    max_tokens: Annotated[int, prompt_option("--max-tokens", help="Maximum tokens of that answer.")] = 160
+    temperature: Annotated[float, prompt_option("--temperature", help=TEMPERATURE_HELP)] = 0.0
+    once: Annotated[bool, prompt_option("--once", help="End after that answer.")] = False
 
     @property
     def sampling(self) -> Sampling:
