@@ -1,6 +1,5 @@
 """The `tandem` command. Each command imports what it needs only when it runs, so that --help is quick."""
 
-import importlib.metadata
 from functools import partial
 from typing import Annotated
 
@@ -27,11 +26,12 @@ from tandem.cli.requests.chat import chat
 from tandem.cli.requests.generate import generate
 from tandem.cli.start.settings_command import WAYS_TO_SET, SettingsCommand, with_model_argument
 from tandem.cli.start.up import up
+from tandem.version import installed_version
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"tandem {importlib.metadata.version('tandem')}")
+        typer.echo(f"tandem {installed_version()}")
         raise typer.Exit
 
 

@@ -182,7 +182,7 @@ class RouterSettings(Settings):
     """The default is the time that the start of a worker may take. This wait is not counted as time in the queue."""
     otlp_endpoint: str = setting(
         "",
-        help="OTLP/gRPC endpoint for request spans, http://HOST:PORT; needs tandem[otlp].",
+        help="OTLP/gRPC endpoint for request spans, http://HOST:PORT; needs tandem-serving[otlp].",
         topic=Topic.OBSERVABILITY,
         check=check_endpoint,
     )

@@ -12,6 +12,7 @@ from tandem.cli.connection.options import ApiKey, ApiKeyFile, TlsClientCertifica
 from tandem.cli.help_text import further_option
 from tandem.cli.option_groups import option_groups
 from tandem.cli.plain_errors import INTERRUPTED, plain_errors
+from tandem.version import install_command
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -238,5 +239,5 @@ def _pictures() -> ModuleType:
     try:
         from tandem.cli.load import pictures
     except ModuleNotFoundError:
-        raise InvalidArgument("--plot", "needs matplotlib; pip install '.[plots]' in Tandem's folder") from None
+        raise InvalidArgument("--plot", f"needs matplotlib; {install_command('plots')}") from None
     return pictures

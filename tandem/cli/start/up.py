@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,16 @@ class FirstPromptOptions:
         if self.once:
             raise InvalidArgument("--once", "needs a --prompt to answer")
         return None
+
+
+def check_platform() -> None:
+    """Raise FailedPrecondition on a system on which no worker can run."""
+    from tandem.protocol.errors import FailedPrecondition
+
+    if sys.platform != "linux":
+        raise FailedPrecondition(
+            "a cluster runs on Linux only, as NIXL does; from here, use one elsewhere with --address (docs/install.md)"
+        )
 
 
 def check_model(given: Mapping[str, Any]) -> None:
@@ -137,6 +148,7 @@ def up(
     """Start a cluster and serve until Ctrl-C."""
     from tandem.cli.start.serving import serve
 
+    check_platform()
     check_model(given)
     workers = {name: given[name] for name in ("prefill", "decode", "workers")}
     check_workers(given["mode"], **workers)
