@@ -253,7 +253,7 @@ class RouterSettings(Settings):
         names = classes_by_name(self.slo_classes)
         if self.default_slo_class not in names:
             name = name_of(self.__dataclass_fields__["default_slo_class"])
-            refuse(name, f"{self.default_slo_class!r} is none of the classes {', '.join(names)}")
+            refuse(name, f"{self.default_slo_class!r} is not one of the classes {', '.join(names)}")
 
     @property
     def guarded(self) -> bool:

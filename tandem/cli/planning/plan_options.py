@@ -54,7 +54,7 @@ class ShapeOptions:
 
         if self.model is None:
             if self.shape not in shape_names():
-                raise InvalidArgument("--shape", f"{self.shape!r} is none of {', '.join(shape_names())}")
+                raise InvalidArgument("--shape", f"{self.shape!r} is not one of {', '.join(shape_names())}")
             spec = shape_config(self.shape)
         else:
             spec = load_spec(self.model)

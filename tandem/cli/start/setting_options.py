@@ -83,7 +83,7 @@ def _check_router(router: RouterSettings) -> None:
         ("--reasoning-parser", router.reasoning_parser, REASONING_PARSERS),
     ):
         if name not in ("auto", "none", *names):
-            raise InvalidArgument(option, f"{name!r} is none of auto, none, {', '.join(names)}")
+            raise InvalidArgument(option, f"{name!r} is not one of auto, none, {', '.join(names)}")
     check_endpoint(router.otlp_endpoint)
     if router.api_key_file is not None:
         check_key_file("--api-key-file", router.api_key_file)
