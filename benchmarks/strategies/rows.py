@@ -60,7 +60,7 @@ def chosen(every: tuple[Strategy, ...], names: str) -> tuple[Strategy, ...]:
     wanted = names.split(",")
     for name in wanted:
         if not any(name in {row.name, row.kind} for row in every):
-            raise InvalidArgument("--only", f"{name!r} is none of {', '.join(row.name for row in every)}")
+            raise InvalidArgument("--only", f"{name!r} is not one of {', '.join(row.name for row in every)}")
     return tuple(row for row in every if row.name in wanted or row.kind in wanted)
 
 

@@ -32,7 +32,7 @@ def chosen_offers(every: Sequence[Offer], names: str) -> list[Offer]:
     for name in wanted:
         if name not in {offer.name for offer in every}:
             known = ", ".join(offer.name for offer in every)
-            raise InvalidArgument("--workloads", f"{name!r} is none of {known}; a trace needs --trace")
+            raise InvalidArgument("--workloads", f"{name!r} is not one of {known}; a trace needs --trace")
     return [offer for offer in every if offer.name in wanted]
 
 

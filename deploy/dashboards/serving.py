@@ -25,7 +25,7 @@ _SERVICE_CLASSES = Row(
     (
         Panel("Goodput", Unit.REQUESTS, (Query(rate(_MET)),), "Requests that met their class.", Kind.NUMBER, width=4),
         Panel(
-            "Share of requests that met their class",
+            "SLO attainment",
             Unit.SHARE,
             (Query(share(rate(_MET), rate(_REQUESTS))),),
             "Share of all requests that met their class; rejected requests count as missed.",
@@ -55,7 +55,7 @@ _SERVICE_CLASSES = Row(
             "Outcomes",
             Unit.REQUESTS,
             (Query(rate(_REQUESTS, "outcome"), "{{outcome}}"),),
-            "Requests by outcome.",
+            "Requests by outcome; shed: rejected.",
             width=12,
             stacked=True,
         ),
@@ -156,10 +156,10 @@ _PLACEMENT = Row(
             (Query(quantile(0.5, series(f.PREDICTION_ERROR, "_bucket"), "quantity"), "{{quantity}}, median"),),
         ),
         Panel(
-            "Mean placement regret",
+            "Placement regret",
             Unit.SECONDS,
             (Query(share(rate(series(f.REGRET)), rate(series(f.PLACEMENTS))), "a placement"),),
-            "Seconds by which placements turned out worse than the predicted cost of the second choice.",
+            "Mean seconds by which placements turned out worse than the predicted cost of the second choice.",
         ),
     ),
 )

@@ -264,7 +264,7 @@ _KV = Row(
             width=6,
         ),
         _rates(
-            "Refused for lack of KV pages",
+            "Reservations rejected for lack of KV pages",
             Unit.A_SECOND,
             f.KV_REFUSALS,
             "They wait in their router's queue and are retried.",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,6 +13,7 @@ from router.api.anthropic.api_key import MODELS_PATH
 from router.config import RouterConfig
 from router.requests.dispatch import Dispatcher
 from router.requests.validation import find_adapter
+from tandem.version import installed_version
 
 _METHODS = ["GET", "HEAD"]
 _ANTHROPIC = "anthropic-version"
@@ -80,14 +80,6 @@ def _anthropic_model(card: dict[str, Any]) -> dict[str, Any]:
 def _anthropic_list(entries: list[dict[str, Any]]) -> dict[str, Any]:
     """Return `entries` in Anthropic's form of a list, as its only page."""
     return {"data": entries, "has_more": False, "first_id": entries[0]["id"], "last_id": entries[-1]["id"]}
-
-
-def installed_version() -> str:
-    """Return the version of this package; "0+source" if it is not installed."""
-    try:
-        return version("tandem")
-    except PackageNotFoundError:
-        return "0+source"
 
 
 def _permission(name: str, created: int) -> dict[str, Any]:

@@ -21,9 +21,9 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.responses import FileResponse, HTMLResponse, Response
 
-from router.api.model_routes import installed_version
 from router.api.probes import PROBE_PATHS
 from tandem.protocol.errors import NotFound
+from tandem.version import installed_version
 
 REFERENCE = "#/components/schemas/{model}"
 """The template of a reference to a model within the OpenAPI page."""

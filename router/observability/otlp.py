@@ -4,9 +4,9 @@ Spans are made from the timeline when a request has ended; no other module depen
 the semantic conventions for generative AI (`gen_ai.*`); attributes without a conventional name begin with `tandem.`.
 Spans contain no text of prompts or answers.
 
-opentelemetry-sdk and its exporter come with `pip install '.[otlp]'`. A separate thread makes the spans, because
-that takes some tenths of a millisecond per request, and the SDK's thread sends them. If the collector is absent or too
-slow, spans are dropped with a log line: requests never wait.
+opentelemetry-sdk and its exporter come with `pip install 'tandem-serving[otlp]'`. A separate thread makes the spans,
+because that takes some tenths of a millisecond per request, and the SDK's thread sends them. If the collector is absent
+or too slow, spans are dropped with a log line: requests never wait.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tandem.protocol.lifecycle.events import LifecycleEvent
 from tandem.protocol.lifecycle.request_trace import RequestTrace
 from tandem.protocol.lifecycle.spans import Phase, Span, spans_of
 from tandem.settings import router as router_settings
+from tandem.version import install_command
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -60,7 +61,7 @@ def check_endpoint(endpoint: str) -> None:
         import opentelemetry.sdk.trace  # noqa: F401
     except ImportError as error:
         missing = f"{SETTING} needs OpenTelemetry's SDK ({error.name} is not installed)"
-        raise FailedPrecondition(f"{missing}; pip install 'tandem[otlp]'") from None
+        raise FailedPrecondition(f"{missing}; {install_command('otlp')}") from None
 
 
 def otlp_exporter(endpoint: str, router_id: str) -> TraceExporter:

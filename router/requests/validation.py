@@ -259,7 +259,7 @@ class RequestValidator:
             raise InvalidArgument("top_p", f"is {options.top_p:g}, it must be greater than 0 and at most 1")
         if options.slo_class and options.slo_class not in self._classes:
             names = ", ".join(self._classes)
-            raise InvalidArgument("slo_class", f"{shown(options.slo_class)} is none of {names}; or leave it empty")
+            raise InvalidArgument("slo_class", f"{shown(options.slo_class)} is not one of {names}; or leave it empty")
         if len(options.cache_salt) > SALT_MAX:
             raise InvalidArgument("cache_salt", f"has {len(options.cache_salt)} characters, the limit is {SALT_MAX}")
         check_text("cache_salt", options.cache_salt)

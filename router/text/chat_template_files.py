@@ -35,7 +35,7 @@ def read_template(choice: str, folder: Path) -> str:
     """Return the source of the chat template that an operator has configured.
 
     `choice` is a file, the name of one of the folder's templates, or the name of a shipped template. Raises
-    InvalidArgument if it is none of these or the file cannot be read.
+    InvalidArgument if it is not one of these or the file cannot be read.
     """
     path = Path(choice)
     try:

@@ -1,6 +1,6 @@
 """The `tandem` command. Each command imports what it needs only when it runs, so that --help is quick."""
 
-import importlib.metadata
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -8,6 +8,7 @@ import typer
 from tandem.cli.bench.bench import bench
 from tandem.cli.diagnosis.doctor import doctor
 from tandem.cli.drafts.train_draft import train_draft
+from tandem.cli.help_text import GroupedCommands, GroupedHelp, with_help_all
 from tandem.cli.observe.logs import logs
 from tandem.cli.observe.status import status
 from tandem.cli.observe.top import top
@@ -23,13 +24,14 @@ from tandem.cli.planning.plan import plan
 from tandem.cli.quantization.quantize import quantize
 from tandem.cli.requests.chat import chat
 from tandem.cli.requests.generate import generate
-from tandem.cli.start.settings_command import SettingsCommand, with_model_argument
+from tandem.cli.start.settings_command import WAYS_TO_SET, SettingsCommand, with_model_argument
 from tandem.cli.start.up import up
+from tandem.version import installed_version
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"tandem {importlib.metadata.version('tandem')}")
+        typer.echo(f"tandem {installed_version()}")
         raise typer.Exit
 
 
@@ -39,16 +41,27 @@ app = typer.Typer(
     "4 no cluster runs or it is unavailable, 130 interrupted.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    cls=GroupedCommands,
 )
-app.command(cls=SettingsCommand)(up)
-serve_help = "Start a cluster that serves MODEL until Ctrl-C; the same as up."
-app.command("serve", cls=SettingsCommand, help=serve_help)(with_model_argument(up))
-for command in (
-    generate, chat, bench, status, top, why, trace, logs, mode, scale, drain, ready, plan, quantize, train_draft,
-    doctor, down,
-):  # fmt: skip
-    app.command()(command)
-app.add_typer(lora_commands, name="lora")
+SERVE, REQUESTS, OBSERVE, CHANGE, PREPARE = (
+    "Start and stop", "Send requests", "Observe", "Change a running cluster", "Plan, and prepare models",
+)  # fmt: skip
+serving = partial(app.command, cls=SettingsCommand, epilog=WAYS_TO_SET, rich_help_panel=SERVE)
+serving()(with_help_all(up))
+serving("serve", help="Start a cluster that serves MODEL until Ctrl-C; the same as up.")(
+    with_help_all(with_model_argument(up))
+)
+for group, commands in {
+    SERVE: (down, doctor),
+    REQUESTS: (generate, chat, bench),
+    OBSERVE: (status, top, why, trace, logs, ready),
+    CHANGE: (mode, scale, drain),
+    PREPARE: (plan, quantize, train_draft),
+}.items():
+    for command in commands:
+        app.command(cls=GroupedHelp, rich_help_panel=group)(with_help_all(command))
+app.add_typer(lora_commands, name="lora", rich_help_panel=CHANGE)
 
 
 @app.callback()

@@ -52,5 +52,7 @@ def device_kind(option: str, name: str) -> DeviceKind:
     """
     kind = DEVICES.get(name.upper())
     if kind is None:
-        raise InvalidArgument(option, f"{name!r} is none of {', '.join(DEVICES)}; or give --ceilings and --memory-gib")
+        raise InvalidArgument(
+            option, f"{name!r} is not one of {', '.join(DEVICES)}; or give --ceilings and --memory-gib"
+        )
     return kind

@@ -16,6 +16,7 @@ from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.weights.checkpoint import stored_dtype
 from tandem.protocol.errors import InvalidArgument
 from tandem.settings.engine import CPU_PAGE_TOKENS, GPU_PAGE_TOKENS
+from tandem.version import install_command
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ def why_no_gpu_kernels() -> str | None:
     """Return which packages the GPU kernels lack and how to install them; None if nothing is missing."""
     if importlib.util.find_spec("triton") is not None:
         return None
-    return "its kernels need triton, which is not installed; pip install '.[gpu]' in Tandem's folder, or use cpu."
+    return f"its kernels need triton, which is not installed; {install_command('gpu')}, or use cpu."
 
 
 def parse_device(name: str) -> torch.device:

@@ -6,7 +6,6 @@ could only copy and truncate, which loses the output written in between.
 """
 
 import contextlib
-import fcntl
 import os
 import sys
 from pathlib import Path
@@ -40,6 +39,9 @@ class LogFile:
                 self._take()
 
     def _turn_unless_another_did(self) -> None:
+        # Windows does not have it; clients there import this module, too.
+        import fcntl
+
         try:
             fcntl.flock(2, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:  # another process rotates it; the next check opens the new file

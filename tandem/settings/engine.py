@@ -24,7 +24,7 @@ CPU_PAGE_TOKENS, GPU_PAGE_TOKENS = 16, 128
 
 def _check_device(name: str, device: str) -> None:
     if re.fullmatch(r"cpu|cuda(:[0-9]+)?", device) is None:
-        refuse(name, f"{device!r} is none of cpu, cuda and cuda:N")
+        refuse(name, f"{device!r} is not one of cpu, cuda and cuda:N")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,5 @@
 """The limits that the public servers apply to connections and to calls before authentication."""
 
-import resource
 from dataclasses import dataclass
 
 from tandem.settings.setting import Settings, Topic, setting
@@ -57,6 +56,9 @@ class ListenerLimits(Settings):
     @property
     def connections(self) -> int:
         """The maximum number of connections: `max_connections`, or less if the process has few file descriptors."""
+        # Windows does not have it; commands there import this module, too.
+        import resource
+
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if files == resource.RLIM_INFINITY:
             return self.max_connections

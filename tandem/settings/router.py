@@ -73,6 +73,7 @@ class RouterSettings(Settings):
     )
     allowed_origins: tuple[str, ...] = setting(
         (),
+        metavar="ORIGIN",
         help="Origin of web pages whose scripts may call the HTTP port, e.g. https://chat.example.com, or * for all"
         " (CORS); repeatable; default: none.",
         topic=Topic.LISTENERS,
@@ -80,6 +81,7 @@ class RouterSettings(Settings):
     api_keys: tuple[str, ...] = setting(
         (),
         help="Key that clients must present; repeatable.",
+        metavar="KEY",
         topic=Topic.FIRST,
         position=2,
         option="api-key",
@@ -140,9 +142,9 @@ class RouterSettings(Settings):
     )
     slo_classes: tuple[SloClass, ...] = setting(
         DEFAULT_CLASSES,
-        help="NAME:TTFT_MS:ITL_MS[:PERCENT[:WORST_GAP_MS]][:reject|degrade]: targets that requests may ask for by name,"
-        " in addition to or instead of strict, balanced, quick and best_effort, and the action when they cannot be met;"
-        " repeatable.",
+        metavar="NAME:TTFT_MS:ITL_MS[:PERCENT[:WORST_GAP_MS]][:reject|degrade]",
+        help="Targets that requests may name, in addition to or instead of strict, balanced, quick and best_effort, and"
+        " the action when they cannot be met; repeatable.",
         topic=Topic.REQUESTS,
         option="slo-class",
         parse=parse_classes,
@@ -180,7 +182,7 @@ class RouterSettings(Settings):
     """The default is the time that the start of a worker may take. This wait is not counted as time in the queue."""
     otlp_endpoint: str = setting(
         "",
-        help="OTLP/gRPC endpoint for request spans, http://HOST:PORT; needs tandem[otlp].",
+        help="OTLP/gRPC endpoint for request spans, http://HOST:PORT; needs tandem-serving[otlp].",
         topic=Topic.OBSERVABILITY,
         check=check_endpoint,
     )
@@ -251,7 +253,7 @@ class RouterSettings(Settings):
         names = classes_by_name(self.slo_classes)
         if self.default_slo_class not in names:
             name = name_of(self.__dataclass_fields__["default_slo_class"])
-            refuse(name, f"{self.default_slo_class!r} is none of the classes {', '.join(names)}")
+            refuse(name, f"{self.default_slo_class!r} is not one of the classes {', '.join(names)}")
 
     @property
     def guarded(self) -> bool:

@@ -81,7 +81,8 @@ class Setting:
         if value is None:
             return value
         if self.choices and value not in list(self.choices):
-            refuse(name, f"{value!r} is none of {', '.join(self.choices)}")
+            known = [*self.choices, *([AUTO] if self.automatic == AUTO else [])]
+            refuse(name, f"{value!r} is not one of {', '.join(known)}")
         if isinstance(value, int | float) and not isinstance(value, bool):
             self._check_number(name, value)
         if self.check is not None:

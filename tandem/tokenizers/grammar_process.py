@@ -6,7 +6,6 @@ The process reads one JSON object per line, with a `kind` and a `value`, and res
 
 import json
 import os
-import resource
 import select
 import subprocess
 import sys
@@ -178,6 +177,8 @@ def _made(line: str, grammars: Grammars) -> dict[str, str]:
 
 
 def _limit_memory() -> None:
+    import resource
+
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + _MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -185,6 +186,9 @@ def _limit_memory() -> None:
 
 def main() -> None:
     """Run in the child process: compile one grammar per input line, until the input ends."""
+    # Windows does not have it; `tandem plan` there imports this module, too.
+    import resource
+
     folder, vocab_size, *eos_token_ids = sys.argv[1:]
     try:
         grammars = Grammars(

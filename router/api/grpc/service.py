@@ -19,7 +19,6 @@ from router.api.client_gone import unless_gone
 from router.api.grpc.access import GrpcAccess
 from router.api.grpc.calls import CallFacts, CallParser, InferenceCall
 from router.api.grpc.responses import Responses
-from router.api.model_routes import installed_version
 from router.api.prompt_replies import PromptReplies
 from router.config import RouterConfig
 from router.requests.dispatch import Dispatcher
@@ -32,6 +31,7 @@ from tandem.protocol.errors import InvalidArgument, TandemError, Unavailable, cl
 from tandem.protocol.generated.tandem.v1 import inference_pb2, types_pb2
 from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.protocol.lifecycle.request_trace import TRACEPARENT, only
+from tandem.version import installed_version
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _M = TypeVar("_M", bound=Message)

@@ -94,4 +94,4 @@ class OfferedTools:
 
     def _check(self, chosen: set[str]) -> None:
         if not chosen or not chosen <= {name for name, _ in self.functions}:
-            raise InvalidArgument("tool_choice", "names a function that is none of the tools")
+            raise InvalidArgument("tool_choice", "names a function that is not one of the tools")

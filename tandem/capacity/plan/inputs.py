@@ -62,15 +62,15 @@ class PlanInputs:
         self.decode.check_decode(self.demand, self.targets)
         self.prefill.check_prefill(self.demand, self.targets)
 
-    def split(self) -> Split:
+    def split(self, load_ratio: float = TARGET_RATIO) -> Split:
         """Return the best split of the given number of workers or, without a number, the smallest split with headroom.
 
-        A single worker does both prefill and decode.
+        Headroom is left by load ratios of at most `load_ratio`. A single worker does both prefill and decode.
         """
         if self.workers is not None:
             best = self.sizing.best(self.workers, Limits(), shared=self.workers == 1)
         else:
-            best = self.sizing.fewest(Range(2, WORKERS_MAX), Limits(), TARGET_RATIO)
+            best = self.sizing.fewest(Range(2, WORKERS_MAX), Limits(), load_ratio)
         assert best is not None
         return best
 

@@ -15,14 +15,15 @@ from tandem.settings.planner import Limits
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of the model, and the load that the same workers can then serve: `rate` times the current load.
-
-    `split` is their best split for it.
-    """
+    """A change of the model, and what it does to the capacity of the same workers."""
 
     name: str
     rate: float
+    """The highest rate that they can serve ÷ that without the change."""
+    load_ratio: float
+    """The load ÷ that highest rate."""
     split: Split
+    """Their best split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Quantized:
 
 
 def changes(sizing: Sizing, split: Split, forms: Iterable[tuple[Quantized, Quantized]]) -> Iterator[Change]:
-    """Yield one change for each quantized form: the load that it allows, and the best split for it.
+    """Yield one change for each quantized form.
 
     A form is given for prefill workers and for decode workers.
     """
@@ -66,4 +67,5 @@ def _quantized(facts: WorkerFacts, form: Quantized) -> WorkerFacts:
 
 def _change(name: str, before: Sizing, after: Sizing, split: Split) -> Change:
     best = after.best(split.workers, Limits(), shared=bool(split.shared)) or split
-    return Change(name, before.worst(split).value / after.worst(best).value, best)
+    load_ratio = after.worst(best).value
+    return Change(name, before.worst(split).value / load_ratio, load_ratio, best)

@@ -35,7 +35,9 @@ class Split:
     @property
     def text(self) -> str:
         """The split as text, for logs."""
-        return f"{self.shared} workers" if self.shared else f"{self.prefill}:{self.decode}"
+        if self.shared:
+            return f"{self.shared} worker{'s' * (self.shared > 1)}"
+        return f"{self.prefill}:{self.decode}"
 
 
 @dataclass(frozen=True, slots=True)

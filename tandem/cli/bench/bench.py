@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tandem.cli.connection.options import ApiKey, ApiKeyFile, TlsClientCertificate, TlsClientKey
+from tandem.cli.connection.options import ApiKey, ApiKeyFile, TlsClientCertificate, TlsClientKey, key_option
+from tandem.cli.help_text import further_option
 from tandem.cli.option_groups import option_groups
 from tandem.cli.plain_errors import INTERRUPTED, plain_errors
+from tandem.version import install_command
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from tandem.cli.load.slo import SloCell
     from tandem.cli.load.workload import Source, Workload
 
+request_option = further_option("Requests and clients")
 _ARRIVALS = {"poisson": 1.0, "constant": 0.0}
 _PICTURES = (".svg", ".png")
 
@@ -41,7 +44,7 @@ class ServerOptions:
     api_key_file: ApiKeyFile = ""
     tls_ca: Annotated[
         str,
-        typer.Option(
+        key_option(
             "--tls-ca",
             envvar="TANDEM_TLS_CA",
             help="PEM file with the authority of the server's certificate, for TLS by gRPC; by HTTPS that of "
@@ -52,10 +55,10 @@ class ServerOptions:
     tls_client_key: TlsClientKey = ""
     api: Annotated[str, typer.Option("--api", help="By HTTP: completions, or chat.")] = "completions"
     vocab_size: Annotated[
-        int, typer.Option("--vocab-size", min=1, help="Token ids of completions are drawn below it.")
+        int, request_option("--vocab-size", min=1, help="Token ids of completions are drawn below it.")
     ] = 30_000
     ignore_eos: Annotated[
-        bool, typer.Option(help="Ask for answers of exactly the drawn length; others then count as errors.")
+        bool, request_option(help="Ask for answers of exactly the drawn length; others then count as errors.")
     ] = True
 
     def find(self) -> Server:
@@ -85,7 +88,7 @@ class LoadOptions:
 
     rate: Annotated[str, typer.Option("--rate", "--rates", help="Requests a second, one load for each: 4,8,16.")] = ""
     duration: Annotated[float, typer.Option("--duration", help="Seconds of each load.")] = 30.0
-    arrivals: Annotated[str, typer.Option("--arrivals", help="poisson, or constant gaps.")] = "poisson"
+    arrivals: Annotated[str, request_option("--arrivals", help="poisson, or constant gaps.")] = "poisson"
     prompt_tokens: Annotated[str, typer.Option("--prompt-tokens", help="A number, or lognormal:MEAN:SIGMA.")] = "512"
     answer_tokens: Annotated[str, typer.Option("--answer-tokens", help="A number, or lognormal:MEAN:SIGMA.")] = "128"
     dataset: Annotated[
@@ -96,10 +99,10 @@ class LoadOptions:
             "without --rate has its own speed.",
         ),
     ] = None
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of arrivals, lengths and token ids.")] = 0
-    warm_up: Annotated[int, typer.Option("--warm-up", min=0, help="Requests before the load, in no figure.")] = 8
-    drain: Annotated[float, typer.Option("--drain", help="Seconds for answers after the last arrival.")] = 60.0
-    clients: Annotated[int, typer.Option("--clients", min=1, help="Client processes.")] = 2
+    seed: Annotated[int, request_option("--seed", min=0, help="Of arrivals, lengths and token ids.")] = 0
+    warm_up: Annotated[int, request_option("--warm-up", min=0, help="Requests before the load, in no figure.")] = 8
+    drain: Annotated[float, request_option("--drain", help="Seconds for answers after the last arrival.")] = 60.0
+    clients: Annotated[int, request_option("--clients", min=1, help="Client processes.")] = 2
 
     def settings(self) -> LoadSettings:
         """Return the settings of the client processes."""
@@ -236,5 +239,5 @@ def _pictures() -> ModuleType:
     try:
         from tandem.cli.load import pictures
     except ModuleNotFoundError:
-        raise InvalidArgument("--plot", "needs matplotlib; pip install '.[plots]' in Tandem's folder") from None
+        raise InvalidArgument("--plot", f"needs matplotlib; {install_command('plots')}") from None
     return pictures

@@ -157,7 +157,7 @@ def find_server(
     card = next((entry for entry in listed if entry["id"] == model), None) if model else listed[0]
     if card is None:
         names = ", ".join(str(entry["id"]) for entry in listed)
-        raise InvalidArgument("--model", f"{model!r} is none of the server's models: {names}")
+        raise InvalidArgument("--model", f"{model!r} is not one of the server's models: {names}")
     share = HttpShare(url, str(card["id"]), api_key, 0, vocab_size, (), 0.0, chat=api == "chat", ignore_eos=ignore_eos)
     context = card.get("max_model_len")
     return HttpServer(share, context if isinstance(context, int) else None)

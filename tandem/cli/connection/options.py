@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tandem.cli.help_text import further_option
+
 if TYPE_CHECKING:
     from tandem.cli.connection.controller_client import ControllerClient
     from tandem.cli.connection.router import Sampling
     from tandem.client import Client, Tls
+
+key_option = further_option("Keys and TLS")
 
 
 def _one_of_several(context: typer.Context, parameter: typer.CallbackParam, key: str) -> str:
@@ -28,17 +32,15 @@ Address = Annotated[
 ]
 ApiKey = Annotated[
     str,
-    typer.Option(
+    key_option(
         "--api-key", envvar="TANDEM_API_KEY", callback=_one_of_several, help="API key for a router that requires one."
     ),
 ]
 ApiKeyFile = Annotated[
     str,
-    typer.Option("--api-key-file", envvar="TANDEM_API_KEY_FILE", help="File whose first key is used instead."),
+    key_option("--api-key-file", envvar="TANDEM_API_KEY_FILE", help="File whose first key is used instead."),
 ]
-Temperature = Annotated[
-    float, typer.Option("--temperature", help="0 = greedy, always the most likely token; higher = more varied.")
-]
+TEMPERATURE_HELP = "0 = greedy, always the most likely token; higher = more varied."
 Metrics = Annotated[
     str,
     typer.Option(
@@ -47,12 +49,12 @@ Metrics = Annotated[
 ]
 MetricsKey = Annotated[
     str,
-    typer.Option(
+    key_option(
         "--metrics-key", envvar="TANDEM_METRICS_KEY", help="Key that opens metrics; default: the running cluster's."
     ),
 ]
 MetricsKeyFile = Annotated[
-    str, typer.Option("--metrics-key-file", envvar="TANDEM_METRICS_KEY_FILE", help="File with that key, used instead.")
+    str, key_option("--metrics-key-file", envvar="TANDEM_METRICS_KEY_FILE", help="File with that key, used instead.")
 ]
 Grace = Annotated[
     float, typer.Option("--grace", help="Seconds to finish running requests; the rest then continue on other workers.")
@@ -73,7 +75,7 @@ class SamplingOptions:
     """The sampling options of a command."""
 
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="Maximum tokens to generate.")] = None
-    temperature: Temperature = 0.0
+    temperature: Annotated[float, typer.Option("--temperature", help=TEMPERATURE_HELP)] = 0.0
     seed: Annotated[int | None, typer.Option("--seed", help="Makes sampling above temperature 0 reproducible.")] = None
 
     @property
@@ -86,7 +88,7 @@ class SamplingOptions:
 
 TlsCa = Annotated[
     str,
-    typer.Option(
+    key_option(
         "--tls-ca",
         envvar="TANDEM_TLS_CA",
         help="PEM file with the authority of a router's certificate, for TLS; the running cluster needs none.",
@@ -94,14 +96,14 @@ TlsCa = Annotated[
 ]
 TlsClientCertificate = Annotated[
     str,
-    typer.Option(
+    key_option(
         "--tls-client-certificate",
         envvar="TANDEM_TLS_CLIENT_CERTIFICATE",
         help="PEM file with the certificate for a router that requires one.",
     ),
 ]
 TlsClientKey = Annotated[
-    str, typer.Option("--tls-client-key", envvar="TANDEM_TLS_CLIENT_KEY", help="PEM file with its key.")
+    str, key_option("--tls-client-key", envvar="TANDEM_TLS_CLIENT_KEY", help="PEM file with its key.")
 ]
 
 
@@ -157,13 +159,13 @@ class ControllerOptions:
     ] = ""
     token: Annotated[
         str,
-        typer.Option(
+        key_option(
             "--token", envvar="TANDEM_CLUSTER_TOKEN", help="The cluster's secret; default: the running cluster's."
         ),
     ] = field(default="", repr=False)
     token_file: Annotated[
         str,
-        typer.Option("--token-file", envvar="TANDEM_CLUSTER_TOKEN_FILE", help="File with that secret, used instead."),
+        key_option("--token-file", envvar="TANDEM_CLUSTER_TOKEN_FILE", help="File with that secret, used instead."),
     ] = ""
 
     def client(self) -> ControllerClient:

@@ -37,6 +37,8 @@ class RunningCluster:
     """File with the certificate of `grpc` and `http`; empty = they use no TLS."""
     stop_grace_s: float = 0.0
     """Seconds for which running requests may continue when the cluster is stopped."""
+    logs: str = ""
+    """The folder with the logs of its processes."""
 
     @property
     def metrics_key(self) -> str:
@@ -76,12 +78,13 @@ def announce(
     operations: str = "",
     certificate: str = "",
     stop_grace_s: float = 0.0,
+    logs: str = "",
 ) -> Path:
     """Write this process's state file, readable by this user only, and return its path; the caller deletes it."""
     pid = os.getpid()
     started = psutil.Process(pid).create_time()
     state = RunningCluster(
-        pid, started, grpc, http, model, controller, token, metrics, operations, certificate, stop_grace_s
+        pid, started, grpc, http, model, controller, token, metrics, operations, certificate, stop_grace_s, logs
     )
     folder().mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder() / f"up-{pid}.json"

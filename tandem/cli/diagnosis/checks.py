@@ -12,6 +12,8 @@ from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from tandem.version import install_command
+
 SHM = Path("/dev/shm")
 SHM_BYTES_MIN = 256 << 20
 PYTHON_MIN = (3, 11)
@@ -94,7 +96,7 @@ def check_gpu() -> Check:
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         if importlib.util.find_spec("triton") is None:
-            advice = "pip install '.[gpu]' in Tandem's folder"
+            advice = install_command("gpu")
             return Check("GPU", Level.FAIL, f"{', '.join(names)}, without triton", advice)
         oldest = min(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
         advice = "" if oldest >= _FP8_CAPABILITY else "for --kv-cache-dtype take int8: fp8 needs compute capability 8.9"

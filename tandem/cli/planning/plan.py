@@ -18,6 +18,7 @@ from tandem.cli.planning.plan_options import (
     ShapeOptions,
     TargetOptions,
     check_above_0,
+    method_option,
 )
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ _FULL = 1.0
 
 def lines(inputs: PlanInputs, split: Split) -> Iterator[str]:
     """Yield the lines about the model, memory, step times, latency targets, cluster size and first bottleneck."""
+    from tandem.capacity.planner.policy import TARGET_RATIO
     from tandem.capacity.simulation.hardware import ITEM_BYTES
     from tandem.cost_model.step_cost import StepCost
     from tandem.engine.model_summary import model_summary
@@ -60,10 +62,15 @@ def lines(inputs: PlanInputs, split: Split) -> Iterator[str]:
         ((prefill, "prefill"), (decode, "decode")), key=lambda pair: pair[0].value, reverse=True
     )
     yield f"size      {size(inputs, split)}"
+    if inputs.workers is None:
+        yield (
+            f"headroom  no role is planned above {TARGET_RATIO:.0%} of its capacity, as arrivals come in bursts;"
+            f" at 100%, {inputs.split(load_ratio=_FULL).workers} workers would do"
+        )
     if split.shared:
-        yield f"bottleneck      it has {worse.text}"
+        yield f"bottleneck  {worse.limit}, at {worse.value:.0%} of the worker's capacity"
     else:
-        yield f"bottleneck      {first} binds first, by its {worse.text}; {second} has {better.text}"
+        yield f"bottleneck  {first}, at {worse.text} of its capacity; {second} is at {better.text}"
     if worse.value > _FULL:
         yield f"          too few for {demand.per_s:g} requests/s: targets hold up to {demand.per_s / worse.value:.3g}"
     if computing.expert_parallel or decoding.expert_parallel:
@@ -112,9 +119,12 @@ def _count(number: int, noun: str) -> str:
 
 def strategy_table(results: Iterable[TrialResult], rate: float) -> Table:
     """Return a table of simulated results with one row per strategy; `rate` is the planned load in requests/s."""
-    table = Table(box=None, pad_edge=False)
+    from tandem.capacity.simulation.knee import KEPT
+
+    title = f"simulated at {rate:g} requests/s; the knee is the highest rate with an SLO attainment of {KEPT:.0%}"
+    table = Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False)
     table.add_column("strategy", no_wrap=True)
-    for column in ("knee /s", f"kept at {rate:g}/s", "TTFT p50", "p99 ms", "ITL p50", "p99 ms", "missed by"):
+    for column in ("knee /s", "÷ load", "SLO attainment", "TTFT p50", "p99 ms", "ITL p50", "p99 ms", "missed by"):
         table.add_column(column, justify="right", no_wrap=True)
     for result in results:
         asked = result.asked
@@ -122,6 +132,7 @@ def strategy_table(results: Iterable[TrialResult], rate: float) -> Table:
         table.add_row(
             result.strategy.name,
             f"{result.knee_rate:.3g}" if result.knee else "none",
+            f"{result.knee_rate / rate:.2f}",
             f"{asked.share:.0%}",
             *(f"{seconds * _MS:.0f}" for seconds in (asked.ttft_p50_s, asked.ttft_p99_s)),
             *(f"{seconds * _MS:.1f}" for seconds in (asked.gap_p50_s, asked.gap_p99_s)),
@@ -131,11 +142,18 @@ def strategy_table(results: Iterable[TrialResult], rate: float) -> Table:
 
 
 def what_if_lines(inputs: PlanInputs, split: Split) -> Iterator[str]:
-    """Yield one line per quantized form of the model: the load that it allows, as the cost model predicts it."""
+    """Yield one line per quantized form of the model: the highest rate that the same workers serve with it."""
     from tandem.capacity.plan.what_if import changes
+    from tandem.capacity.planner.policy import TARGET_RATIO
 
     for change in changes(inputs.sizing, split, inputs.quantized_forms()):
-        yield f"  {change.name}: {change.rate:.2f} × the load, with {change.split.prefill}:{change.split.decode}"
+        per_s = inputs.demand.per_s / change.load_ratio
+        enough = "too little" if change.load_ratio > _FULL else "enough"
+        headroom = ", without headroom" if TARGET_RATIO < change.load_ratio <= _FULL else ""
+        yield (
+            f"  {change.name}: up to {per_s:.3g} requests/s, {change.rate:.2f} times as many as now, {enough} for the"
+            f" load{headroom}; with {change.split.text}"
+        )
 
 
 def speculation_lines(inputs: PlanInputs, drafting: Drafting) -> Iterator[str]:
@@ -181,18 +199,18 @@ def plan(
     workers: Annotated[int | None, typer.Option(help="Number of workers; default: the fewest with headroom.")] = None,
     costs: CostOptions,
     simulate: Annotated[
-        bool, typer.Option("--simulate/--no-simulate", help="Find each strategy's knee by short simulated loads.")
+        bool, method_option("--simulate/--no-simulate", help="Find each strategy's knee by short simulated loads.")
     ] = True,
     speculate: Annotated[
         str | None,
-        typer.Option(
+        method_option(
             help="The drafts of speculative decoding: ACCEPTANCE,DRAFTS,COST, where COST is the time to propose a draft"
             " ÷ a decode step of one request; by default that of the model of --draft by the roofline, else 0."
             " With this option simulated workers draft, too, where it pays; without, 0.7,3 is assessed alone."
         ),
     ] = None,
     check: Annotated[
-        Path | None, typer.Option(help="Only compare knees with a measured table of benchmarks.strategies.")
+        Path | None, method_option(help="Only compare knees with a measured table of benchmarks.strategies.")
     ] = None,
 ) -> None:
     """Size a cluster: GPUs, prefill:decode ratio, memory, latencies, and which bottleneck binds first."""
@@ -312,7 +330,7 @@ def _answer(inputs: PlanInputs, drafting: Drafting, *, simulate: bool) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=WIDE)
     for line in lines(inputs, split):
         console.print(line, highlight=False)
-    console.print("effects of changes, by the cost model:")
+    console.print("what the same workers would serve, by the cost model:")
     for line in what_if_lines(inputs, split):
         console.print(line, highlight=False)
     for line in speculation_lines(inputs, drafting):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tandem.cli.help_text import further_option
 from tandem.cli.start.setting_options import OPTIONS
 
 if TYPE_CHECKING:
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from tandem.engine.config.model import ModelSpec
     from tandem.protocol.cost_parameters import CostParameters
 
+kv_option = further_option("KV cache and drafts")
+gpu_option = further_option("GPUs of each worker")
+method_option = further_option("Step times and simulation")
 _CUSTOM_GIB = 80.0
 
 
@@ -27,12 +31,10 @@ class ShapeOptions:
     shape: Annotated[str, typer.Option(help="A model's shape: llama-3-8b, qwen3-32b, …")] = "llama-3-8b"
     model: Annotated[Path | None, typer.Option(help="A model folder with config.json, used instead.")] = None
     quantization: Annotated[str | None, typer.Option(help=OPTIONS["quantization"].help)] = None
-    kv_cache_dtype: Annotated[str, typer.Option(help="Of the KV cache, as with `tandem up`: auto, int8 or fp8.")] = (
-        "auto"
-    )
+    kv_cache_dtype: Annotated[str, kv_option(help="Of the KV cache, as with `tandem up`: auto, int8 or fp8.")] = "auto"
     draft: Annotated[
         Path | None,
-        typer.Option(help="Folder of the model or heads of `tandem up --speculate draft`, whose memory counts."),
+        kv_option(help="Folder of the model or heads of `tandem up --speculate draft`, whose memory counts."),
     ] = None
 
     @property
@@ -52,7 +54,7 @@ class ShapeOptions:
 
         if self.model is None:
             if self.shape not in shape_names():
-                raise InvalidArgument("--shape", f"{self.shape!r} is none of {', '.join(shape_names())}")
+                raise InvalidArgument("--shape", f"{self.shape!r} is not one of {', '.join(shape_names())}")
             spec = shape_config(self.shape)
         else:
             spec = load_spec(self.model)
@@ -90,32 +92,32 @@ class GpuOptions:
     ] = "H200"
     ceilings: Annotated[
         str,
-        typer.Option(help="TFLOPS:GBPS by the data sheet, for another GPU, with an H200's NVLink; with --memory-gib."),
+        gpu_option(help="TFLOPS:GBPS by the data sheet, for another GPU, with an H200's NVLink; with --memory-gib."),
     ] = ""
-    memory_gib: Annotated[float | None, typer.Option(help="Its memory; default: that of the GPU, or 80.")] = None
-    prefill_gpu: Annotated[str | None, typer.Option(help="GPU of prefill workers, if it is another one.")] = None
-    decode_gpu: Annotated[str | None, typer.Option(help="GPU of decode workers, if it is another one.")] = None
+    memory_gib: Annotated[float | None, gpu_option(help="Its memory; default: that of the GPU, or 80.")] = None
+    prefill_gpu: Annotated[str | None, gpu_option(help="GPU of prefill workers, if it is another one.")] = None
+    decode_gpu: Annotated[str | None, gpu_option(help="GPU of decode workers, if it is another one.")] = None
     tensor_parallel_size: Annotated[
         int | None,
-        typer.Option(
+        gpu_option(
             min=1, help="GPUs of each worker; default: 1, 2, 4 or 8, with which the fewest GPUs serve the load."
         ),
     ] = None
     prefill_tensor_parallel_size: Annotated[
-        int | None, typer.Option(min=1, help="GPUs of each prefill worker; default: --tensor-parallel-size.")
+        int | None, gpu_option(min=1, help="GPUs of each prefill worker; default: --tensor-parallel-size.")
     ] = None
     decode_tensor_parallel_size: Annotated[
-        int | None, typer.Option(min=1, help="GPUs of each decode worker; default: --tensor-parallel-size.")
+        int | None, gpu_option(min=1, help="GPUs of each decode worker; default: --tensor-parallel-size.")
     ] = None
     prefill_pipeline_size: Annotated[
         int | None,
-        typer.Option(
+        gpu_option(
             min=1, help="Pipeline stages of each prefill worker; default: 1, or 2 with which fewer GPUs serve the load."
         ),
     ] = None
     prefill_context_parallel_size: Annotated[
         int | None,
-        typer.Option(
+        gpu_option(
             min=1,
             help="GPUs of each prefill worker that divide the tokens of prompts, with the whole model each; default: 1,"
             " or 2, 4 or 8 with which fewer GPUs serve the load.",
@@ -123,13 +125,13 @@ class GpuOptions:
     ] = None
     prefill_expert_parallel_size: Annotated[
         int | None,
-        typer.Option(min=1, help="GPUs over several hosts of each prefill worker, which divide the experts."),
+        gpu_option(min=1, help="GPUs over several hosts of each prefill worker, which divide the experts."),
     ] = None
     decode_expert_parallel_size: Annotated[
-        int | None, typer.Option(min=1, help="As --prefill-expert-parallel-size, of each decode worker.")
+        int | None, gpu_option(min=1, help="As --prefill-expert-parallel-size, of each decode worker.")
     ] = None
     two_batch_overlap: Annotated[
-        bool, typer.Option("--two-batch-overlap", help="Exchange one half of a step while the other is computed.")
+        bool, gpu_option("--two-batch-overlap", help="Exchange one half of a step while the other is computed.")
     ] = False
 
     @property
@@ -187,7 +189,7 @@ class DemandOptions:
 
     prompt_tokens: Annotated[float, typer.Option(help="Mean tokens of a prompt.")] = 2000.0
     answer_tokens: Annotated[float, typer.Option(help="Mean output tokens of a request.")] = 500.0
-    cached: Annotated[float, typer.Option(help="Fraction of prompt tokens in prefix caches, 0 to 1.")] = 0.0
+    cached: Annotated[float, kv_option(help="Fraction of prompt tokens in prefix caches, 0 to 1.")] = 0.0
     rate: Annotated[float, typer.Option(help="Requests per second.")] = 10.0
 
     def demand(self) -> Demand:
@@ -208,9 +210,9 @@ class CostOptions:
     """The options that choose the source of step costs."""
 
     costs: Annotated[
-        Path | None, typer.Option("--from", help="JSON with fitted step costs, used instead of the roofline's.")
+        Path | None, method_option("--from", help="JSON with fitted step costs, used instead of the roofline's.")
     ] = None
-    live: Annotated[bool, typer.Option("--live", help="Use the fitted costs of the running cluster.")] = False
+    live: Annotated[bool, method_option("--live", help="Use the fitted costs of the running cluster.")] = False
 
     def fitted(self) -> CostParameters | None:
         """Return the fitted step costs from the file of --from or else, with --live, from the running cluster.

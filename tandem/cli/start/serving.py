@@ -191,6 +191,7 @@ def _serve(console: Console, cluster: Cluster, config: ClusterSettings, first: F
         operations=ends.operations,
         certificate="" if config.router.tls is None else str(config.router.tls.certificate),
         stop_grace_s=config.stop_grace_s,
+        logs=str(config.log_folder),
     )
     try:
         if first is not None:

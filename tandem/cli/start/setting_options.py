@@ -11,6 +11,7 @@ import typer
 
 from tandem.settings.cluster import ClusterSettings
 from tandem.settings.options import Option, options_of, read_options
+from tandem.settings.setting import Topic
 
 if TYPE_CHECKING:
     from tandem.settings.router import RouterSettings
@@ -42,7 +43,7 @@ def _parameter(option: Option) -> inspect.Parameter:
         envvar=option.variable,
         help=f"{option.help} vLLM's name: {', '.join(aliases)}." if aliases else option.help,
         metavar=option.setting.metavar,
-        rich_help_panel=option.topic.value,
+        rich_help_panel=None if option.topic is Topic.FIRST else option.topic.value,
     )
     return inspect.Parameter(
         option.name,
@@ -82,7 +83,7 @@ def _check_router(router: RouterSettings) -> None:
         ("--reasoning-parser", router.reasoning_parser, REASONING_PARSERS),
     ):
         if name not in ("auto", "none", *names):
-            raise InvalidArgument(option, f"{name!r} is none of auto, none, {', '.join(names)}")
+            raise InvalidArgument(option, f"{name!r} is not one of auto, none, {', '.join(names)}")
     check_endpoint(router.otlp_endpoint)
     if router.api_key_file is not None:
         check_key_file("--api-key-file", router.api_key_file)

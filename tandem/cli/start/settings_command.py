@@ -14,11 +14,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperOption
+from typer.core import TyperOption
 
+from tandem.cli.help_text import GroupedHelp
 from tandem.cli.start.setting_options import OPTIONS
 
 PREFIX = "TANDEM_"
+WAYS_TO_SET = (
+    "Each option may also be a line of the YAML file that --config names, such as device: cpu, or an environment"
+    " variable, such as TANDEM_DEVICE=cpu, unless the option shows another name."
+)
 _CONFIG = "config"
 _NEAR = 0.8
 """Minimum similarity (difflib's ratio) with which an unknown name counts as a misspelling of a known one."""
@@ -28,17 +33,19 @@ SEVERAL = frozenset({"--served-model-name", "--lora-modules"})
 """Options that take several values after one flag, as in vLLM."""
 
 
-class SettingsCommand(TyperCommand):
+class SettingsCommand(GroupedHelp):
     """A command whose options may also come from `--config FILE` and from variables TANDEM_…."""
 
     def __init__(self, *args: Any, params: list[Any] | None = None, **given: Any) -> None:
         """Create the command; an option in `params` without an environment variable gets TANDEM_ followed by its name.
 
-        The arguments are those of `TyperCommand`.
+        The help names only variables that have another name. The arguments are those of `TyperCommand`.
         """
         for option in params or ():
             if isinstance(option, TyperOption) and option.name is not None:
-                option.envvar = option.envvar or PREFIX + option.name.upper()
+                usual = PREFIX + option.name.upper()
+                option.envvar = option.envvar or usual
+                option.show_envvar = option.envvar != usual
         super().__init__(*args, params=params, **given)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -51,8 +58,8 @@ class SettingsCommand(TyperCommand):
             _check_variables(ctx, os.environ)
         return rest
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help with only the first name of each setting's option.
+    def get_help(self, ctx: Any) -> str:
+        """Return the help with only the first name of each setting's option.
 
         The option's help text mentions the other names, because the column of names is narrow.
         """
@@ -61,7 +68,7 @@ class SettingsCommand(TyperCommand):
         try:
             for option, on, off in names:
                 option.opts, option.secondary_opts = on[:1], off[:1]
-            super().format_help(ctx, formatter)
+            return super().get_help(ctx)
         finally:
             for option, on, off in names:
                 option.opts, option.secondary_opts = on, off

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tandem.cli.connection.options import Temperature, checked_prompt
+from tandem.cli.connection.options import TEMPERATURE_HELP, checked_prompt
+from tandem.cli.help_text import further_option
 from tandem.cli.option_groups import option_groups
 from tandem.cli.plain_errors import plain_errors
 from tandem.cli.start.setting_options import settings_of, with_settings
@@ -20,15 +22,17 @@ if TYPE_CHECKING:
     from tandem.cli.connection.router import Sampling
     from tandem.cli.start.serving import FirstPrompt
 
+prompt_option = further_option("First prompt")
+
 
 @dataclass(frozen=True, slots=True)
 class FirstPromptOptions:
     """The options of a prompt that is answered right after the start."""
 
-    prompt: Annotated[str | None, typer.Option("--prompt", help="Answer this first and show its timeline.")] = None
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Maximum tokens of that answer.")] = 160
-    temperature: Temperature = 0.0
-    once: Annotated[bool, typer.Option("--once", help="End after that answer.")] = False
+    prompt: Annotated[str | None, prompt_option("--prompt", help="Answer this first and show its timeline.")] = None
+    max_tokens: Annotated[int, prompt_option("--max-tokens", help="Maximum tokens of that answer.")] = 160
+    temperature: Annotated[float, prompt_option("--temperature", help=TEMPERATURE_HELP)] = 0.0
+    once: Annotated[bool, prompt_option("--once", help="End after that answer.")] = False
 
     @property
     def sampling(self) -> Sampling:
@@ -47,6 +51,16 @@ class FirstPromptOptions:
         if self.once:
             raise InvalidArgument("--once", "needs a --prompt to answer")
         return None
+
+
+def check_platform() -> None:
+    """Raise FailedPrecondition on a system on which no worker can run."""
+    from tandem.protocol.errors import FailedPrecondition
+
+    if sys.platform != "linux":
+        raise FailedPrecondition(
+            "a cluster runs on Linux only, as NIXL does; from here, use one elsewhere with --address (docs/install.md)"
+        )
 
 
 def check_model(given: Mapping[str, Any]) -> None:
@@ -134,6 +148,7 @@ def up(
     """Start a cluster and serve until Ctrl-C."""
     from tandem.cli.start.serving import serve
 
+    check_platform()
     check_model(given)
     workers = {name: given[name] for name in ("prefill", "decode", "workers")}
     check_workers(given["mode"], **workers)

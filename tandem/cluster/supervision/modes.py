@@ -62,7 +62,7 @@ class ModeChange:
             ("--step-policy", self.step_policy, ["", *PolicyName]),
         ):
             if name not in known:
-                raise InvalidArgument(option, f"{name!r} is none of {', '.join(value for value in known if value)}")
+                raise InvalidArgument(option, f"{name!r} is not one of {', '.join(value for value in known if value)}")
         if self.step_budget and self.step_policy not in {PolicyName.CHUNKED, PolicyName.DECODE_PRIORITY}:
             raise InvalidArgument("--step-budget", "is for --step-policy chunked or decode-priority; name it, too")
         target = now.itl_target_s if self.itl_target_s == 0 else max(self.itl_target_s, 0.0) or None

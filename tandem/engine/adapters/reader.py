@@ -8,7 +8,6 @@ or an `error`.
 import hashlib
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -114,6 +113,9 @@ def _described(entry: TensorEntry) -> Mapping[str, object]:
 
 def main() -> None:
     """Run the reading process; its arguments are the folder and its limit of CPU time in seconds."""
+    # Windows does not have it; `tandem plan` there imports this module, too.
+    import resource
+
     seconds = int(time.process_time()) + 1 + int(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -3,7 +3,6 @@
 All weights become float32. With `codes`, tensors of the types in `GGUF_SCHEMES` keep their quantized blocks instead.
 """
 
-import fcntl
 import hashlib
 import json
 import math
@@ -66,6 +65,9 @@ def prepare_model(
             f"{path} does not exist; give a folder in Hugging Face layout, a GGUF file, or "
             "ORG/NAME of a repository on the Hugging Face Hub."
         )
+    # Windows does not have it; `tandem plan` there imports this module, too.
+    import fcntl
+
     home = (cache_dir or default_cache()) / _fingerprint(path, codes=codes)
     folder = home / path.stem
     try:

@@ -201,7 +201,7 @@ def _check_no_setting(line: str, word: str, *, after_settings: bool) -> None:
     """
     if "=" in word.rstrip("=") or not word.rstrip("=") or word in _SETTINGS:
         known = ", ".join(f"{name}=" for name in _SETTINGS)
-        raise InvalidArgument(line, f"has a setting that is none of {known}; give a key with = in it as its sha256:")
+        raise InvalidArgument(line, f"has a setting that is not one of {known}; give a key with = in it as its sha256:")
     if after_settings:
         raise InvalidArgument(line, "has a word after the settings; names have no blanks, and another key its own line")
 

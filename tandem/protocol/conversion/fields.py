@@ -169,4 +169,4 @@ def _read_enum(enum: type[Enum], field: str, content: Any) -> Enum:
     try:
         return enum(content)
     except ValueError:
-        raise InvalidArgument(field, f"{content!r} is none of {', '.join(map(str, enum))}") from None
+        raise InvalidArgument(field, f"{content!r} is not one of {', '.join(map(str, enum))}") from None

@@ -61,8 +61,8 @@ def test_no_gpu_is_said_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None
     ("arguments", "words"),
     [
         (["--device", "cuda"], "^device: 'cuda' is not there: PyTorch sees 0 CUDA devices"),
-        (["--device", "gpu"], "^--device: 'gpu' is none of cpu, cuda and cuda:N$"),
-        (["--dtype", "float8"], "^--dtype: 'float8' is none of auto, float32, bfloat16, float16$"),
+        (["--device", "gpu"], "^--device: 'gpu' is not one of cpu, cuda and cuda:N$"),
+        (["--dtype", "float8"], "^--dtype: 'float8' is not one of auto, float32, bfloat16, float16$"),
         (["--shape", "nope"], "'nope' is no known shape; choose deepseek-v2-lite"),
     ],
 )
@@ -131,7 +131,11 @@ def test_any_field_of_a_cluster_can_be_set(text: str, setting: tuple[str, object
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("nonsense=1", "'nonsense' is none of .*decode, "), ("decode=x", "decode='x' is no int"), ("decode", "decode=''")],
+    [
+        ("nonsense=1", "'nonsense' is not one of .*decode, "),
+        ("decode=x", "decode='x' is no int"),
+        ("decode", "decode=''"),
+    ],
 )
 def test_a_setting_that_is_none_is_refused(text: str, message: str) -> None:
     with pytest.raises(InvalidArgument, match=f"--set: {message}"):

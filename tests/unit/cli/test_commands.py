@@ -254,7 +254,7 @@ def test_a_wrong_option_is_named() -> None:
             "--workers: is for workers that do both; give it, or --prefill and --decode",
         ),
         (["--mode", "colocated", "--prefill", "2"], "--prefill: is for --mode disaggregated"),
-        (["--mode", "mixed"], "--mode: 'mixed' is none of disaggregated, colocated, adaptive"),
+        (["--mode", "mixed"], "--mode: 'mixed' is not one of disaggregated, colocated, adaptive, auto"),
     ],
 )
 def test_each_mode_has_workers_of_its_own(options: list[str], message: str) -> None:
@@ -314,7 +314,10 @@ def test_an_empty_key_opens_no_cluster() -> None:
 @pytest.mark.parametrize("device", ["cpu:7", "cuda:x", "cuda:", "gpu"])
 def test_an_unknown_device_is_refused_with_the_known_ones(device: str) -> None:
     result = CliRunner().invoke(app, ["up", "--device", device, *ANY_PORTS])
-    assert (result.exit_code, result.stderr) == (2, f"error: --device: {device!r} is none of cpu, cuda and cuda:N\n")
+    assert (result.exit_code, result.stderr) == (
+        2,
+        f"error: --device: {device!r} is not one of cpu, cuda and cuda:N\n",
+    )
 
 
 def test_a_gpu_past_the_last_is_reported_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

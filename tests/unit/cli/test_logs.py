@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tandem.cli.connection import state
 from tandem.cli.main import app
 from tandem.cli.observe.log_folder import log_root, new_log_folder
 from tandem.cli.observe.logs import LogTail
@@ -105,3 +106,46 @@ def test_the_command_prints_the_newest_run(tmp_path: Path, monkeypatch: pytest.M
     write(log_root(), new_log_folder().name, "router.log", "hello\n")
     result = CliRunner().invoke(app, ["logs"])
     assert (result.exit_code, result.stdout) == (0, "hello\n")
+
+
+@pytest.fixture
+def two_clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logs of two running clusters, which are this process by their state files, and of a run that has ended."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(state.FOLDER_VARIABLE, str(tmp_path / "state"))
+    for number, name in enumerate(("2026-01-01T0000-1", "2026-01-02T0000-2", "2026-01-03T0000-3")):
+        write(log_root(), name, "router.log", f"run {name}\n")
+        if number:
+            ends = f"127.0.0.1:{number}", f"http://127.0.0.1:8{number}"
+            state.announce(*ends, "m", logs=str(log_root() / name)).rename(tmp_path / "state" / f"up-{number}.json")
+
+
+@pytest.mark.usefixtures("two_clusters")
+@pytest.mark.parametrize(
+    ("options", "run"),
+    [
+        (["--address", "127.0.0.1:1"], "2026-01-02T0000-2"),
+        (["--address", "127.0.0.1:82"], "2026-01-03T0000-3"),
+        (["--run", "2026-01-01T0000-1"], "2026-01-01T0000-1"),
+        ([], "2026-01-03T0000-3"),
+    ],
+)
+def test_the_cluster_that_is_asked_about_is_followed(options: list[str], run: str) -> None:
+    result = CliRunner().invoke(app, ["logs", *options])
+    assert (result.exit_code, result.stdout) == (0, f"run {run}\n")
+    assert ("newest of 2 clusters" in result.stderr) is (not options)
+    assert ("2026-01-02T0000-2 at 127.0.0.1:1" in result.stderr) is (not options)
+
+
+@pytest.mark.usefixtures("two_clusters")
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--address", "127.0.0.1:9"], 1, "has its router at 127.0.0.1:9 on this host; running: 127.0.0.1:"),
+        (["--run", "yesterday"], 1, "no run is called yesterday; runs with logs: 2026-01-01T0000-1, "),
+        (["--run", "a", "--address", "b"], 2, "--run: names another run than --address"),
+    ],
+)
+def test_a_cluster_that_is_not_there_is_refused_with_those_that_are(options: list[str], code: int, words: str) -> None:
+    result = CliRunner().invoke(app, ["logs", *options])
+    assert (result.exit_code, words in result.stderr) == (code, True), result.stderr

@@ -1,6 +1,7 @@
 """`tandem plan`: its output, its errors, and its comparison of knees with a measured table."""
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -127,13 +128,31 @@ def test_it_sizes_a_cluster_for_a_load() -> None:
         "model     8.03 B parameters",
         "attention: 32 layers see all tokens",
         "KiB of KV a token",
-        "binds first",
+        "bottleneck  prefill, at 7",
+        "headroom  no role is planned above 75% of its capacity",
         "weights in 8 bits",
         "speculative decoding",
         "TTFT 1000 ms",
     ):
         assert part in result.stdout
     assert "prefill:decode" in result.stdout
+
+
+def test_it_says_how_much_headroom_it_leaves_and_whether_a_change_is_too_little() -> None:
+    said = run(*LOAD, "--rate", "200", "--no-simulate").stdout
+    size, without = (int(re.findall(pattern, said)[0]) for pattern in (r"size +(\d+) workers", r"100%, (\d+) workers"))
+    assert without < size
+    assert "\nheadroom" in said
+
+    def verdict(rate: float) -> str:
+        lines = run(*LOAD, "--rate", f"{rate:g}", "--no-simulate", "--workers", "4").stdout.splitlines()
+        assert not [line for line in lines if line.startswith("headroom")], "the number of workers is given"
+        return next(line for line in lines if line.startswith("  weights in 8 bits: "))
+
+    most = float(verdict(10).split("up to ")[1].split()[0])
+    assert ", enough for the load; with " in verdict(0.7 * most)
+    assert ", enough for the load, without headroom; with " in verdict(0.95 * most)
+    assert ", too little for the load; with " in verdict(1.1 * most)
 
 
 def size_of(*options: str) -> str:
@@ -279,7 +298,7 @@ def test_fitted_costs_take_the_place_of_the_roofline(tmp_path: Path) -> None:
         (["--gpu", "TPU"], "--gpu"),
         (["--rate", "0"], "--rate"),
         (["--cached", "1"], "--cached"),
-        (["--shape", "nobody's"], '--shape: "nobody\'s" is none of deepseek-v2-lite'),
+        (["--shape", "nobody's"], '--shape: "nobody\'s" is not one of deepseek-v2-lite'),
         (["--shape", "qwen3-32b", "--gpu", "L4", "--tensor-parallel-size", "2"], "--gpu"),
         (["--slo-itl", "0.5"], "--slo-itl: a single request has"),
         (["--slo-ttft", "5"], "--slo-ttft: a prompt of 2000 tokens alone takes"),

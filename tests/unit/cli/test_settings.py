@@ -127,7 +127,7 @@ def test_a_misspelled_variable_is_refused_as_a_setting_in_a_file_is(served: list
 
 def test_help_names_aliases_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     for command in ("up", "serve"):
-        shown = re.sub(r"[│\s]+", " ", run("--help", command=command, COLUMNS="100").output)
+        shown = re.sub(r"[│\s]+", " ", run("--help-all", command=command).output)
         for option in ALL.values():
             assert all(f"name: {alias}" in shown for alias in option.setting.aliases), command
         assert "--memory-fraction <float>" in shown

@@ -70,7 +70,7 @@ def test_a_picture() -> None:
     )
     assert lines["Service"][1:4] == ["classes", "since", "the"]
     assert lines["Latencies"][-2:] == ["2", "s"]
-    assert lines["quick"] == ["quick", "1.25", "4", "0", "2", "0", "0", "transfer", "2"]
+    assert lines["quick"] == ["quick", "1.25", "67%", "4", "0", "2", "0", "0", "transfer", "2"]
     assert "unused" not in lines
     assert lines["first"] == ["first", "token", "250.0", "250.0", "299.0", "4"]
     assert lines["between"][2:3] == ["9.0"]

@@ -131,7 +131,7 @@ def test_without_options_the_settings_are_their_own_defaults(served: list[Any]) 
 def test_an_unknown_parser_is_refused_before_anything_starts(served: list[Any], option: str) -> None:
     run = CliRunner().invoke(app, ["up", option, "hermez"])
     assert run.exit_code != 0
-    assert f"{option}: 'hermez' is none of auto, none, " in run.output
+    assert f"{option}: 'hermez' is not one of auto, none, " in run.output
     assert served == []
 
 

@@ -19,7 +19,7 @@ from tandem.cli.main import app
 from tests.unit.deploy.chart import ROOT
 
 DOCS = ROOT / "docs"
-OTHERS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")
+OTHERS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/README.md")
 PAGES = sorted([*DOCS.rglob("*.md"), *(ROOT / name for name in OTHERS)])
 PATH = re.compile(r"`(\w+/[\w./-]*)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")

@@ -281,7 +281,7 @@ def test_absent_fields_take_the_defaults_of_the_dataclass() -> None:
 
 
 def test_an_unknown_role_is_an_invalid_argument_that_names_the_known_ones() -> None:
-    with pytest.raises(InvalidArgument, match="role: 'dcode' is none of prefill, decode, both"):
+    with pytest.raises(InvalidArgument, match="role: 'dcode' is not one of prefill, decode, both"):
         conversion.from_proto(types_pb2.Assignment(role="dcode", step_policy="chunked"), messages.Assignment)
 
 

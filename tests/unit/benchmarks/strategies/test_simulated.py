@@ -118,7 +118,7 @@ def test_unknown_names_of_costs_are_refused(tmp_path: Path) -> None:
     [
         ("--network", "none.json", "--network: .*none.json cannot be read"),
         ("--network", "strange.json", "has way; known are ingress_s, call_s"),
-        ("--workloads", "nonsense", "--workloads: 'nonsense' is none of balanced"),
+        ("--workloads", "nonsense", "--workloads: 'nonsense' is not one of balanced"),
         ("--processes", "0", "--processes: 0 is less than 1"),
         ("--kv-gib", "0", "--kv-gib: 0 is less than one KV page"),
         ("--misjudged", "0", "--misjudged: 0 is not above 0"),

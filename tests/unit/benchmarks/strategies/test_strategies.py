@@ -35,7 +35,7 @@ def test_one_worker_has_no_disaggregated_row() -> None:
 def test_rows_are_chosen_by_name_or_kind() -> None:
     names = [row.name for row in chosen(strategies(4), "shared,disaggregated")]
     assert names == ["shared", "disaggregated-1-3", "disaggregated-2-2", "disaggregated-3-1"]
-    with pytest.raises(InvalidArgument, match="'fast' is none of shared"):
+    with pytest.raises(InvalidArgument, match="'fast' is not one of shared"):
         chosen(strategies(2), "fast")
 
 
@@ -188,7 +188,7 @@ def test_the_strict_cell_comes_from_the_step_time_that_the_first_start_wrote(tmp
     ("given", "message"),
     [
         (("--rates", "0"), "--rates: '0' has a rate that is not above 0"),
-        (("--workloads", "azure"), "--workloads: 'azure' is none of balanced, decode-heavy"),
+        (("--workloads", "azure"), "--workloads: 'azure' is not one of balanced, decode-heavy"),
         (("--slowdown", "0"), "--slowdown: 0 is not above 0"),
         (("--length-scale", "0"), "--length-scale: 0 is not above 0"),
         (("--seconds", "-1"), "no request is due within -1 s"),

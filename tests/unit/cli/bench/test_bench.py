@@ -163,7 +163,7 @@ def test_the_latencies_are_drawn(suffix: str, url: str, tmp_path: Path) -> None:
         (("--plot", "a.pdf"), 2, "--plot: a.pdf ends in neither .svg nor .png"),
         (("--json", "no/such/file"), 2, "--json: no/such is no folder"),
         (("--dataset", "none.jsonl"), 2, "--dataset: none.jsonl cannot be read"),
-        (("--model", "third"), 2, "--model: 'third' is none of the server's models: listed, second"),
+        (("--model", "third"), 2, "--model: 'third' is not one of the server's models: listed, second"),
         (("--url", "localhost:8000"), 2, "--url: 'localhost:8000' is no address like"),
         (("--url", "grpc://"), 2, "--url: 'grpc://' is no address like"),
         (("--url", "http://127.0.0.1:9"), 4, "does not answer"),

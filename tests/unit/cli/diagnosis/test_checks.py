@@ -43,7 +43,7 @@ def test_a_gpu_without_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "take int8" in checks.check_gpu().advice
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     without = checks.check_gpu()
-    assert (without.level, without.advice) == (Level.FAIL, "pip install '.[gpu]' in Tandem's folder")
+    assert (without.level, without.advice) == (Level.FAIL, "pip install 'tandem-serving[gpu]'")
 
 
 def test_ports() -> None:

@@ -56,7 +56,7 @@ class TestClasses:
             assert ids == expected(4)
         error = await client.error(ask(4, slo_class="gold"))
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "'gold' is none of strict, balanced, quick, best_effort, hopeless, kind" in (error.details() or "")
+        assert "'gold' is not one of strict, balanced, quick, best_effort, hopeless, kind" in (error.details() or "")
         base = f"http://{cluster.endpoints.http_address}/v1"
         async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as http:
             body = {"slo_class": "strict"}
