@@ -9,11 +9,13 @@ import errno
 import io
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tandem.engine.weights.gguf_parts import part_names, require_first_part
 from tandem.protocol.errors import ModelError
 
 if TYPE_CHECKING:
@@ -31,13 +33,13 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A model on the Hugging Face Hub: a whole repository, or one GGUF file in it."""
+    """A model on the Hugging Face Hub: a whole repository, or one GGUF model in it."""
 
     repo: str
     revision: str | None = None
     """A branch, tag or commit; None = the default branch."""
     file: str = ""
-    """The GGUF file; empty = the repository's safetensors files with configuration and tokenizer."""
+    """The GGUF file, or the first of several; empty = the safetensors files with configuration and tokenizer."""
 
     @property
     def name(self) -> str:
@@ -45,11 +47,12 @@ class HubModel:
         return f"{self.repo}:{self.file}" if self.file else self.repo
 
     def download(self, progress: Progress) -> Path:
-        """Download missing files, and return the model's folder or GGUF file in the cache.
+        """Download missing files, and return the model's folder, GGUF file or first part in the cache.
 
         Without a connection, or with HF_HUB_OFFLINE, the cache must have all files. Raises ModelError, which tells what
         is missing: the repository, revision or file, access to it, the connection, or disk space.
         """
+        require_first_part(self.name)
         try:
             folder = self._download(progress)
         except ModelError:
@@ -62,19 +65,21 @@ class HubModel:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import DryRunError, LocalEntryNotFoundError
 
+        parts = part_names(self.file)
         chosen: dict[str, Any] = {
             "repo_id": self.repo,
             "revision": self.revision,
-            "allow_patterns": [self.file] if self.file else list(_FILES),
+            "allow_patterns": parts if self.file else list(_FILES),
             "ignore_patterns": None if self.file else list(_OTHER_FILES),
         }
         try:
             files = snapshot_download(**chosen, dry_run=True, tqdm_class=_progress_bar(lambda _: None))
         except DryRunError as unreachable:
-            try:
-                return Path(snapshot_download(**chosen, local_files_only=True))
-            except LocalEntryNotFoundError:
-                raise (unreachable.__cause__ or unreachable) from None
+            with suppress(LocalEntryNotFoundError):
+                folder = Path(snapshot_download(**chosen, local_files_only=True))
+                if all((folder / part).exists() for part in parts):
+                    return folder
+            raise (unreachable.__cause__ or unreachable) from None
         self._check_files([file.filename for file in files])
         missing = _check_space(files)
 
@@ -83,13 +88,16 @@ class HubModel:
 
         return Path(snapshot_download(**chosen, tqdm_class=_progress_bar(report)))
 
-    def _check_files(self, names: Iterable[str]) -> None:
+    def _check_files(self, names: Collection[str]) -> None:
         """Raise ModelError, which lists the repository's GGUF files, if the repository lacks the model's weights."""
         if any(name.endswith((".safetensors", ".gguf")) for name in names):
+            if self.file and (missing := [name for name in part_names(self.file) if name not in names]):
+                raise ModelError(f"{self.repo} lacks {missing[0]}, a part of this model; choose another one.")
             return
         from huggingface_hub import list_repo_files
 
-        gguf_files = [name for name in list_repo_files(self.repo, revision=self.revision) if name.endswith(".gguf")]
+        files = list_repo_files(self.repo, revision=self.revision)
+        gguf_files = [name for name in files if name.endswith(".gguf") and name == part_names(name)[0]]
         lacks = f"no file {self.file}" if self.file else "no safetensors"
         if not gguf_files:
             raise ModelError(f"{self.repo} has {lacks} and no GGUF file; choose a repository that has them.")

@@ -40,6 +40,7 @@ from tandem.cli.start.preflight import (
 )
 from tandem.cluster.launcher import Cluster, Endpoints
 from tandem.cluster.launcher import Progress as ClusterProgress
+from tandem.engine.weights.gguf_parts import model_name
 from tandem.protocol.errors import InvalidArgument, TandemError
 from tandem.settings.cluster import ClusterSettings
 
@@ -241,7 +242,7 @@ def _with_model(config: ClusterSettings, model: Path | None, view: StartView) ->
             path = hub.download(progress)
     else:
         path = model or find_default_model()
-    name = hub.name if hub else NAME if model is None else path.stem if path.is_file() else path.resolve().name
+    name = hub.name if hub else NAME if model is None else model_name(path) if path.is_file() else path.resolve().name
     with view.step(f"checking {name}") as progress:
         from tandem.engine.weights.gguf import prepare_model
 

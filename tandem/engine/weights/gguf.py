@@ -1,4 +1,4 @@
-"""Converts a GGUF file once into a model folder in the user's cache, so that the engine has only one loader.
+"""Converts a GGUF model once into a model folder in the user's cache, so that the engine has only one loader.
 
 All weights become float32. With `codes`, tensors of the types in `GGUF_SCHEMES` keep their quantized blocks instead.
 """
@@ -8,7 +8,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, ReaderField, ReaderTensor, dequantize
+from gguf import GGML_QUANT_SIZES, ReaderTensor, dequantize
 
 from tandem.engine.models.load_spec import parse_spec
 from tandem.engine.models.quantization_config import GGUF_SCHEMES
@@ -32,6 +32,8 @@ from tandem.engine.weights.gguf_config import (
     layer_of,
 )
 from tandem.engine.weights.gguf_layout import Architecture, Join, Metadata
+from tandem.engine.weights.gguf_parts import gguf_files, model_name
+from tandem.engine.weights.gguf_reader import open_gguf
 from tandem.engine.weights.safetensors_file import write_tensors
 from tandem.protocol.errors import ModelError
 
@@ -51,16 +53,18 @@ _PLAIN_TYPES = {"F64", "F32", "F16", "BF16"}
 def prepare_model(
     path: Path, cache_dir: Path | None = None, progress: Progress | None = None, *, codes: bool = False
 ) -> Path:
-    """Return a checked folder in Hugging Face layout: `path` itself if it is a folder, or the converted GGUF file.
+    """Return a checked folder in Hugging Face layout: `path` itself if it is one, or the converted GGUF model.
 
-    With `codes`, the converted folder keeps the file's quantized codes, which only Tandem can read; otherwise all
-    weights are float32. The folder is below `cache_dir` (by default tandem/models in the XDG cache folder), has the
-    name of the file, and appears there atomically. Raises ModelError for anything that cannot be served.
+    `path` may be a GGUF file, the first part of several, or a folder that holds them. With `codes`, the converted
+    folder keeps the quantized codes, which only Tandem can read; otherwise all weights are float32. The folder is below
+    `cache_dir` (by default tandem/models in the XDG cache folder), has the name of the file, and appears there
+    atomically. Raises ModelError for anything that cannot be served.
     """
-    if path.is_dir():
+    files = gguf_files(path)
+    if not files:
         check_model(path)
         return path
-    if not path.is_file():
+    if not files[0].is_file():
         raise ModelError(
             f"{path} does not exist; give a folder in Hugging Face layout, a GGUF file, or "
             "ORG/NAME of a repository on the Hugging Face Hub."
@@ -68,29 +72,30 @@ def prepare_model(
     # Windows does not have it; `tandem plan` there imports this module, too.
     import fcntl
 
-    home = (cache_dir or default_cache()) / _fingerprint(path, codes=codes)
-    folder = home / path.stem
+    home = (cache_dir or default_cache()) / _fingerprint(files, codes=codes)
+    folder = home / model_name(files[0])
     try:
         home.mkdir(parents=True, exist_ok=True)
         with (home / "lock").open("w") as lock:
             # Two simultaneous starts must not convert twice: the second waits for the first.
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not _is_sound(folder):
-                _convert(path, folder, progress, codes=codes)
+                _convert(files, folder, progress, codes=codes)
     except OSError as error:
         raise ModelError(f"{path} cannot be converted into {folder}: {error}.") from error
     return folder
 
 
 def refuse_codes(path: Path) -> None:
-    """Raise ModelError if a GGUF file has quantized weights, which would lose much accuracy if quantized again.
+    """Raise ModelError if a GGUF model has quantized weights, which would lose much accuracy if quantized again.
 
-    Only the header is read. Other problems with the path are reported by `prepare_model`.
+    Only the headers are read. Other problems with the path are reported by `prepare_model`.
     """
-    if not path.is_file() or _beginning(path)[: len(_MAGIC)] != _MAGIC:
+    files = gguf_files(path)
+    if not files or not all(file.is_file() and _beginning(file).startswith(_MAGIC) for file in files):
         return
     try:
-        types = {str(tensor.tensor_type.name) for tensor in _open(path).tensors} - _PLAIN_TYPES
+        types = {str(tensor.tensor_type.name) for tensor in open_gguf(files).tensors.values()} - _PLAIN_TYPES
     except ModelError as error:
         raise ModelError(f"{path}: {error.message}") from error
     if types:
@@ -105,15 +110,16 @@ def default_cache() -> Path:
     return user_cache("models")
 
 
-def _fingerprint(path: Path, *, codes: bool) -> str:
-    """Return a name for the conversion of a GGUF file, from the file's size, modification time and first MiB."""
-    status = path.stat()
-    version = _VERSION + (b" codes" if codes else b"")
-    digest = hashlib.blake2b(version + f"{status.st_size} {status.st_mtime_ns}".encode(), digest_size=8)
-    start = _beginning(path)
-    if not start.startswith(_MAGIC):
-        raise ModelError(f"{path} is not a GGUF file; give a GGUF file or a folder in Hugging Face layout.")
-    digest.update(start)
+def _fingerprint(files: Sequence[Path], *, codes: bool) -> str:
+    """Return a name for the conversion of a GGUF model, from each file's size, modification time and first MiB."""
+    digest = hashlib.blake2b(_VERSION + (b" codes" if codes else b""), digest_size=8)
+    for file in files:
+        status = file.stat()
+        start = _beginning(file)
+        if not start.startswith(_MAGIC):
+            raise ModelError(f"{file} is not a GGUF file; give a GGUF file or a folder in Hugging Face layout.")
+        digest.update(f"{status.st_size} {status.st_mtime_ns}".encode())
+        digest.update(start)
     return digest.hexdigest()
 
 
@@ -133,7 +139,7 @@ def _is_sound(folder: Path) -> bool:
     return True
 
 
-def _convert(path: Path, folder: Path, progress: Progress | None, *, codes: bool) -> None:
+def _convert(files: Sequence[Path], folder: Path, progress: Progress | None, *, codes: bool) -> None:
     """Write a hidden folder next to `folder`, then rename it.
 
     Leftover hidden folders are removed first; no process uses them, because the caller holds the lock.
@@ -142,12 +148,12 @@ def _convert(path: Path, folder: Path, progress: Progress | None, *, codes: bool
         shutil.rmtree(leftover, ignore_errors=True)
     partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
     try:
-        _write_folder(path, partial, progress, codes=codes)
+        _write_folder(files, partial, progress, codes=codes)
         check_model(partial)
         partial.chmod(0o755)
         partial.rename(folder)
     except ModelError as error:
-        raise ModelError(f"{path}: {error.message}") from error
+        raise ModelError(f"{files[0]}: {error.message}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -167,16 +173,11 @@ class _Output:
     """The type of the quantized blocks; None = F32."""
 
 
-def _write_folder(path: Path, folder: Path, progress: Progress | None, *, codes: bool) -> None:
-    reader = _open(path)
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+def _write_folder(files: Sequence[Path], folder: Path, progress: Progress | None, *, codes: bool) -> None:
+    model = open_gguf(files)
+    read, tensors = model.read, model.tensors
     if "token_embd.weight" not in tensors:
         raise ModelError("it has no token embedding; convert the model to GGUF again.")
-
-    def read(key: str) -> Any:
-        field = reader.get_field(key)
-        return None if field is None else field.contents()
-
     architecture, layers = architecture_of(read), Metadata(read).layers
     factors = {name: _dequantize(tensors.pop(name)) for name in (ROPE_FACTORS, *LONGROPE_FACTORS) if name in tensors}
     tensors = {name: tensor for name, tensor in tensors.items() if (layer_of(name) or 0) < layers}
@@ -191,7 +192,7 @@ def _write_folder(path: Path, folder: Path, progress: Progress | None, *, codes:
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2), encoding="utf-8")
     described = {name: (output.dtype, output.shape) for name, output in outputs.items()}
     write_tensors(folder / "model.safetensors", described, _weights(outputs.values(), progress))
-    _write_tokenizer(path, folder, read("tokenizer.ggml.tokens") or [], progress)
+    _write_tokenizer(files[0], folder, read("tokenizer.ggml.tokens") or [], progress)
 
 
 def _modules_by_type(outputs: Mapping[str, _Output]) -> dict[str, list[str]]:
@@ -288,62 +289,6 @@ def _change(
     if architecture.norms_plus_one and name.endswith("norm.weight"):
         return lambda weight: weight - 1
     return None
-
-
-class _Reader(GGUFReader):  # type: ignore[misc]  # its package has no types
-    """A GGUF reader that checks the file's size against its header before it reads a field or maps the tensors.
-
-    The library itself reads past the end of a file without an error, for as long as an array's stated length.
-    """
-
-    @property
-    def data(self) -> npt.NDArray[Any]:
-        """The bytes of the file.
-
-        Each slice of a plain array takes a fraction of the time of a slice of numpy's memmap, and a header has 100,000.
-        """
-        return self._data
-
-    @data.setter
-    def data(self, mapped: np.memmap[Any, Any]) -> None:
-        self._data = mapped.view(np.ndarray)
-
-    def _get(self, offset: int, dtype: npt.DTypeLike, count: int = 1, **more: Any) -> npt.NDArray[Any]:
-        if int(offset) + np.dtype(dtype).itemsize * int(count) > self.data.size:
-            raise ModelError(
-                f"the file is truncated: it has {self.data.size} bytes, its header speaks of more; download it again."
-            )
-        values: npt.NDArray[Any] = super()._get(offset, dtype, count, **more)
-        return values
-
-    def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
-        needed = max((start_offs + _end(field) for field in fields), default=start_offs)
-        if self.data.size < needed:
-            raise ModelError(
-                f"the file is truncated: it has {self.data.size} bytes, its header speaks of {needed}; "
-                "download it again."
-            )
-        super()._build_tensors(start_offs, fields)
-
-
-def _end(field: ReaderField) -> int:
-    """Return the end of a tensor, in bytes from the start of the first tensor."""
-    _, _, _, dims, raw_type, offset = field.parts
-    block_size, type_size = GGML_QUANT_SIZES[GGMLQuantizationType(raw_type[0])]
-    return int(offset[0]) + int(math.prod(map(int, dims)) * type_size) // int(block_size)
-
-
-def _open(path: Path) -> GGUFReader:
-    try:
-        return _Reader(path)
-    except ModelError:
-        raise
-    # The library defines no error of its own: a truncated file may cause any exception.
-    except Exception as error:
-        size = path.stat().st_size
-        raise ModelError(
-            f"the file is truncated or corrupt: its header cannot be read, it has {size} bytes; download it again."
-        ) from error
 
 
 def _weights(outputs: Collection[_Output], progress: Progress | None) -> Iterator[Float32 | Bytes]:

@@ -11,6 +11,8 @@ import pytest
 
 from tandem.cli.models.hub_model import HubModel, hub_model
 from tandem.engine.weights.checkpoint import check_model
+from tandem.engine.weights.gguf_parts import gguf_files
+from tandem.protocol.errors import ModelError
 from tests.factories import write_tiny_model
 from tests.small_tokenizer import save_tokenizer
 from tests.unit.cli.models.hub_server import COMMIT, TOKEN, HubServer, serving
@@ -43,7 +45,9 @@ def repositories(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "onnx" / "config.json").write_text("{}")
         (folder / "additional_chat_templates").mkdir()
         (folder / "additional_chat_templates" / "rag.jinja").write_text("{{ messages }}")
-    for name, files in {"org/quants": ["a-Q4.gguf", "sub/a-Q8.gguf"], "org/pickled": ["pytorch_model.bin"]}.items():
+    quants = ["a-Q4.gguf", "sub/a-Q8.gguf", "sub/b-00001-of-00002.gguf", "sub/b-00002-of-00002.gguf"]
+    quants.append("c-00001-of-00002.gguf")
+    for name, files in {"org/quants": quants, "org/pickled": ["pytorch_model.bin"]}.items():
         for file in files:
             (root / name / file).parent.mkdir(parents=True, exist_ok=True)
             (root / name / file).write_bytes(b"GGUF" + file.encode())
@@ -92,6 +96,15 @@ def test_one_gguf_file_is_downloaded_if_it_is_named(hub: HubServer, tmp_path: Pa
     assert hub.fetched() == {"a-Q4.gguf", "a-Q8.gguf"}
 
 
+def test_all_parts_are_downloaded_if_the_first_is_named(hub: HubServer, tmp_path: Path) -> None:
+    model = "org/quants:sub/b-00001-of-00002.gguf"
+    path = Path(download(hub, tmp_path, model)["path"])
+    assert [file.name for file in gguf_files(path)] == ["b-00001-of-00002.gguf", "b-00002-of-00002.gguf"]
+    assert hub.fetched() == {"b-00001-of-00002.gguf", "b-00002-of-00002.gguf"}
+    path.with_name("b-00002-of-00002.gguf").unlink()
+    assert "HF_HUB_OFFLINE is set, and the cache" in download(hub, tmp_path, model, HF_HUB_OFFLINE="1")["error"]
+
+
 @pytest.mark.parametrize(
     ("model", "variables", "problem"),
     [
@@ -100,7 +113,13 @@ def test_one_gguf_file_is_downloaded_if_it_is_named(hub: HubServer, tmp_path: Pa
         ("gated/tiny", {}, "is gated; accept its conditions"),
         ("org/tiny", {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"),
         ("org/tiny", {"HF_ENDPOINT": "http://127.0.0.1:9"}, "check the connection and HF_ENDPOINT"),
-        ("org/quants", {}, "has no safetensors; give one of its GGUF files: org/quants:a-Q4.gguf, org/quants:sub/a-Q8"),
+        (
+            "org/quants",
+            {},
+            "has no safetensors; give one of its GGUF files: org/quants:a-Q4.gguf, org/quants:c-00001-of-00002.gguf,"
+            " org/quants:sub/a-Q8.gguf, org/quants:sub/b-00001-of-00002.gguf.",
+        ),
+        ("org/quants:c-00001-of-00002.gguf", {}, "org/quants lacks c-00002-of-00002.gguf, a part of this model"),
         ("org/quants:a-Q9.gguf", {}, "has no file a-Q9.gguf; give one of"),
         ("org/pickled", {}, "has no safetensors and no GGUF file"),
     ],
@@ -123,6 +142,11 @@ def test_a_disk_without_space_is_known_before_the_download(hub: HubServer, tmp_p
     hub.sizes["model.safetensors"] = 1 << 60
     assert "GiB are to be downloaded, and the disk of" in download(hub, tmp_path, "org/tiny")["error"]
     assert not hub.fetched()
+
+
+def test_another_part_than_the_first_is_refused_before_a_download() -> None:
+    with pytest.raises(ModelError, match=r"name that instead, org/quants:b-00001-of-00002\.gguf"):
+        HubModel("org/quants", "v1", "b-00002-of-00002.gguf").download(lambda *_: None)
 
 
 def test_folders_and_files_take_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,3 +130,22 @@ def write_family(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def split_gguf(path: Path, most: int, *, metadata_first: bool = False) -> Path:
+    """Divide a GGUF file among files of at most `most` tensors beside it, as gguf-split does; return the first one.
+
+    With `metadata_first`, the first one has no tensors, as with gguf-split's --no-tensor-first-split.
+    """
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(path, "", split_max_tensors=most, small_first_shard=metadata_first)
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF."):
+            writer.add_key_value(field.name, field.contents(), field.types[0], field.types[-1])
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return next(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))

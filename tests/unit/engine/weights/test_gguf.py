@@ -119,11 +119,13 @@ def write_gguf(
     family: str = "llama3",
     drop: str = "",
     kind_of: Callable[[str], gguf.GGMLQuantizationType | None] = lambda _: None,
+    bpe: tuple[list[str], list[str]] | None = None,
     **changes: object,
 ) -> Path:
-    """A GGUF file of a tiny model without a tokenizer, permuted as llama.cpp's converter does it.
+    """A GGUF file of a tiny model, permuted as llama.cpp's converter does it.
 
-    `kind_of` says in what type of blocks a matrix is stored, None = float32.
+    `kind_of` says in what type of blocks a matrix is stored, None = float32. `bpe` has the tokens and the merges of a
+    byte-level tokenizer, None = the file has no tokenizer.
     """
     config = FAMILIES[family] | {"rope_scaling": None}
     kind = str(config["model_type"])
@@ -144,6 +146,10 @@ def write_gguf(
     if "head_dim" in config:
         writer.add_uint32(f"{kind}.attention.key_length", int(config["head_dim"]))
     writer.add_uint32("tokenizer.ggml.eos_token_id", 2)
+    if bpe is not None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list(bpe[0])
+        writer.add_token_merges(bpe[1])
     for key, value in changes.items():
         writer.add_uint32(f"{kind}.{key}", int(str(value)))
     names = {hf: name for name in _gguf_names(config) if (hf := huggingface_name(name, ARCHITECTURES[kind]))}
@@ -307,7 +313,7 @@ def test_codes_are_recognized_by_the_header_alone(tmp_path: Path, monkeypatch: p
     codes = write_gguf(tmp_path / "codes.gguf", kind_of=lambda _: gguf.GGMLQuantizationType.Q8_0)
     monkeypatch.setattr(conversion, "_convert", lambda *_args, **_named: pytest.fail("it is converted"))
     refuse_codes(plain)
-    refuse_codes(tmp_path)
+    refuse_codes(write_tiny_model(tmp_path / "folder"))
     refuse_codes(tmp_path / "nowhere.gguf")
     with pytest.raises(ModelError, match=r"codes.gguf is quantized already \(Q8_0\); quantize the model"):
         refuse_codes(codes)
