@@ -13,8 +13,8 @@ from tandem.cost_model.roofline import GPU, guess
 from tandem.cost_model.step_collectives import with_divided_tokens
 from tandem.cost_model.step_cost import CostParameters, StepCost
 from tandem.cost_model.step_grid import gpu_grid
-from tandem.engine.cache.paged_cache import choose_pages, page_bytes
-from tandem.engine.config.kv import kv_windows, page_elements
+from tandem.engine.cache.paged_cache import choose_pages, page_bytes, used_bytes
+from tandem.engine.config.kv import KvGroup, kv_groups, kv_windows, page_elements
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.config.sharding import Rank, computed_spec, rank_spec
 from tandem.engine.device import quantized_kv_dtype
@@ -98,7 +98,8 @@ def kv_element_bytes(model: ModelSpec, kv_cache_dtype: str) -> float:
     Raises InvalidArgument in the same cases as `quantized_kv_dtype`.
     """
     dtype = quantized_kv_dtype(kv_cache_dtype, model) or torch.bfloat16
-    return page_bytes(model, 1, dtype) / page_elements(model)
+    groups = (group for group in kv_groups(model) if isinstance(group, KvGroup))
+    return max(used_bytes(group, 1, dtype) for group in groups) / page_elements(model)
 
 
 def kv_bytes_per_held_token(

@@ -11,7 +11,7 @@ from tandem.capacity.plan.worker_kind import GROUP_SIZES, WorkerKind
 from tandem.capacity.planner.demand import Demand, LatencyTargets
 from tandem.capacity.planner.policy import TARGET_RATIO
 from tandem.capacity.simulation.arrivals import Mix
-from tandem.capacity.simulation.hardware import hardware, roofline
+from tandem.capacity.simulation.hardware import hardware, kv_element_bytes, roofline
 from tandem.capacity.simulation.knee import Trial
 from tandem.capacity.simulation.network import Network
 from tandem.capacity.simulation.strategy import Strategy
@@ -20,13 +20,13 @@ from tandem.cost_model.step_collectives import StepCollectives
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import StepWork, chunk_pairs
 from tandem.engine.config.sharding import rank_spec
-from tandem.engine.models.load_spec import load_spec
+from tandem.engine.models.load_spec import load_spec, parse_spec
 from tandem.engine.models.shapes import shape_config
 from tandem.protocol.cost_parameters import CostParameters
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.mode import Mode
 from tandem.settings.slo import SloClass
-from tests.factories import write_tiny_model
+from tests.factories import FAMILIES, write_tiny_model
 
 RESULTS = Path(__file__).parents[4] / "benchmarks" / "results"
 FREE = CostParameters(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -204,6 +204,12 @@ def test_the_tokens_of_models_with_states_are_planned_undivided(tmp_path: Path) 
     assert with_states.context_groups() == []
     with pytest.raises(InvalidArgument, match="a state depends on all earlier tokens"):
         replace(with_states, gpus=2, context_ranks=2).groups()
+
+
+def test_an_element_of_kv_has_no_share_of_a_state() -> None:
+    """A page for one token holds a whole state, which is hundreds of times as large as the token's KV."""
+    assert kv_element_bytes(parse_spec(FAMILIES["nemotron_h"]), "auto") == 2
+    assert kv_element_bytes(parse_spec(FAMILIES["nemotron_h"]), "int8") == 1 + 4 / 32
 
 
 def test_simulated_prompts_take_as_long_as_the_cost_model_says() -> None:

@@ -24,7 +24,7 @@ PAGES = 16
 STAGED = sorted(
     family
     for family in FAMILIES.keys()
-    - {"gemma4_e2b", "glm_moe_dsa", "llama4", "mimo_v2_flash", "ministral", "qwen2_windows"}
+    - {"gemma4_e2b", "gemma4_experts", "glm_moe_dsa", "llama4", "mimo_v2_flash", "ministral", "qwen2_windows"}
     if not parse_spec(FAMILIES[family]).has_states
 )
 """The families whose tiny models can be divided among two stages; Gemma 2 with six layers."""
