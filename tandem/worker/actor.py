@@ -16,7 +16,6 @@ from tandem.logging.logs import LogConfig, begin_log
 from tandem.net.heap import freeze_gc, keep_imports
 from tandem.protocol.messages import PeerRef
 from tandem.worker.config import WorkerConfig
-from tandem.worker.follower_process import FollowerProcess
 from tandem.worker.reporting.description import WorkerDescription, served_of, tuning_of
 
 log = logging.getLogger(__name__)
@@ -44,8 +43,6 @@ class WorkerActor:
         begin_log(log, config.worker_id, incarnation)
         from ray.util import get_node_ip_address
 
-        # Started first: they import their modules while this process imports its own.
-        followers = [FollowerProcess() for _ in range(1, config.engine.ranks)]
         # Imported here and not above: the controller imports this module too, and has no use for torch.
         with keep_imports():
             from tandem.worker.process import WorkerProcess
@@ -53,8 +50,7 @@ class WorkerActor:
         self._config = config
         self._me = PeerRef(config.worker_id, incarnation)
         engine = replace(config.engine, device=given_device(config.engine.device))
-        config_here = replace(config, host=get_node_ip_address(), engine=engine)
-        self._process = WorkerProcess(config_here, incarnation, log, followers)
+        self._process = WorkerProcess(replace(config, host=get_node_ip_address(), engine=engine), incarnation, log)
         self._progress = ("starting", 0.0)
         self._over: asyncio.Task[None] | None = None
         self._called_at = time.monotonic()

@@ -1,7 +1,6 @@
 """The process of a follower, a rank other than the first: a child of the worker's process, which ends with it.
 
-This module imports neither PyTorch nor the engine, so that a worker can start its followers before it imports both: the
-imports take longer than everything else in the start of a worker, and the ranks make them at the same time.
+It is a command of its own and not one of multiprocessing, which would run Ray's main module again and import Ray.
 """
 
 import ctypes

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -33,7 +33,6 @@ from tandem.protocol.messages import Assignment, PeerRef, WorkerInfo
 from tandem.worker.assignment import check_role, decode_batch, prompt_step_tokens
 from tandem.worker.config import WorkerConfig
 from tandem.worker.controller_link import ControllerLink
-from tandem.worker.follower_process import FollowerProcess
 from tandem.worker.rank_group import RankGroup
 from tandem.worker.reporting.metrics import engine_facts, rank_facts, tier_facts, worker_facts
 from tandem.worker.servicer import WorkerServicer
@@ -57,18 +56,9 @@ RANK_GRACE_S = 5.0
 class WorkerProcess:
     """One incarnation of a worker: `start` once, `stop` once. After `stop`, no thread, port or memory is left."""
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        incarnation: int,
-        log_config: LogConfig | None = None,
-        followers: Sequence[FollowerProcess] = (),
-    ) -> None:
-        """`log_config` is that of this process, for its other ranks; `followers` are processes for these.
-
-        If none were started, the ranks' processes are started with the worker.
-        """
-        self._config, self._log_config, self._followers = config, log_config, followers
+    def __init__(self, config: WorkerConfig, incarnation: int, log_config: LogConfig | None = None) -> None:
+        """`log_config` is that of this process, for its other ranks."""
+        self._config, self._log_config = config, log_config
         self._me = PeerRef(config.worker_id, incarnation)
         stages = config.engine.pipeline_parallel_size
         self._transfer = RankTransfer(config.transfer_backend, self._me, config.trusted_network, stages)
@@ -119,12 +109,14 @@ class WorkerProcess:
         check_role(self._config.role, engine)
         if engine.ranks == 1:
             return ModelRunner.load(engine, progress)
-        start = partial(RankGroup, engine, log_config=self._log_config, followers=self._followers)
+        tensor_ranks, stages = engine.tensor_parallel_size, engine.pipeline_parallel_size
         if engine.context_parallel_size > 1:
             # The first rank has the KV of all tokens, so the others hand nothing over.
-            self._group = start(engine.context_parallel_size, divides_tokens=True)
+            self._group = RankGroup(
+                engine, engine.context_parallel_size, divides_tokens=True, log_config=self._log_config
+            )
         else:
-            self._group = start(engine.tensor_parallel_size, self._transfer, stages=engine.pipeline_parallel_size)
+            self._group = RankGroup(engine, tensor_ranks, self._transfer, stages=stages, log_config=self._log_config)
         self._watching = asyncio.run_coroutine_threadsafe(self._watch(self._group), self._events)
         return self._group.load(progress)
 
@@ -302,9 +294,6 @@ class WorkerProcess:
             await self._metrics.close()
         if self._group is not None:
             await asyncio.to_thread(self._group.close)
-        else:
-            for follower in self._followers:
-                follower.end(0.0)
         self._controller = self._worker = self._server = self._engine = self._group = None
         await self._events.shutdown_default_executor()
 

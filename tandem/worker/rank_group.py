@@ -9,7 +9,6 @@ one hangs.
 import itertools
 import os
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,15 +51,13 @@ class RankGroup:
         stages: int = 1,
         divides_tokens: bool = False,
         log_config: LogConfig | None = None,
-        followers: Sequence[FollowerProcess] = (),
     ) -> None:
-        """Join the followers; they load their parts of the model while the first rank loads its own.
+        """Start the followers and join them; they load their parts of the model while the first rank loads its own.
 
         The model is divided among `stages` pipeline stages of `ranks` ranks each. On GPUs, rank n computes on the n-th
         GPU after that of the config. With `divides_tokens`, each rank has the whole model, and the first rank alone
-        hands KV over. `transfer` has the settings of the ranks' transports; without it, they have none. `followers` are
-        processes that were started early, one for each rank but the first; without them, they are started here.
-        The thread that starts them must live as long as the group: the kernel kills them when it ends. Raises
+        hands KV over. `transfer` has the settings of the ranks' transports; without it, they have none.
+        The thread that calls this must live as long as the group: the kernel kills the followers when it ends. Raises
         InvalidArgument if there are fewer GPUs than ranks or if a GPU cannot access the memory of another, Unavailable
         if the ranks do not join.
         """
@@ -75,7 +72,7 @@ class RankGroup:
         # A file without a name ends with this process. The followers open it through this process's descriptor.
         self._meeting = os.memfd_create("meeting")
         meeting = Path(f"/proc/{os.getpid()}/fd/{self._meeting}")
-        self._followers = followers or [FollowerProcess() for _ in members[1:]]
+        self._followers = [FollowerProcess() for _ in members[1:]]
         self._steps = StepSender([follower.steps for follower in self._followers])
         self._adapters = AdapterSender([follower.adapters for follower in self._followers])
         self._open = True

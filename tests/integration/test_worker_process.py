@@ -18,7 +18,6 @@ from tandem.protocol.messages import PeerRef, PrefillTask, RequestRef, Reservati
 from tandem.protocol.policy_name import PolicyName
 from tandem.settings.ceilings import Ceilings
 from tandem.worker.config import WorkerConfig
-from tandem.worker.follower_process import FollowerProcess
 from tandem.worker.peers.peers import Peers
 from tandem.worker.process import WorkerProcess
 from tests.factories import tiny_engine_config, write_tiny_model
@@ -151,11 +150,9 @@ def test_wait_raises_the_error_of_a_failed_start(model: Path, monkeypatch: pytes
 
 
 def test_pipeline_stages_are_refused_for_a_worker_that_decodes(model: Path) -> None:
-    follower = FollowerProcess()
     with pytest.raises(InvalidArgument, match="2 stages are for prefill workers only") as caught:
-        WorkerProcess(config(model, pipeline_parallel_size=2), 1, followers=[follower]).start()
+        WorkerProcess(config(model, pipeline_parallel_size=2), 1).start()
     assert caught.value.field == "pipeline_parallel_size"
-    assert not follower.is_alive
     assert own_threads() == set()
 
 
