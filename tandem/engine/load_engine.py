@@ -62,6 +62,7 @@ from tandem.engine.speculation.load_draft_model import LoadModel
 from tandem.engine.steps.batch import PendingStep, StepBatch
 from tandem.engine.steps.sampling_metadata import History
 from tandem.engine.steps.step_packer import StepPacker, step_limits
+from tandem.engine.warm_up import COMPILING
 from tandem.engine.weights.checkpoint import Progress, check_model, load_weights, revision_hash
 from tandem.engine.weights.random_weights import fill_randomly, random_revision
 from tandem.protocol.errors import InvalidArgument
@@ -277,6 +278,8 @@ def _load_model(
     config: EngineConfig, setting: _Setting, progress: Progress | None
 ) -> tuple[ModelWithDraft, LoadedAdapters]:
     spec = setting.own_spec
+    if progress is not None and setting.given_kernels is None:
+        progress(COMPILING, 0.0)
     kernels = setting.kernels(config, spec)
     try:
         with torch.inference_mode():

@@ -11,6 +11,7 @@ from tandem.engine.weights.checkpoint import Progress
 from tandem.protocol.errors import ModelError
 from tandem.protocol.messages import SamplingParams
 
+COMPILING = "compiling kernels, which later starts find in the cache"
 _TOKENS = 64
 
 
@@ -20,7 +21,7 @@ def warm_up(run: Callable[[StepBatch], object], cache: PagedCache, max_context: 
     They write to page 0, which no request owns yet, and zero it afterwards.
     """
     if progress is not None:
-        progress("compiling kernels", 0.0)
+        progress(COMPILING, 0.0)
     sampling = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9)
     tokens = min(cache.page_tokens, _TOKENS, max_context)
     pages = [0] * len(cache.groups)
@@ -28,7 +29,7 @@ def warm_up(run: Callable[[StepBatch], object], cache: PagedCache, max_context: 
         run(StepBatch([row]))
     cache.storage[0].zero_()
     if progress is not None:
-        progress("compiling kernels", 1.0)
+        progress(COMPILING, 1.0)
 
 
 def check_activations(logits: Callable[[StepBatch], Tensor], cache: PagedCache, most_tokens: int) -> None:

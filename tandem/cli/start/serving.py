@@ -46,7 +46,7 @@ from tandem.settings.cluster import ClusterSettings
 
 
 class StartView:
-    """Prints the progress of each step of the start: a line per step on a terminal, otherwise lines for start and end.
+    """Prints the progress of each step of the start: a line per step on a terminal, otherwise a line per event.
 
     Use it as a context manager. All threads may call its methods.
     """
@@ -57,6 +57,8 @@ class StartView:
         self._began: dict[str, float] = {}
         self._tasks: dict[str, TaskID] = {}
         self._done: set[str] = set()
+        self._details: set[tuple[str, str]] = set()
+        """The steps with what they have done so far; a step may do the same several times."""
         self._closed = False
         self._live = Progress(
             SpinnerColumn(finished_text="[green]✓[/]"),
@@ -110,6 +112,9 @@ class StartView:
                 self._say(f"✓ {what} ({time.monotonic() - self._began[what]:.1f} s)")
             elif detail:
                 self._live.update(self._tasks[what], total=1, completed=fraction, description=f"{what}: {detail}")
+                if (what, detail) not in self._details:
+                    self._details.add((what, detail))
+                    self._say(f"… {what}: {detail}")
 
     def _say(self, line: str) -> None:
         """Print a line if the output is not a terminal, where lines cannot be updated in place."""

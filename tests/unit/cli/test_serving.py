@@ -1,6 +1,7 @@
 """One `tandem up` over a fake cluster: its output, and the files it leaves."""
 
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tandem.cli.observe import log_folder
 from tandem.cli.start import serving
 from tandem.cli.start.serving import FirstPrompt, StartView, serve
 from tandem.cluster.launcher import Endpoints, Progress
+from tandem.engine.warm_up import COMPILING
 from tandem.protocol.errors import Unavailable
 from tandem.settings.cluster import ClusterSettings
 from tests.factories import write_tiny_model
@@ -110,6 +112,21 @@ def test_the_note_about_the_workers_is_printed(capsys: pytest.CaptureFixture[str
         pass
     view.cluster_progress(Progress("workers", True, note="another `tandem up` has [them]"))
     assert capsys.readouterr().out == "another `tandem up` has [them]\n"
+
+
+def test_without_a_terminal_each_thing_that_a_step_does_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first start compiles and converts for a minute or more."""
+    with StartView(Console()) as view:
+        with view.step("checking m") as progress:
+            for done in (0.0, 0.5, 1.0):
+                progress("converting weights", done)
+        view.cluster_progress(Progress("decode-0", False, detail=COMPILING))
+        view.cluster_progress(Progress("decode-0", True))
+    lines = [re.sub(r" \(.*", "", line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "… checking m", "… checking m: converting weights", "✓ checking m",
+        "… starting decode-0", f"… starting decode-0: {COMPILING}", "✓ starting decode-0",
+    ]  # fmt: skip
 
 
 def test_a_start_that_fails_names_the_folder_of_logs(

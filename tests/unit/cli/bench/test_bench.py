@@ -177,6 +177,16 @@ def test_wrong_options_are_named(options: tuple[str, ...], code: int, message: s
     assert "Traceback" not in run.output
 
 
+def test_a_plot_without_matplotlib_says_what_to_install_before_any_request(
+    url: str, server: OpenAIServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tandem.cli.load.pictures", None)
+    monkeypatch.delattr("tandem.cli.load.pictures", raising=False)
+    run = bench(*SMALL, "--rate", "6", "--url", url, "--plot", str(tmp_path / "a.svg"))
+    assert (run.exit_code, run.output) == (2, "error: --plot: needs matplotlib; pip install 'tandem-serving[plots]'\n")
+    assert not server.streamed
+
+
 def test_the_servers_reason_ends_the_run_before_a_load(url: str, server: OpenAIServer) -> None:
     server.key = "right"
     run = bench(*SMALL, "--rate", "6", "--url", url, "--api-key", "wrong")
