@@ -44,6 +44,7 @@ class Reference:
             folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
         ).eval()
         self._read: dict[tuple[tuple[int, ...], tuple[int, ...]], Choices] = {}
+        self._latest: tuple[object, torch.Tensor] = (), torch.empty(0)
 
     def __call__(self, prompt: tuple[int, ...], answer: tuple[int, ...]) -> Choices:
         """Returns the choices at each position of `answer`, from one forward pass over prompt and answer.
@@ -85,11 +86,12 @@ class Reference:
         return logits
 
     def _logits(self, prompt: tuple[int, ...], answer: tuple[int, ...]) -> torch.Tensor:
-        """Returns the logits [tokens, vocab] at each token of an answer."""
-        with torch.inference_mode():
-            out = self._model(torch.tensor([[*prompt, *answer]]), logits_to_keep=len(answer) + 1)
-        logits: torch.Tensor = out.logits[0, :-1]
-        return logits
+        """Returns the logits [tokens, vocab] at each token of an answer; those of the latest one are kept."""
+        if self._latest[0] != (prompt, answer):
+            with torch.inference_mode():
+                out = self._model(torch.tensor([[*prompt, *answer]]), logits_to_keep=len(answer) + 1)
+            self._latest = (prompt, answer), out.logits[0, :-1]
+        return self._latest[1]
 
     def penalized(
         self,

@@ -2,6 +2,8 @@
 
 Real engines and schedulers, a prefill and a decode worker in one process, and the in-memory transfer between them. All
 memory of the caches that nobody has written is NaN. The tokens are those of transformers in float32.
+
+In `make test` every family is handed over; what follows is run by one family of each kind of layers and pages.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import asyncio
 import functools
 import math
 import random
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +21,10 @@ import pytest
 import torch
 
 from tandem.engine.cache.page_pool import PagePool
+from tandem.engine.config.kv import kv_groups
+from tandem.engine.config.model import MixtureOfExperts, ModelSpec
 from tandem.engine.kernels.kv_cache import tensors_of
-from tandem.engine.models.load_spec import load_spec
+from tandem.engine.models.load_spec import load_spec, parse_spec
 from tandem.engine.steps.batch import StepBatch
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.kv_pages import KvPages
@@ -27,6 +32,7 @@ from tandem.protocol.messages import SamplingParams
 from tandem.protocol.speculation_method import SpeculationMethod
 from tests.e2e.reference import Reference, compare
 from tests.factories import FAMILIES, greedy_answer, row, tiny_engine_config, write_tiny_model
+from tests.soak import soak
 from tests.unit.engine.test_models import SEEDS, TOLERANCE
 from tests.worker_pair import PairedRunner, RequestOutput, Sender, WorkerPair, until
 
@@ -99,9 +105,32 @@ class Served:
         torch.testing.assert_close(actual, wanted, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@pytest.fixture(params=sorted(FAMILIES))
-def served(request: pytest.FixtureRequest, tmp_path: Path) -> Served:
-    return Served(tmp_path, request.param)
+def kind_of(spec: ModelSpec) -> Hashable:
+    """Returns what schedulers, caches and hand-overs see of a model: its kinds of attention and of page groups."""
+    attention = {(type(layer.attention), getattr(layer.attention, "sparse", False)) for layer in spec.layers}
+    groups = {(group.window is None, group.depth > 1, len(group.layers) < group.depth) for group in kv_groups(spec)}
+    return frozenset(attention), frozenset(groups)
+
+
+def one_of_each_kind(families: Iterable[str]) -> list[Any]:
+    """Returns the families as values of `parametrize`: one of each kind runs, with experts if possible; others soak."""
+    specs = {family: parse_spec(FAMILIES[family]) for family in families}
+    dense_first = sorted(specs, key=lambda family: any_experts(specs[family]))
+    chosen = {kind_of(specs[family]): family for family in dense_first}
+    return [pytest.param(family, marks=() if family in chosen.values() else soak) for family in specs]
+
+
+def any_experts(spec: ModelSpec) -> bool:
+    return any(isinstance(layer.feed_forward, MixtureOfExperts) for layer in spec.layers)
+
+
+every_family = pytest.mark.parametrize("family", sorted(FAMILIES))
+every_kind = pytest.mark.parametrize("family", one_of_each_kind(sorted(FAMILIES)))
+
+
+@pytest.fixture
+def served(family: str, tmp_path: Path) -> Served:
+    return Served(tmp_path, family)
 
 
 async def ask(pair: WorkerPair, name: str, prompt: list[int], sampling: SamplingParams = ANSWER) -> RequestOutput:
@@ -124,6 +153,7 @@ async def hand_over(pair: WorkerPair, asked: list[list[int]]) -> list[RequestOut
     return outputs
 
 
+@every_family
 async def test_tokens_after_a_hand_over_are_those_of_transformers(served: Served) -> None:
     asked = prompts(*LENGTHS)
     async with served.pair() as pair:
@@ -131,6 +161,7 @@ async def test_tokens_after_a_hand_over_are_those_of_transformers(served: Served
             served.check(prompt, output, ANSWER.max_tokens)
 
 
+@every_kind
 async def test_a_prefix_is_found_at_each_end_of_a_page(served: Served) -> None:
     """With other tokens after it, and as the whole prompt, whose last page is then computed again.
 
@@ -151,6 +182,7 @@ async def test_a_prefix_is_found_at_each_end_of_a_page(served: Served) -> None:
         served.check(prompt[:end], output, 4)
 
 
+@every_kind
 async def test_preempted_answers_are_those_of_transformers(served: Served) -> None:
     """The pool has pages for three prompts, so that none of the answers can end while all three hold their pages."""
     kv = served.load().kv_pages
@@ -164,6 +196,7 @@ async def test_preempted_answers_are_those_of_transformers(served: Served) -> No
         await pair.empty()
 
 
+@every_kind
 async def test_another_decode_worker_continues_an_answer(served: Served) -> None:
     """Greedy and with a seed: the prompt and the tokens so far give the tokens that the first worker would sample."""
     (prompt,) = prompts(2 * PAGE + 3)
@@ -185,6 +218,7 @@ async def test_another_decode_worker_continues_an_answer(served: Served) -> None
         await pair.empty()
 
 
+@every_kind
 async def test_tokens_with_an_eight_bit_cache_are_those_of_one_engine(served: Served) -> None:
     """And the logits are close to those with a cache of float32, but for the positions that choose other experts."""
     if served.sparse:

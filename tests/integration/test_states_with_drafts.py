@@ -24,7 +24,7 @@ from tests.factories import FAMILIES
 from tests.unit.engine.test_models import TOLERANCE
 from tests.worker_pair import End, RequestOutput, Sender, until
 
-from .test_families import PAGE, Served, ask, prompts
+from .test_families import PAGE, Served, ask, one_of_each_kind, prompts
 
 DRAFTS = 5
 ACCURACY = 0.6
@@ -32,10 +32,10 @@ TOKENS = 4 * PAGE
 GREEDY = SamplingParams(TOKENS)
 SAMPLINGS = (GREEDY, replace(GREEDY, temperature=0.9, top_p=0.95, seed=11), replace(GREEDY, temperature=1.1, seed=3))
 LENGTHS = (5, 2 * PAGE - 1, 3 * PAGE + 2)
-STATE_FAMILIES = sorted(family for family, config in FAMILIES.items() if parse_spec(config, {}).has_states)
+STATE_FAMILIES = sorted(family for family, config in FAMILIES.items() if parse_spec(config).has_states)
 
 
-@pytest.fixture(params=STATE_FAMILIES)
+@pytest.fixture(params=one_of_each_kind(STATE_FAMILIES))
 def served(request: pytest.FixtureRequest, tmp_path: Path) -> Served:
     return Served(tmp_path, request.param)
 

@@ -38,6 +38,12 @@ SEEDS = {
 """Seeds of weights whose routers choose clearly, where the usual one's do not."""
 
 
+@functools.cache
+def expected_of(folder: Path) -> Callable[[tuple[int, ...]], torch.Tensor]:
+    """Returns the logits of transformers by token ids; each is computed once for all tests of a folder."""
+    return functools.cache(Reference(folder).logits)
+
+
 class Case:
     """A runner with NaN in all unwritten memory, pages in random order, and transformers' logits."""
 
@@ -47,7 +53,7 @@ class Case:
         self.runner.cache.storage.fill_(float("nan"))
         self._free = list(range(self.runner.cache.pages))
         random.Random(page_tokens).shuffle(self._free)
-        self.expect = functools.cache(Reference(folder).logits)
+        self.expect = expected_of(folder)
 
     def pages(self, tokens: int) -> list[int]:
         kv = self.runner.cache.kv_pages
