@@ -131,7 +131,7 @@ every_kind = pytest.mark.parametrize("family", one_of_each_kind(sorted(FAMILIES)
 
 
 @pytest.fixture
-def served(family: str, tmp_path: Path, no_warm_up: None) -> Served:
+def served(family: str, tmp_path: Path) -> Served:
     return Served(tmp_path, family)
 
 

@@ -36,7 +36,7 @@ STATE_FAMILIES = sorted(family for family, config in FAMILIES.items() if parse_s
 
 
 @pytest.fixture(params=one_of_each_kind(STATE_FAMILIES))
-def served(request: pytest.FixtureRequest, tmp_path: Path, no_warm_up: None) -> Served:
+def served(request: pytest.FixtureRequest, tmp_path: Path) -> Served:
     return Served(tmp_path, request.param)
 
 

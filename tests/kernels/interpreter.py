@@ -16,9 +16,11 @@ _patch_lang, _patch_lang_tensor, _get_np_dtype, _convert_float = (
     getattr(interpreter, name) for name in ("_patch_lang", "_patch_lang_tensor", "_get_np_dtype", "_convert_float")
 )
 _init_block, _broadcast = tl.core.block_type.__init__, TritonSemantic.broadcast_impl_value
-is_builtin, constexpr = tl.core.is_builtin, tl.core.constexpr
+_operands, _unwrap = TritonSemantic.binary_op_type_checking_impl, tl.core._unwrap_if_constexpr
+is_builtin, constexpr, tensor = tl.core.is_builtin, tl.core.constexpr, tl.core.tensor
 SCALAR = tl.core.tuple([]), constexpr(1)
 """The shape and the number of elements of a scalar."""
+NUMBERS = {bool, int, float}
 ROUNDED = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn}
 
 
@@ -27,11 +29,14 @@ def mend(monkeypatch: pytest.MonkeyPatch) -> None:
 
     A kernel makes some thousand blocks of a few types: each type is derived and checked once, not once per block.
     """
-    for mended in (patch_lang_tensor, patch_lang, patch_builtin, get_np_dtype, convert_float):
+    for mended in (patch_lang_tensor, patch_lang, patch_builtin, get_np_dtype, convert_float, validate_np_data_size):
         monkeypatch.setattr(interpreter, f"_{mended.__name__}", mended)
+    monkeypatch.setattr(interpreter.TensorHandle, "__init__", init_handle)
     monkeypatch.setattr(tl.core.block_type, "__init__", init_block)
     monkeypatch.setattr(tl.core.tensor, "__init__", init_tensor)
+    monkeypatch.setattr(tl.core, "_unwrap_if_constexpr", unwrap)
     monkeypatch.setattr(TritonSemantic, "broadcast_impl_value", broadcast)
+    monkeypatch.setattr(TritonSemantic, "binary_op_type_checking_impl", operands)
     options = interpreter.interpreter_builder.options
     assert not options.debug, "else overflows would be reported"
     # It checks for overflows, a third of its time, and without `debug` drops the result.
@@ -65,8 +70,12 @@ def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
 @cache
 def interpreted(member: Any, builder: Any) -> Any:
     """Returns a builtin that is called as within a kernel, where no builder is named."""
-    semantic = TritonSemantic(builder)
-    return lambda *given, **named: member(*given, **{**named, "_semantic": semantic})
+    semantic, function = TritonSemantic(builder), getattr(member, "__wrapped__", member)
+
+    def call(*given: Any, _semantic: Any = None, **named: Any) -> Any:
+        return function(*given, _semantic=semantic, **named)
+
+    return call
 
 
 @cache
@@ -89,6 +98,60 @@ def init_tensor(self: Any, handle: Any, type: Any) -> None:
     """Makes a tensor with the shape that its type keeps."""
     self.handle, self.type, self.dtype = handle, type, type.scalar
     self.shape, self.numel = type.sizes if type.is_block() else SCALAR
+
+
+def init_handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+    """Makes the array of a tensor's elements, which must fit into its dtype."""
+    self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+    if not validate_np_data_size(data, dtype):
+        raise ValueError(f"elements of {data.itemsize} bytes are too large for {dtype}")
+
+
+def validate_np_data_size(data: Any, dtype: Any) -> bool:
+    """Returns whether an array's elements are as small as those of the dtype; those of pointers have 8 bytes."""
+    return data.itemsize == 1 or data.itemsize <= getattr(dtype, "itemsize", 8)
+
+
+def unwrap(given: Any) -> Any:
+    return given if type(given) is tensor else _unwrap(given)
+
+
+def operands(  # noqa: PLR0917
+    semantic: Any,
+    lhs: Any,
+    rhs: Any,
+    allow_lhs_ptr: bool = False,
+    allow_rhs_ptr: bool = False,
+    arithmetic_check: bool = True,
+    div_or_mod: bool = False,
+) -> Any:
+    """Prepares two operands; those of one dtype need no conversion, and numbers are converted once per dtype.
+
+    Pointers, and division, which converts more types, are prepared as in the interpreter.
+    """
+    left, right = type(lhs) is tensor, type(rhs) is tensor
+    if arithmetic_check and not div_or_mod:
+        if left and right:
+            if lhs.dtype is rhs.dtype and not lhs.dtype.is_ptr():
+                return broadcast(semantic, lhs, rhs)
+        elif left and type(rhs) in NUMBERS and (number := constant(semantic, rhs, lhs.dtype)) is not None:
+            return broadcast(semantic, lhs, number)
+        elif right and type(lhs) in NUMBERS and (number := constant(semantic, lhs, rhs.dtype)) is not None:
+            return broadcast(semantic, number, rhs)
+    return _operands(semantic, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+
+def constant(semantic: Any, number: float, dtype: Any) -> Any:
+    """Returns a number as the operand beside a tensor of the dtype; None if the tensor would be converted."""
+    known = vars(dtype).setdefault("numbers", {})
+    key = number, type(number)
+    if key not in known:
+        known[key] = None
+        if not dtype.is_ptr():
+            zero = semantic.tensor(semantic.builder.get_null_value(dtype), dtype)
+            converted, operand = _operands(semantic, zero, number)
+            known[key] = operand if converted.dtype is dtype else None
+    return known[key]
 
 
 def broadcast(semantic: Any, lhs: Any, rhs: Any) -> Any:
