@@ -95,6 +95,12 @@ _GEMMA4_NAMES = _GEMMA_NORMS | {
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
     "layer_output_scale.weight": "layer_scalar",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
 }
 _KIMI_NAMES = (
     _MIXTRAL_NAMES
@@ -171,6 +177,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
         },
         per_layer=True,
+        joins=(
+            Join(("ffn_gate_up_exps.weight",), "experts.gate_up_proj", unchanged, unchanged),
+            Join(("ffn_down_exps.weight",), "experts.down_proj", unchanged, unchanged),
+        ),
         defaults={"hidden_act": "gelu_pytorch_tanh"},
     ),
     "phi3": Architecture("phi3", {"ffn_up": "mlp.gate_up_proj"}),

@@ -36,12 +36,12 @@ def huggingface_name(name: str, architecture: Architecture) -> str:
     if name in outside:
         return outside[name]
     names = {**LAYER_NAMES, **architecture.names}
-    match = re.fullmatch(r"blk\.(\d+)\.([\w.]+)\.(weight|bias)", name)
+    match = re.fullmatch(r"blk\.(\d+)\.([\w.]+)\.(weight|bias|scale)", name)
     if match is not None:
         number, module, kind = match.groups()
         if f"{module}.{kind}" in names:
             return f"{architecture.layers}{number}." + names[f"{module}.{kind}"]
-        if module in names:
+        if module in names and kind != "scale":
             return f"{architecture.layers}{number}.{names[module]}.{kind}"
     raise ModelError(f"tensor {name} is not one of a {architecture.model_type} model.")
 

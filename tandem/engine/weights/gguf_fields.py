@@ -65,6 +65,7 @@ def _gemma4(header: Header) -> dict[str, Any]:
         "use_double_wide_mlp": isinstance(widths, list) and widths[-1] > widths[0],
         "hidden_size_per_layer_input": header.get("embedding_length_per_layer_input", 0),
         "enable_moe_block": bool(header.get("expert_count")),
+        "top_k_experts": header.get("expert_used_count"),
     } | (by_type | header.given(final_logit_softcapping="final_logit_softcapping"))
 
 

@@ -62,7 +62,7 @@ def _copied_fields(config: dict[str, Any]) -> dict[str, Any]:
         "residual_scale": ("residual_multiplier",),
         "logit_scale": ("logits_scaling", "logit_scale"),
         "expert_count": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-        "expert_used_count": ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"),
+        "expert_used_count": ("num_experts_per_tok", "top_k_experts", "num_experts_per_token", "moe_k", "moe_topk"),
         "expert_feed_forward_length": ("moe_intermediate_size",),
         "expert_shared_feed_forward_length": (
             "shared_expert_intermediate_size",

@@ -116,7 +116,7 @@ def _expert_parts(name: str, weight: np.ndarray, model_type: str) -> Weights:
     """Return the tensors of experts that a checkpoint stacks in one."""
     stem, _, last = name.rpartition(".")
     transposed = model_type in {"llama4_text", "gpt_oss"}
-    if last == "down_proj" or model_type == "mistral4":
+    if last == "down_proj" or model_type in {"mistral4", "gemma4_text"}:
         return {f"{name}.weight": weight.swapaxes(1, 2) if transposed else weight}
     kind = "bias" if last.endswith("bias") else "weight"
     weight = weight.swapaxes(1, 2) if transposed and kind == "weight" else weight
@@ -161,6 +161,9 @@ def _shared_projections(name: str, weight: np.ndarray, config: dict[str, Any]) -
 
 
 def _named(names: gguf.TensorNameMap, name: str) -> str:
+    for last, tensor in (("router.scale", "ffn_gate_inp.scale"), ("router.per_expert_scale", "ffn_down_exps.scale")):
+        if name.endswith(last):
+            return f"blk.{name.split('.')[2]}.{tensor}"
     found = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
     return str(found)

@@ -33,7 +33,7 @@ from tests.unit.engine.weights.gguf_files import CASES, write_family
 
 STATES = ["lfm2", "lfm2_moe", "nemotron_h", "nemotron_h_experts", "granitemoehybrid"]
 STATES += ["qwen3_next", "qwen3_5", "kimi_linear"]
-STACKED = ["granite_moe", "llama4", "mistral4", "qwen3_5_moe"]
+STACKED = ["gemma4_experts", "granite_moe", "llama4", "mistral4", "qwen3_5_moe"]
 """Families whose checkpoints have the experts of a layer in one tensor."""
 
 
@@ -184,7 +184,6 @@ def test_a_tokenizer_that_transformers_cannot_read_is_taken_from_the_folder(agre
         ("lfm2", {"attention.head_count_kv": 2}, "attention.head_count_kv must have a value for each layer"),
         ("nemotron_h", {"feed_forward_length": 2}, "feed_forward_length must have a value for each layer"),
         ("qwen3_5", {"ssm.group_count": 3}, "ssm.time_step_rank 4 is not a multiple of ssm.group_count 3"),
-        ("gemma4", {"expert_count": 8, "expert_used_count": 2}, "enable_moe_block is not supported"),
     ],
 )
 def test_a_file_with_unusable_metadata_is_refused(
