@@ -220,8 +220,8 @@ class ParameterSlot:
     transform: Callable[[Tensor], Tensor] | None = None
     """A function that computes the destination's values from a tensor of `shape`; None = copy the values unchanged.
 
-    If the destination is a matrix of the same shape, the function only reorders rows, so that it can be applied to
-    codes and scales, too.
+    If the destination is a matrix with as many columns, the function only reorders or repeats rows, so that it can be
+    applied to codes and scales, too.
     """
     shape: tuple[int, ...] | None = None
     """The shape of the stored tensor, or of the part of it that this rank reads; None = the destination's shape."""

@@ -80,7 +80,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_linear": ("kimi-linear", {"num_expert_group": 1, "topk_group": 1}),
     "bamba": ("granitehybrid", {}),
     "gemma4": ("gemma4", {}),
-    "gemma4_experts": ("gemma4", {}),
+    "gemma4_experts": ("gemma4", {"moe_intermediate_size": 64}),
     "gemma4_e2b": ("gemma4", {"hidden_size_per_layer_input": 16}),
     "mimo_v2_flash": ("mimo2", {"attention_value_scale": 0.5}),
     "cohere2_moe": ("cohere2moe", {}),

@@ -80,7 +80,11 @@ def test_the_latent_projection_may_be_one_tensor(family: str, tmp_path: Path) ->
 @pytest.mark.usefixtures("_no_tokenizer")
 @pytest.mark.parametrize(
     "family",
-    ["mixtral", "qwen3_moe", "gemma2", "phi3", "glm4", "deepseek_v3", "cohere2_moe", "gemma4_e2b", *STACKED, *STATES],
+    [
+        *("mixtral", "qwen3_moe", "gemma2", "phi3", "glm4", "deepseek_v3", "cohere2_moe", "gemma4", "gemma4_e2b"),
+        *STACKED,
+        *STATES,
+    ],
 )
 def test_quantized_blocks_have_the_logits_of_their_values(family: str, tmp_path: Path) -> None:
     path = write_family(tmp_path / "tiny.gguf", family, blocks=gguf.GGMLQuantizationType.Q8_0)
