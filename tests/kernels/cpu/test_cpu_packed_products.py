@@ -116,7 +116,8 @@ def test_products_are_those_of_the_codes(
     assert_as_good(torch.cat(ours), torch.cat(baseline), torch.cat(exact), 3 if kind == "nvfp4" else 2)
 
 
-@pytest.mark.parametrize("kind", CODES)
+# NVFP4 is a plain weight on CPUs, which PyTorch multiplies in an order that depends on the number of rows and the CPU.
+@pytest.mark.parametrize("kind", [kind for kind in CODES if kind != "nvfp4"])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_row_is_the_same_alone_and_in_any_step(
     operation: Operation, kind: str, kernels: CpuKernels, dtype: torch.dtype
