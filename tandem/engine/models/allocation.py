@@ -239,14 +239,9 @@ def _scheme(spec: ModelSpec, name: str, slot: ParameterSlot, field: str) -> Weig
     if scheme.format is WeightFormat.ROUND_TO_NEAREST:
         return scheme if field in _PACKED_FIELDS and scheme.packing(slot.tensor.shape[-1]) else None
     named = name.endswith(".weight") or scheme.format in STACKED_FORMATS
-    return scheme if named and _keeps_columns(slot) else None
-
-
-def _keeps_columns(slot: ParameterSlot) -> bool:
-    """Return True if the destination has the columns of the stored matrix, so that codes and scales can be moved."""
-    if slot.shape is None:
-        return True
-    return len(slot.shape) == len(slot.tensor.shape) == _MATRIX and slot.shape[1] == slot.tensor.shape[1]
+    # A matrix with the columns of its destination is changed by rows, which codes are, too.
+    by_rows = slot.shape is None or (len(slot.shape) == _MATRIX and slot.shape[-1] == slot.tensor.shape[-1])
+    return scheme if named and by_rows else None
 
 
 def empty_packed(shape: tuple[int, ...], packing: Packing, device: torch.device) -> PackedWeight:

@@ -22,8 +22,11 @@ from tandem.engine.config.model import (
 from tandem.engine.kernels.layers import Experts
 from tandem.engine.kernels.packed_weight import PackedWeight, Weight
 
-_STACKED_EXPERTS = re.compile(r"(?P<prefix>model\.layers\.(?P<layer>\d+)\..*experts\.)(gate_up|down)_proj(_bias)?")
-"""The names of tensors in which families stack the experts of a layer."""
+_STACKED_EXPERTS = re.compile(
+    r"(?P<prefix>model\.layers\.(?P<layer>\d+)\.(.*\.)?)"
+    r"(experts\.(gate_up|down)_proj(_bias)?|(?<=block_sparse_moe\.)(input|output)_linear\.weight)"
+)
+"""The names of tensors in which families stack the experts of a layer; those of Granite are linear layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +227,7 @@ class ParameterSlot:
     transform: Callable[[Tensor], Tensor] | None = None
     """A function that computes the destination's values from a tensor of `shape`; None = copy the values unchanged.
 
-    If the destination is a matrix of as many columns, the function only reorders or repeats rows, so that it can be
+    If the destination is a matrix with as many columns, the function only reorders or repeats rows, so that it can be
     applied to codes and scales, too.
     """
     shape: tuple[int, ...] | None = None
@@ -389,12 +392,12 @@ def with_separate_experts(
         network, weights = spec.layers[number].feed_forward, parameters.layers[number].feed_forward
         assert isinstance(network, MixtureOfExperts)
         assert isinstance(weights, Experts)
-        separate |= _separate_slots(prefix, network, weights)
+        separate |= _separate_slots(f"{prefix}experts.", network, weights)
     return separate
 
 
 def _separate_slots(prefix: str, spec: MixtureOfExperts, weights: Experts) -> dict[str, ParameterSlot]:
-    slots = {}
+    slots: dict[str, ParameterSlot] = {}
     # The bias of an expert that is whole on a rank is added once.
     summed = len(spec.local_experts) == spec.experts
     for index, number in enumerate(spec.local_experts):

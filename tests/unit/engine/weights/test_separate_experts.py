@@ -1,6 +1,7 @@
 """Checkpoints that store each expert by itself, of families whose 16-bit checkpoints stack the experts of a layer."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,10 @@ from tests.unit.engine.parallel.test_ranks import assert_same_logits
 from tests.unit.engine.parallel.test_ranks import logits_of as runner_logits
 from tests.unit.engine.weights.quantized_folders import WEIGHTS, Tensors, quantize_folder
 
-STACKS = ("experts.gate_up_proj", "experts.down_proj", "experts.gate_up_proj_bias", "experts.down_proj_bias")
+STACKS = (
+    *("experts.gate_up_proj", "experts.down_proj", "experts.gate_up_proj_bias", "experts.down_proj_bias"),
+    *("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+)
 WIDTH = {"moe_intermediate_size": 64}
 QWEN = WIDTH | {"shared_expert_intermediate_size": 64}
 
@@ -33,16 +37,17 @@ def single_experts(family: str, tensors: Tensors) -> Tensors:
     for name, stack in tensors.items():
         if not name.endswith(STACKS):
             continue
-        prefix, _, kind = name.rpartition(".")
+        prefix, kind = re.split(r"experts\.|(?=input_linear|output_linear)", name)
         end = "bias" if kind.endswith("_bias") else "weight"
         transposed = end == "weight" and family in {"llama4", "gpt_oss"}
         for number, stored in enumerate(stack):
             expert = stored.t() if transposed else stored
-            if "down" in kind:
-                views[f"{prefix}.{number}.down_proj.{end}"] = expert
+            if "down" in kind or "output" in kind:
+                views[f"{prefix}experts.{number}.down_proj.{end}"] = expert
                 continue
             gate, up = (expert[0::2], expert[1::2]) if family == "gpt_oss" else expert.chunk(2)
-            views |= {f"{prefix}.{number}.gate_proj.{end}": gate, f"{prefix}.{number}.up_proj.{end}": up}
+            parts = {"gate": gate, "up": up}
+            views |= {f"{prefix}experts.{number}.{part}_proj.{end}": values for part, values in parts.items()}
     assert views
     return views
 
@@ -80,6 +85,7 @@ def logits_of(folder: Path) -> list[torch.Tensor]:
         ("mistral4", "awq", WIDTH | {"q_lora_rank": 64, "v_head_dim": 32, "qk_nope_head_dim": 16}),
         ("llama4", "W4A16", {"intermediate_size": 64}),
         ("gpt_oss", "W8A16", {}),
+        ("granitemoehybrid_experts", "fp8 channel", {"intermediate_size": 64, "shared_intermediate_size": 64}),
     ],
 )
 def test_logits_are_those_of_the_dequantized_values(
