@@ -411,6 +411,8 @@ class ModelSpec:
     """The cap of logits: softcap · tanh(logit / softcap), applied after the scale; None = no cap."""
     quantization: Quantization | None = None
     """The quantization schemes of the weights; None = all weights are in the model's dtype."""
+    separate_experts: bool = False
+    """True if the checkpoint has a tensor for each matrix of each expert, even if those of the family stack experts."""
     page_layers: tuple[int, ...] = ()
     """The number of layers per KV page of each class of layers (`page_layers` in kv.py); empty = chosen by the spec.
 

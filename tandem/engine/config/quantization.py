@@ -165,6 +165,12 @@ class Quantization:
         """True if any weights have FP8 codes."""
         return any(scheme and scheme.codes is Codes.FLOAT8 for _, scheme in self.rules)
 
+    @property
+    def separates_experts(self) -> bool:
+        """True if the format has no form for experts that are stacked in one tensor, so that each has its own."""
+        schemes = [scheme for _, scheme in self.rules if scheme is not None]
+        return bool(schemes) and not self.at_load and all(scheme.format not in STACKED_FORMATS for scheme in schemes)
+
     def scheme_of(self, module: str) -> WeightScheme | None:
         """Return the scheme of a module, for example `model.layers.0.mlp.down_proj`; None if it is not quantized."""
         parts = module.split(".")

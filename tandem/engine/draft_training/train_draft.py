@@ -30,9 +30,8 @@ from tandem.engine.draft_training.train_heads import (
 from tandem.engine.kernels.packed_weight import PackedWeight, Weight
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.models.allocation import allocate_ends
-from tandem.engine.models.load_spec import load_spec
 from tandem.engine.speculation.heads.folder import check_final_norm
-from tandem.engine.weights.checkpoint import Progress, load_weights
+from tandem.engine.weights.checkpoint import Progress, check_model, load_weights
 from tandem.protocol.errors import InvalidArgument
 
 MEDUSA, EAGLE = "medusa", "eagle"
@@ -93,7 +92,7 @@ def train_draft(
     """
     if output.exists():
         raise InvalidArgument("out", f"{output} exists; name a folder that does not.")
-    spec = load_spec(config.served.model)
+    spec = check_model(config.served.model)
     check_final_norm(spec)
     if recipe.kind not in KINDS:
         raise InvalidArgument("kind", f"{recipe.kind!r} is not known; use {' or '.join(KINDS)}.")

@@ -73,7 +73,7 @@ def parse_spec(config: Json, generation: Json | None = None) -> ModelSpec:
             check_patterns(parsed)
         except re.error as error:
             raise ModelError(f"quantization_config names modules by {error.pattern!r}: {error}.") from error
-        spec = replace(spec, quantization=parsed)
+        spec = replace(spec, quantization=parsed, separate_experts=parsed.separates_experts)
     # Chat models may end a turn with a different token than a text; generation_config.json names it.
     ends = parse_eos(generation or {})
     return replace(spec, eos_token_ids=ends) if ends else spec

@@ -4,6 +4,7 @@ q, k and v are stacked into one matrix for the kernels, and so are gate and up. 
 experts, I the inner size of a feed-forward network.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 
@@ -20,6 +21,12 @@ from tandem.engine.config.model import (
 )
 from tandem.engine.kernels.layers import Experts
 from tandem.engine.kernels.packed_weight import PackedWeight, Weight
+
+_STACKED_EXPERTS = re.compile(
+    r"(?P<prefix>model\.layers\.(?P<layer>\d+)\.(.*\.)?)"
+    r"(experts\.(gate_up|down)_proj(_bias)?|(?<=block_sparse_moe\.)(input|output)_linear\.weight)"
+)
+"""The names of tensors in which families stack the experts of a layer; those of Granite are linear layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,8 +342,13 @@ def layer_slots(spec: LayerSpec, weights: LayerParameters) -> dict[str, Paramete
     return slots | expert_slots(spec.feed_forward, feed_forward)
 
 
-def dense_slots(prefix: str, weights: DenseParameters, *, gated: bool = True) -> dict[str, ParameterSlot]:
-    """Return the slots of a feed-forward network whose gate, if it has one, and up matrices are stored separately."""
+def dense_slots(
+    prefix: str, weights: DenseParameters, *, gated: bool = True, summed: bool = True
+) -> dict[str, ParameterSlot]:
+    """Return the slots of a feed-forward network whose gate, if it has one, and up matrices are stored separately.
+
+    `summed` is that of the bias of the down projection.
+    """
     names = ("gate_proj", "up_proj") if gated else ("up_proj",)
     parts: Sequence[Weight] = weights.gate_up.chunk(len(names))
     slots = {f"{prefix}{name}.weight": ParameterSlot(part) for name, part in zip(names, parts, strict=True)}
@@ -344,7 +356,7 @@ def dense_slots(prefix: str, weights: DenseParameters, *, gated: bool = True) ->
     if weights.gate_up_bias is not None and weights.down_bias is not None:
         biases = zip(names, weights.gate_up_bias.chunk(len(names)), strict=True)
         slots |= {f"{prefix}{name}.bias": ParameterSlot(bias) for name, bias in biases}
-        slots[f"{prefix}down_proj.bias"] = ParameterSlot(weights.down_bias, summed=True)
+        slots[f"{prefix}down_proj.bias"] = ParameterSlot(weights.down_bias, summed=summed)
     return slots
 
 
@@ -366,9 +378,32 @@ def expert_slots(spec: MixtureOfExperts, weights: Experts) -> dict[str, Paramete
     if weights.shared_gate_up is not None and weights.shared_down is not None:
         shared = DenseParameters(weights.shared_gate_up.weight, None, weights.shared_down.weight, None)
         slots |= dense_slots("mlp.shared_experts.", shared, gated=spec.gated)
+    return slots | _separate_slots("mlp.experts.", spec, weights)
+
+
+def with_separate_experts(
+    spec: ModelSpec, parameters: Parameters, slots: Mapping[str, ParameterSlot]
+) -> dict[str, ParameterSlot]:
+    """Return the slots with one for each matrix and bias of each expert, in place of those of stacked experts."""
+    stacked = [match for name in slots if (match := _STACKED_EXPERTS.fullmatch(name))]
+    replaced = {match[0] for match in stacked}
+    separate = {name: slot for name, slot in slots.items() if name not in replaced}
+    for prefix, number in dict.fromkeys((match["prefix"], int(match["layer"])) for match in stacked):
+        network, weights = spec.layers[number].feed_forward, parameters.layers[number].feed_forward
+        assert isinstance(network, MixtureOfExperts)
+        assert isinstance(weights, Experts)
+        separate |= _separate_slots(f"{prefix}experts.", network, weights)
+    return separate
+
+
+def _separate_slots(prefix: str, spec: MixtureOfExperts, weights: Experts) -> dict[str, ParameterSlot]:
+    slots: dict[str, ParameterSlot] = {}
+    # The bias of an expert that is whole on a rank is added once.
+    summed = len(spec.local_experts) == spec.experts
     for index, number in enumerate(spec.local_experts):
-        expert = DenseParameters(weights.gate_up[index], None, weights.down[index], None)
-        slots |= dense_slots(f"mlp.experts.{number}.", expert, gated=spec.gated)
+        biases = [None if bias is None else bias[index] for bias in (weights.gate_up_bias, weights.down_bias)]
+        expert = DenseParameters(weights.gate_up[index], biases[0], weights.down[index], biases[1])
+        slots |= dense_slots(f"{prefix}{number}.", expert, gated=spec.gated, summed=summed)
     return slots
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +35,7 @@ _PREFIXES = (
 """Pairs of name prefixes of the text model's tensors: in multimodal checkpoints, and in text-only checkpoints."""
 _ATTENTION_SCALES = tuple(f".{part}_{kind}" for part in ("q", "k", "v", "kv") for kind in ("scale", "zero_point"))
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_SINGLE_EXPERT = re.compile(r"model\.layers\.\d+\.(.*\.)?experts\.\d+\.")
 _OWN_KV = re.compile(r"model\.layers\.\d+\.self_attn\.[kv]_(proj|norm)\.")
 _PREDICTING_MODULE = re.compile(r"(model\.)?mtp[._]")
 """Begins the names of multi-token prediction modules that are not numbered as layers (Qwen3-Next, MiMo, ERNIE 4.5)."""
@@ -116,9 +117,11 @@ def check_model(folder: Path) -> ModelSpec:
     if a file is truncated or corrupt, or if tensors are missing, unknown or of the wrong shape.
     """
     spec = load_spec(folder)
-    slots = slots_of(spec, allocate_parameters(spec, torch.float32, torch.device("meta")))
     names = TensorNames.of(spec, read_json(folder / "config.json"))
     entries = names.text_model(read_entries(folder))
+    spec = replace(spec, separate_experts=separates_experts(entries))
+    names = replace(names, spec=spec)
+    slots = slots_of(spec, allocate_parameters(spec, torch.float32, torch.device("meta")))
     if spec.quantization is not None:
         spec = replace(spec, quantization=as_stored(spec.quantization, slots, quantized_weights(spec), entries))
         # A family may store a weight in another layout if it is not quantized.
@@ -247,6 +250,11 @@ def read_entries(folder: Path) -> dict[str, TensorEntry]:
                 raise ModelError(f"tensor {name} is in both {entries[name].file} and {file}; keep one.")
             entries[name] = entry
     return entries
+
+
+def separates_experts(names: Iterable[str]) -> bool:
+    """Return True if tensors of a text model's layers, by their `names`, are those of single experts."""
+    return any(_SINGLE_EXPERT.match(name) for name in names)
 
 
 def as_stored(

@@ -10,7 +10,7 @@ from typing import Any
 
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.models.families.family import Family, Json
-from tandem.engine.models.parameters import Parameters, ParameterSlot
+from tandem.engine.models.parameters import Parameters, ParameterSlot, with_separate_experts
 from tandem.protocol.errors import ModelError
 
 _SHARED = {"family", "rows"}
@@ -48,7 +48,8 @@ def is_supported(config: Json) -> bool:
 
 def slots_of(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
     """Return the destination of each tensor of a checkpoint of this model, by the tensor's name."""
-    return family_of({"architectures": [spec.architecture]}).slots(spec, parameters)
+    slots = family_of({"architectures": [spec.architecture]}).slots(spec, parameters)
+    return with_separate_experts(spec, parameters, slots) if spec.separate_experts else slots
 
 
 def _matches(family: Family, config: Json) -> bool:

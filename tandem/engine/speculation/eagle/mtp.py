@@ -13,23 +13,27 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tandem.engine.config.model import LatentAttention, LayerSpec, MixtureOfExperts, ModelSpec, StateLayer
+from tandem.engine.config.model import LatentAttention, LayerSpec, ModelSpec, StateLayer
 from tandem.engine.config.quantization import WeightScheme
-from tandem.engine.kernels.layers import Experts
 from tandem.engine.models.allocation import allocate_parameters, empty_on, parameter_bytes, quantized_weights
 from tandem.engine.models.families import family_of, slots_of
 from tandem.engine.models.load_spec import read_json
 from tandem.engine.models.mtp_layout import MtpLayout
-from tandem.engine.models.parameters import Parameters, ParameterSlot, expert_slots
+from tandem.engine.models.parameters import Parameters, ParameterSlot
 from tandem.engine.speculation.heads.folder import CONFIG, check_final_norm
-from tandem.engine.weights.checkpoint import TensorNames, as_stored, match_entries, read_entries, read_slots
+from tandem.engine.weights.checkpoint import (
+    TensorNames,
+    as_stored,
+    match_entries,
+    read_entries,
+    read_slots,
+    separates_experts,
+)
 from tandem.engine.weights.random_weights import fill_randomly
 from tandem.engine.weights.safetensors_file import TensorEntry
 from tandem.protocol.errors import ModelError
 
 _META = torch.device("meta")
-_EXPERTS = "mlp.experts."
-_STACKED_EXPERTS = f"{_EXPERTS}gate_up_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,25 +133,22 @@ class MtpLayer:
         self, folder: Path, dtype: torch.dtype, device: torch.device
     ) -> tuple[MtpParameters, dict[str, ParameterSlot], Mapping[str, WeightScheme], dict[str, TensorEntry]]:
         """Return empty weights, and the slots, the quantization schemes and the entries of the layer's tensors."""
-        spec, found = self._extended, self._entries(folder)
+        found = self._entries(folder)
+        spec = replace(self._extended, separate_experts=separates_experts(found))
         if spec.quantization is not None:
-            slots = self._slots(spec, self._allocate(spec, dtype, _META), found)
+            slots = self._slots(spec, self._allocate(spec, dtype, _META))
             plain = as_stored(spec.quantization, slots, quantized_weights(spec), found)
             spec = replace(spec, quantization=plain)
         weights = self._allocate(spec, dtype, device)
-        slots = self._slots(spec, weights, found)
+        slots = self._slots(spec, weights)
         entries = match_entries(folder, slots, TensorNames(spec, multimodal=False, predicting_layers=0), found)
         return weights, slots, quantized_weights(spec).schemes, entries
 
-    def _slots(
-        self, spec: ModelSpec, weights: MtpParameters, found: Mapping[str, TensorEntry]
-    ) -> dict[str, ParameterSlot]:
-        """Return the slots of the layer's tensors `found`; the decoder layer has the names of the model's layers."""
+    def _slots(self, spec: ModelSpec, weights: MtpParameters) -> dict[str, ParameterSlot]:
+        """Return the slots of the layer's tensors; the decoder layer has the names of the model's layers."""
         whole = allocate_parameters(spec, weights.decoder.dtype, _META)
         placed = replace(whole, layers=(*whole.layers[:-1], *weights.decoder.layers))
         slots = {name: slot for name, slot in slots_of(spec, placed).items() if name.startswith(self._prefix)}
-        if f"{self._prefix}{_STACKED_EXPERTS}" in slots.keys() - found.keys():
-            slots = self._with_separate_experts(slots, weights)
         # Checkpoints that store the weights of the layers' norms minus 1 also store those of these norms so.
         transform = slots[f"{self._prefix}input_layernorm.weight"].transform
         norms = weights.embedding_norm, weights.state_norm, weights.decoder.final_norm
@@ -156,17 +157,6 @@ class MtpLayer:
             projection: ParameterSlot(weights.projection),
             **{name: ParameterSlot(norm, transform) for name, norm in zip(names, norms, strict=True)},
         }
-
-    def _with_separate_experts(
-        self, slots: dict[str, ParameterSlot], weights: MtpParameters
-    ) -> dict[str, ParameterSlot]:
-        """Return the slots with a tensor for each matrix of each expert: checkpoints may stack only the model's own."""
-        (layer,), network = weights.decoder.layers, self._layer.feed_forward
-        assert isinstance(layer.feed_forward, Experts)
-        assert isinstance(network, MixtureOfExperts)
-        separate = expert_slots(network, layer.feed_forward)
-        kept = {name: slot for name, slot in slots.items() if _EXPERTS not in name}
-        return kept | {self._prefix + name: slot for name, slot in separate.items() if name.startswith(_EXPERTS)}
 
     def _entries(self, folder: Path) -> dict[str, TensorEntry]:
         """Return the entries of the layer's tensors, by the names of `_slots`."""
