@@ -108,6 +108,7 @@ def group_runner(
         try:
             with following[number - 1] as leader, named[number - 1]:
                 followers[number] = Follower.load(config, collectives, kernels=ReferenceKernels())
+                loaded.release()
                 threads.submit(write_adapters, named[number - 1], followers[number].adapters)
                 followers[number].run(received_steps(leader, torch.device("cpu")))
         except BaseException:
@@ -115,12 +116,15 @@ def group_runner(
             raise
 
     followers: dict[int, Follower] = {}
+    loaded = threading.Semaphore(0)
     with ThreadPoolExecutor(2 * count) as threads:
         running = [threads.submit(follow, number) for number in range(1, count)]
         collectives = ThreadCollectives(rank_of(0), boards)
         try:
             runner = ModelRunner.load(config, kernels=ReferenceKernels(), collectives=collectives, on_step=sender.send)
             runner.adapters.on_write = adapters.write
+            for _ in running:
+                assert loaded.acquire(timeout=LIMIT_S)
             yield runner, [followers[number] for number in range(1, count)]
         except BaseException:
             boards.abort()
