@@ -119,7 +119,7 @@ class GroupTransport(Transport):
         The write of a pair follows the pair's own earlier writes: the receiver waits for the notices of all pairs.
         """
         link = self._links.get(write.peer.worker_id)
-        if link is None or len(link.pairs) == 1:
+        if link is None or link.ranks == len(self._ranks) == 1:
             return self._ranks[0].write(write, deadline_s)
         parts = []
         orders = [self._order_of[group] for group in write.groups or [0] * len(write.local_pages)]

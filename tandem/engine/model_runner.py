@@ -22,6 +22,7 @@ from tandem.engine.kernels.base import Kernels
 from tandem.engine.load_engine import LoadedParts, load_parts, load_rank
 from tandem.engine.memory import naming_the_setting
 from tandem.engine.model_sizes import cost_guess, roofline
+from tandem.engine.models.rope import rope_facts
 from tandem.engine.parallel.collectives import Collectives
 from tandem.engine.parallel.step_stream import GraphStep, RankStep
 from tandem.engine.steps.batch import ModelRunnerOutput, PendingStep, StepBatch
@@ -140,7 +141,7 @@ class ModelRunner:
 
     def compatibility_facts(self) -> tuple[tuple[str, str], ...]:
         """Return the properties, as (name, value), that two workers must have in common for KV transfers."""
-        return (("model", self._revision), ("dtype", self.facts.dtype), *self.cache.facts)
+        return (("model", self._revision), ("dtype", self.facts.dtype), *self.cache.facts, *rope_facts(self.spec))
 
 
 class Follower:

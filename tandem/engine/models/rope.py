@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from tandem.engine.config.model import QueryScaling
+from tandem.engine.config.model import ModelSpec, QueryScaling, rope_of
 from tandem.engine.config.rope import RopeConfig
 
 
@@ -42,7 +42,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, max_context: int) -> Tenso
         return plain / rope.factor
     if rope.kind == "longrope":
         # Cached keys keep their rotation, so all requests have the same factors, whatever their lengths.
-        return plain / torch.tensor(rope.long_factors if max_context > rope.original_context else rope.short_factors)
+        return plain / torch.tensor(rope.long_factors if _is_long(rope, max_context) else rope.short_factors)
     if rope.kind == "llama3":
         return _llama3(plain, rope)
     if rope.kind == "yarn":
@@ -79,3 +79,18 @@ def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
     width = (high - low) or 0.001
     divided = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
     return plain / rope.factor * divided + plain * (1 - divided)
+
+
+def rope_facts(spec: ModelSpec) -> tuple[tuple[str, str], ...]:
+    """Return, as (name, value), which factors of LongRoPE rotate the keys; empty for a model without LongRoPE.
+
+    They depend on the engine's context (`--max-model-len`), so the same model may have either.
+    """
+    ropes = (rope_of(layer.attention) for layer in spec.layers)
+    # All layers of a model have the same factors.
+    long = {_is_long(rope, spec.max_context) for rope in ropes if rope is not None and rope.kind == "longrope"}
+    return tuple(("longrope_factors", "long" if is_long else "short") for is_long in long)
+
+
+def _is_long(rope: RopeConfig, max_context: int) -> bool:
+    return max_context > rope.original_context

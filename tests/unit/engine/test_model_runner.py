@@ -134,6 +134,16 @@ def test_compatibility_facts_differ_where_kv_does(folder: Path, runner: ModelRun
         assert [mine[0] for mine, their in zip(facts, theirs, strict=True) if mine != their] == name.split()
 
 
+def test_compatibility_facts_differ_if_the_context_chooses_other_factors_of_longrope(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path, "phi3_longrope")
+    short, border, long = (
+        ModelRunner.load(tiny_engine_config(model, max_model_len=length)).compatibility_facts()
+        for length in (8, 16, 17)
+    )
+    assert short == border
+    assert set(long) ^ set(short) == {("longrope_factors", "short"), ("longrope_factors", "long")}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

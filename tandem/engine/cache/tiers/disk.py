@@ -116,7 +116,6 @@ class DiskTier(Tier[Path]):
         try:
             with path.open("rb", buffering=0) as file:
                 size = _read_into(file.fileno(), memoryview(content))
-            os.utime(path)
         except OSError as error:
             self._failed("a KV page cannot be read", error)
             self.discard(key)
@@ -127,6 +126,8 @@ class DiskTier(Tier[Path]):
             self.discard(key)
             return None
         self.touch(key)
+        with contextlib.suppress(OSError):  # the disk may be read-only; only the order after a restart depends on it
+            os.utime(path)
         return StoredPage(torch.frombuffer(content, dtype=torch.uint8, count=self._data_bytes), checksum)
 
     def discard(self, key: PageKey) -> None:

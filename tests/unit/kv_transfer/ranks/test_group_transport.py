@@ -287,6 +287,12 @@ def shaped_worker(
         replace(group, tensor_ranks=tensor_ranks, stages=even_stages(sum(map(len, group.stages)), stages))
         for group in KV_AND_STATES
     ]
+    return *ranked_worker(fabric, me, groups, notices), groups
+
+
+def ranked_worker(
+    fabric: InMemoryFabric, me: PeerRef, groups: Sequence[RankedPages], notices: list[TransferNotice]
+) -> tuple[GroupTransport, list[np.ndarray]]:
     pools = [np.zeros((PAGES, pool_page_bytes(groups, rank)), dtype=np.uint8) for rank in range(groups[0].ranks)]
     openers = [
         partial(
@@ -297,7 +303,7 @@ def shaped_worker(
         )
         for rank, pool in enumerate(pools)
     ]
-    return GroupTransport(me, groups, openers, notices.append), pools, groups
+    return GroupTransport(me, groups, openers, notices.append), pools
 
 
 def parts_of(whole: np.ndarray, pages: RankedPages, rank: int) -> np.ndarray:
@@ -336,6 +342,26 @@ def test_pages_of_groups_of_different_shapes_arrive_on_every_rank(
                 part = parts_of(content, theirs[group], rank)
                 assert (pool[page, : len(part)] == part).all(), (page, rank)
         assert {notice.parts for notice in notices} == {len(notices)}
+    finally:
+        prefill.close()
+        decode.close()
+        fabric.close()
+
+
+def test_groups_with_one_kv_head_arrive_from_the_only_rank_that_writes() -> None:
+    """Each rank has the only head, so a single pair of ranks writes the pages of all groups, which have one order."""
+    fabric, notices = InMemoryFabric(), list[TransferNotice]()
+    groups = [RankedPages(2, 1, even_stages(LAYERS, 1), PAGE_TOKENS, (DIM * 4,) * PARTS)] * len(FROM)
+    prefill, sent = ranked_worker(fabric, PREFILL, groups, [])
+    decode, (received,) = ranked_worker(fabric, DECODE, [replace(group, tensor_ranks=1) for group in groups], notices)
+    for pool in sent:
+        pool[:] = np.random.default_rng(5).integers(0, 256, pool.shape)
+    try:
+        prefill.add_peer(decode.describe())
+        prefill.write(PageWrite(DECODE, FROM, TO, NOTICE, groups=range(len(FROM))), 5.0).result(timeout=5)
+        fabric.wait_until_idle()
+        assert (received[TO] == sent[0][FROM]).all()
+        assert [notice.parts for notice in notices] == [1]
     finally:
         prefill.close()
         decode.close()

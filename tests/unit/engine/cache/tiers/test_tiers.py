@@ -198,6 +198,18 @@ def test_a_deleted_file_is_missing(tmp_path: Path) -> None:
     assert not len(tier)
 
 
+def test_a_disk_that_became_read_only_still_returns_its_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = disk(tmp_path)
+    store(tier, 1)
+
+    def refuse(_path: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    check(tier, 1)
+    assert not tier.counts.failures
+
+
 def test_a_full_disk_costs_the_pages_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = disk(tmp_path)
     store(tier, 1)
