@@ -65,6 +65,7 @@ SHAPES = {
         {"mode": "disaggregated", "prefill": 2, "decode": 2, "step_policy": "decode-priority"},
         longest=300,
     ),
+    "three ranks a worker": Shape({**FIRST, "tensor_parallel_size": 3}, {"prefill": 1, "decode": 1}),
 }
 """One cluster starts disaggregated and one colocated, and each changes to the other mode."""
 
