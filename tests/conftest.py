@@ -215,14 +215,6 @@ def adapters_read_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "_output_of_process", lambda path: json.dumps(reader._reply(path)).encode())
 
 
-@pytest.fixture
-def no_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load engines without their first two steps, which on a CPU compile nothing and take a third of the loading."""
-    from tandem.engine import model_runner
-
-    monkeypatch.setattr(model_runner, "warm_up", lambda *_: None)
-
-
 @pytest.fixture(scope="session")
 def model_folder() -> Path:
     """The folder of SmolLM2-135M-Instruct in Hugging Face layout, prepared once in the user's cache."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tandem.engine import model_runner
 from tandem.engine.kernels.cpu.kernels import CpuKernels
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -16,13 +17,13 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
         from . import interpreter
 
         interpreter.mend(monkeypatch)
-        # A second in the interpreter.
-        request.getfixturevalue("no_warm_up")
+        # Two steps of each loaded engine, a second in the interpreter, which compiles nothing.
+        monkeypatch.setattr(model_runner, "warm_up", lambda *_: None)
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,9 @@
-"""One thread for everything, because tests share their cores, and engines that are loaded quickly."""
+"""One thread for everything: tests share their cores."""
 
 import pytest
 import torch
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(no_warm_up: None) -> None:
+def _one_thread() -> None:
     torch.set_num_threads(1)
