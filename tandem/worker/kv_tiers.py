@@ -12,6 +12,7 @@ from tandem.engine.cache.tiers.cache_tiers import CacheTiers, Reload
 from tandem.engine.cache.tiers.disk import DiskTier, model_folder
 from tandem.engine.cache.tiers.host import HostTier
 from tandem.engine.cache.tiers.tier import Tier
+from tandem.engine.weights.checkpoint import weight_file_facts
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.messages import PeerRef, PrefillTask, Reservation
 from tandem.worker.config import WorkerConfig
@@ -34,7 +35,9 @@ def make_tiers(config: WorkerConfig, cache: PrefixCache, engine: LoadedEngine) -
     tiers: list[Tier[Any]] = []
     if config.kv_disk_bytes:
         assert config.kv_disk_path is not None
-        facts = (*engine.compatibility_facts(), ("quantization", str(config.engine.quantization)))
+        # The files outlive the process, and with them weights that were changed in place.
+        weights = weight_file_facts(config.engine.served.model)
+        facts = (*engine.compatibility_facts(), ("quantization", str(config.engine.quantization)), *weights)
         folder = model_folder(config.kv_disk_path, config.worker_id, facts, copies.page_bytes)
         tiers.append(DiskTier(folder, config.kv_disk_bytes, copies.page_bytes))
     if config.kv_host_bytes:

@@ -215,6 +215,11 @@ async def test_tenants_and_other_models_share_nothing(tmp_path: Path, monkeypatc
     async with WorkerPair(both=True, **settings) as pair:
         await until(tiers_of(pair.decode).opened.is_set)
         assert not len(tiers_of(pair.decode).tiers[0])
+    monkeypatch.undo()
+    monkeypatch.setattr("tandem.worker.kv_tiers.weight_file_facts", lambda _: (("model.safetensors", "tuned"),))
+    async with WorkerPair(both=True, **settings) as pair:
+        await until(tiers_of(pair.decode).opened.is_set)
+        assert not len(tiers_of(pair.decode).tiers[0])
 
 
 async def test_a_tier_that_hangs_delays_no_request_beyond_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
