@@ -273,6 +273,31 @@ async def test_a_prompt_that_waits_for_the_pages_of_a_reload_starts_when_it_ends
         await pair.empty()
 
 
+async def test_a_prefix_that_is_being_loaded_is_paid_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = list(range(11, 11 + 8 * PAGE_TOKENS + 2))
+    go = threading.Event()
+    async with WorkerPair(both=True, pages=40, kv_host_bytes=1 << 16) as pair:
+        await ask(pair, "first", prompt)
+        await ask(pair, "longer", [*prompt, *range(500, 500 + 2 * PAGE_TOKENS)])
+        await evict(pair.decode)
+        tiers, cache = tiers_of(pair.decode), pair.decode.worker._cache
+        tier = tiers.tiers[0]
+        tiers._rates[tier.name].add(tiers.clock(), tier.page_bytes, 1.0)
+        read = tier.read
+        monkeypatch.setattr(tier, "read", lambda key: read(key) if go.wait(60) else None)
+        predicted = []
+        for tokens in (prompt, prompt, [*prompt, *range(500, 500 + 2 * PAGE_TOKENS)]):
+            reload = tiers.plan(cache.prefix(tokens, ""), 1)
+            assert reload is not None
+            predicted.append(tiers.predicted_s(reload))
+            tiers.begin(reload, 60.0)
+        assert predicted == [8.0, 8.0, 10.0]
+        go.set()
+        await until(reload.done.done)
+        assert tier.counts.loaded_pages == 10
+        await pair.empty()
+
+
 async def test_a_request_that_is_rejected_loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt, sampling = list(range(11, 11 + 8 * PAGE_TOKENS + 2)), SamplingParams(max_tokens=6)
     async with WorkerPair(both=True, pages=40, kv_host_bytes=1 << 16, max_prefill_requests=1) as pair:
