@@ -298,6 +298,31 @@ async def test_a_prefix_that_is_being_loaded_is_paid_once(monkeypatch: pytest.Mo
         await pair.empty()
 
 
+async def test_a_long_prompt_is_looked_up_beside_the_event_loop_and_without_the_lock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt = list(range(11, 11 + 8 * PAGE_TOKENS + 2))
+    go, looking = threading.Event(), threading.Event()
+    async with WorkerPair(both=True, pages=40, kv_host_bytes=1 << 16) as pair:
+        await ask(pair, "first", prompt)
+        await evict(pair.decode)
+        tier = type(tiers_of(pair.decode).tiers[0])
+        contains = tier.__contains__
+
+        def slow(tier: Any, key: Any) -> bool:
+            looking.set()
+            return go.wait(60) and contains(tier, key)
+
+        monkeypatch.setattr(tier, "__contains__", slow)
+        again = asyncio.create_task(ask(pair, "again", prompt))
+        await until(looking.is_set)
+        assert pair.decode.engine.pool.lock.acquire(timeout=60), "steps need the lock"
+        pair.decode.engine.pool.lock.release()
+        go.set()
+        assert (await again).cached_tokens == 8 * PAGE_TOKENS
+        await pair.empty()
+
+
 async def test_a_request_that_is_rejected_loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt, sampling = list(range(11, 11 + 8 * PAGE_TOKENS + 2)), SamplingParams(max_tokens=6)
     async with WorkerPair(both=True, pages=40, kv_host_bytes=1 << 16, max_prefill_requests=1) as pair:
