@@ -323,6 +323,19 @@ async def test_a_long_prompt_is_looked_up_beside_the_event_loop_and_without_the_
         await pair.empty()
 
 
+async def test_pages_that_cannot_be_read_do_not_count_in_the_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = list(range(11, 11 + 8 * PAGE_TOKENS + 2))
+    async with WorkerPair(both=True, pages=40, kv_disk_bytes=1 << 20, kv_disk_path=tmp_path) as pair:
+        await ask(pair, "first", prompt)
+        await evict(pair.decode)
+        tiers = tiers_of(pair.decode)
+        monkeypatch.setattr(tiers.tiers[0], "read", lambda _: None)
+        await ask(pair, "again", prompt)
+        assert tiers._rates["disk"].seconds(1, tiers.clock()) == float("inf")
+
+
 async def test_a_request_that_is_rejected_loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt, sampling = list(range(11, 11 + 8 * PAGE_TOKENS + 2)), SamplingParams(max_tokens=6)
     async with WorkerPair(both=True, pages=40, kv_host_bytes=1 << 16, max_prefill_requests=1) as pair:

@@ -117,7 +117,7 @@ class CacheTiers:
         """Return the seconds until a reload ends, with those before it, by the measured rates of the tiers."""
         now = self.clock()
         return sum(
-            size / self._rates[name].bytes_per_s(now)
+            self._rates[name].seconds(size, now)
             for each in (reload, *self._begun())
             for name, size in each.sizes.items()
         )
@@ -259,7 +259,7 @@ class CacheTiers:
                 began = self.clock()
                 right = self._load_from(tier, pages, {entry: keys[entry] for entry in here})
                 seconds = self.clock() - began
-                self._rates[tier.name].add(self.clock(), len(here) * tier.page_bytes, seconds)
+                self._rates[tier.name].add(self.clock(), len(right) * tier.page_bytes, seconds)
                 tier.counts.loaded_s += seconds
                 tier.counts.loaded_pages += len(right)
                 loaded += right
