@@ -128,6 +128,12 @@ class DecodeAdmission:
                 self._expect(self._leases.open_leases)
         return GrantedLease(request.lease, self._config.kv_lease_s, request.skipped * self._page_tokens)
 
+    def check_accepts(self, reservation: Reservation) -> None:
+        """Raise the errors of `reserve` for a new request that can be found without looking up its prefix."""
+        with self.lock:
+            if self.requests.find(reservation.router_id, reservation.ref.request_id) is None:
+                self._leased.check_accepts(reservation)
+
     def heartbeat(self, leases: Iterable[Lease]) -> tuple[Lease, ...]:
         """Renew these leases, and return those that have ended although their KV has not arrived."""
         unknown = self._leases.renew(leases)

@@ -40,6 +40,10 @@ class LeasedRequests:
     def __iter__(self) -> Iterator[DecodeRequest]:
         return iter(self._by_epoch.values())
 
+    def check_accepts(self, reservation: Reservation) -> None:
+        """Raise the errors of `PageBudget.check_accepts`."""
+        self._budget.check_accepts(reservation, local=reservation.prefill == self._me)
+
     def grant(self, reservation: Reservation, prefix: Prefix, adapter: int) -> DecodeRequest:
         """Create a request with a lease, the cached pages of `prefix`, and reserved pages for the rest.
 

@@ -86,16 +86,20 @@ class PageReservations:
         `reserved_for_preempted` pages must stay free. Raises ResourceExhausted, and changes nothing, if there are too
         few pages. The caller calls `add_lease` next.
         """
-        self._balance()
-        # While some reserved pages have no free page, a new request would compete with the running ones.
-        short = self._backed < self._reserved
-        if short or (self._limit is not None and self.committed + pages + reserved_for_preempted > self._limit):
-            raise ResourceExhausted("answers have outgrown their forecasts; come back later")
+        self.check_limit(pages + reserved_for_preempted)
         reserved = self._cache.reserve(prefix, pages, prompt_tokens, aside=reserved_for_preempted, position=position)
         self.committed += pages
         self._reserved += reserved
         self._backed += reserved
         return reserved
+
+    def check_limit(self, pages: int) -> None:
+        """Raise ResourceExhausted if `pages` more pages would exceed the limit, whether or not the pool has them."""
+        self._balance()
+        # While some reserved pages have no free page, a new request would compete with the running ones.
+        short = self._backed < self._reserved
+        if short or (self._limit is not None and self.committed + pages > self._limit):
+            raise ResourceExhausted("answers have outgrown their forecasts; come back later")
 
     def add_lease(self, lease_pages: int, held: int) -> None:
         """Keep `lease_pages` of the backed pages for a new lease.
@@ -294,11 +298,26 @@ class PageBudget:
         computes the prompt, in these pages. Raises ResourceExhausted with a retry hint if there are too few pages now,
         InvalidArgument if the longest answer can never fit, RoleClosed while closed.
         """
+        pages, reserved_for_preempted = self.check_accepts(reservation, local=local)
+        position = None if local else len(reservation.prompt_token_ids)
+        try:
+            reserved = self._reservations.reserve(
+                prefix, pages, len(reservation.prompt_token_ids), reserved_for_preempted, position=position
+            )
+        except ResourceExhausted:
+            raise self._no_pages() from None
+        self._preempted.pop((reservation.router_id, reservation.ref.request_id), None)
+        return pages, reserved
+
+    def check_accepts(self, reservation: Reservation, *, local: bool) -> tuple[int, int]:
+        """Return the numbers of expected pages, and of pages that must stay free for preempted requests.
+
+        Raises the errors of `reserve`, except that the pool may still have too few pages: that depends on its prefix.
+        """
         self.update_lost()
         if self._closed:
             raise RoleClosed(f"worker {self._worker_id} takes no answers, as it {self._closed}; ask another one")
-        sampling, prompt_tokens = reservation.sampling, len(reservation.prompt_token_ids)
-        most = self._kv.held(self._stored(reservation, sampling.max_tokens), decoding=not local)
+        most = self._kv.held(self._stored(reservation, reservation.sampling.max_tokens), decoding=not local)
         # The longest answer must fit alone: the oldest request, which is never preempted, may grow that far.
         if most > self._limit:
             raise InvalidArgument(
@@ -309,17 +328,15 @@ class PageBudget:
         if self.not_ready:
             raise self._come_back(f"worker {self._worker_id} promises nothing for now: {self.not_ready}")
         pages = self.expected_pages(reservation, reservation.prior_output_tokens, decoding=not local)
-        position = None if local else prompt_tokens
         reserved_for_preempted = self._reserved_for_preempted(reservation, self._limit - pages)
         try:
-            reserved = self._reservations.reserve(
-                prefix, pages, prompt_tokens, reserved_for_preempted, position=position
-            )
+            self._reservations.check_limit(pages + reserved_for_preempted)
         except ResourceExhausted:
-            message = f"worker {self._worker_id} has no KV pages left to promise; come back later"
-            raise self._come_back(message) from None
-        self._preempted.pop((reservation.router_id, reservation.ref.request_id), None)
-        return pages, reserved
+            raise self._no_pages() from None
+        return pages, reserved_for_preempted
+
+    def _no_pages(self) -> ResourceExhausted:
+        return self._come_back(f"worker {self._worker_id} has no KV pages left to promise; come back later")
 
     def cancel_reservation(self, pages: int, reserved: int) -> None:
         """Undo `reserve` for a reservation that was not granted; the arguments are the result of `reserve`."""

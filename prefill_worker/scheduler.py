@@ -128,6 +128,13 @@ class PrefillScheduler:
         request.handoff = self._begin_handoff(request, self)
         self._wake()
 
+    def check_accepts(self, task: PrefillTask) -> None:
+        """Raise the errors of `submit` for a validated task, unless it is a repeated attempt."""
+        self._check_fits(task)
+        with self._lock:
+            if not self.registry.knows(task):
+                self.registry.check_accepts(task, self._pending_transfers.not_ready)
+
     def abort(self, router_id: str, refs: Iterable[RequestRef]) -> None:
         """Abort these requests if their attempt is at most the one in `refs`.
 
@@ -313,13 +320,16 @@ class PrefillScheduler:
 
     # ---- inside ----
 
-    def _make(self, task: PrefillTask, adapter: int, history: History | None) -> PrefillRequest:
-        kv, tokens = self._cache.kv, len(task.prompt_token_ids)
-        pages = kv.held(tokens)
+    def _check_fits(self, task: PrefillTask) -> None:
+        pages = self._cache.kv.held(len(task.prompt_token_ids))
         if pages > self._pages_total:
             raise InvalidArgument(
                 "prompt_token_ids", f"needs {pages} KV pages and worker {self._me.worker_id} has {self._pages_total}"
             )
+
+    def _make(self, task: PrefillTask, adapter: int, history: History | None) -> PrefillRequest:
+        self._check_fits(task)
+        kv, tokens = self._cache.kv, len(task.prompt_token_ids)
         local = task.destination is not None and task.destination.peer == self._me
         prefix = self._cache.prefix(task.prompt_token_ids, task.cache_salt, reads=not task.scores_prompt)
         token_hash = hash_token_ids(task.prompt_token_ids) if local else b""

@@ -7,11 +7,12 @@ from typing import Any
 
 from tandem.cost_model.reload import saved_seconds
 from tandem.cost_model.step_cost import StepCost
-from tandem.engine.cache.prefix_cache import Prefix, PrefixCache
+from tandem.engine.cache.prefix_cache import PrefixCache
 from tandem.engine.cache.tiers.cache_tiers import CacheTiers, Reload
 from tandem.engine.cache.tiers.disk import DiskTier, model_folder
 from tandem.engine.cache.tiers.host import HostTier
 from tandem.engine.cache.tiers.tier import Tier
+from tandem.engine.weights.checkpoint import weight_file_facts
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.messages import PeerRef, PrefillTask, Reservation
 from tandem.worker.config import WorkerConfig
@@ -34,7 +35,9 @@ def make_tiers(config: WorkerConfig, cache: PrefixCache, engine: LoadedEngine) -
     tiers: list[Tier[Any]] = []
     if config.kv_disk_bytes:
         assert config.kv_disk_path is not None
-        facts = (*engine.compatibility_facts(), ("quantization", str(config.engine.quantization)))
+        # The files outlive the process, and with them weights that were changed in place.
+        weights = weight_file_facts(config.engine.served.model)
+        facts = (*engine.compatibility_facts(), ("quantization", str(config.engine.quantization)), *weights)
         folder = model_folder(config.kv_disk_path, config.worker_id, facts, copies.page_bytes)
         tiers.append(DiskTier(folder, config.kv_disk_bytes, copies.page_bytes))
     if config.kv_host_bytes:
@@ -74,6 +77,7 @@ class KvReloads:
         self._chunk = chunk
         self._most_s = most_s
         self._wake = wake
+        self._choosing = asyncio.Lock()
 
     async def load(self, work: Reservation | PrefillTask) -> None:
         """Load the pages of a prompt that are in tiers, if this is faster than to compute their tokens.
@@ -83,13 +87,15 @@ class KvReloads:
         """
         if work.scores_prompt or self._tiers.stalled or not self._computes(work):
             return
-        prefix = self._cache.prefix(work.prompt_token_ids, work.cache_salt)
-        chosen, saved_s = self._choose(prefix)
-        if chosen is None:
-            return
-        within_s = min(self._most_s, saved_s + self._tiers.predicted_s(chosen))
-        chosen.done.add_done_callback(lambda _: self._wake())
-        self._tiers.begin(chosen, within_s)
+        # One after another, so that each knows what those before it load.
+        async with self._choosing:
+            # On a thread, because a long prompt has thousands of pages to look up.
+            chosen, saved_s = await asyncio.to_thread(self._choose, work, self._cost())
+            if chosen is None:
+                return
+            within_s = min(self._most_s, saved_s + self._tiers.predicted_s(chosen))
+            chosen.done.add_done_callback(lambda _: self._wake())
+            self._tiers.begin(chosen, within_s)
         # Not `wait_for`, which would cancel the future of the tiers' thread.
         await asyncio.wait([asyncio.wrap_future(chosen.done)], timeout=within_s)
 
@@ -100,17 +106,17 @@ class KvReloads:
         # The pages of a local prompt were loaded before they were reserved.
         return work.destination is None or work.destination.peer != self._me
 
-    def _choose(self, prefix: Prefix) -> tuple[Reload | None, float]:
+    def _choose(self, work: Reservation | PrefillTask, cost: StepCost) -> tuple[Reload | None, float]:
         """Return the reload that saves most time, and the seconds that it saves; None if none saves any."""
+        prefix = self._cache.prefix(work.prompt_token_ids, work.cache_salt)
         context = self._cache.hit(prefix) * self._cache.page_tokens
         best: tuple[Reload | None, float] = None, 0.0
-        # A slow tier may cost more than it saves while the tiers before it pay.
-        for tiers in range(1, len(self._tiers.tiers) + 1):
-            reload = self._tiers.plan(prefix, tiers)
-            if reload is None:
-                continue
+        count = len(self._tiers.tiers)
+        while count and (reload := self._tiers.plan(prefix, count)) is not None:
             tokens = reload.end * self._cache.page_tokens - context
-            saved_s = saved_seconds(self._cost(), context, tokens, self._chunk, self._tiers.predicted_s(reload))
+            saved_s = saved_seconds(cost, context, tokens, self._chunk, self._tiers.predicted_s(reload))
             if saved_s > best[1]:
                 best = reload, saved_s
+            # A slow tier may cost more than it saves while the tiers before it pay.
+            count = max((place for place, size in enumerate(reload.sizes.values()) if size), default=0)
         return best

@@ -8,8 +8,9 @@ worker is used on the event loop on which it is created; the engine and the tran
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 from decode_worker.admission import DecodeAdmission
@@ -159,9 +160,24 @@ class Worker:
         return history
 
     async def reload(self, work: Reservation | PrefillTask) -> None:
-        """Load the KV pages of a prompt that are in tiers of the prefix cache, if that pays (`KvReloads.load`)."""
+        """Load the KV pages of a prompt that are in tiers of the prefix cache, if that pays (`KvReloads.load`).
+
+        Raises the errors of `reserve` and `prefill` that can be found before: a request that is rejected loads nothing.
+        """
         if self._reloads is not None:
+            self._check_accepts(work)
             await self._reloads.load(work)
+
+    def _check_accepts(self, work: Reservation | PrefillTask) -> None:
+        if isinstance(work, PrefillTask):
+            check_prefill(work, self.facts)
+            self.adapters.number(work.adapter)
+            self._schedulers.prefill.check_accepts(work)
+        else:
+            check_reservation(work, self.facts)
+            self.adapters.number(work.adapter)
+            with self._count_refusals():
+                self.admission.check_accepts(work)
 
     def reserve(self, reservation: Reservation) -> GrantedLease:
         """Reserve pages for a request and return the granted lease (`DecodeAdmission.reserve`).
@@ -171,11 +187,8 @@ class Worker:
         """
         check_reservation(reservation, self.facts)
         adapter = self.adapters.number(reservation.adapter)
-        try:
+        with self._count_refusals():
             granted = self.admission.reserve(reservation, adapter)
-        except ResourceExhausted:
-            self.metrics.refused()
-            raise
         self._streams.expect(reservation.router_id)
         return granted
 
@@ -281,6 +294,14 @@ class Worker:
             process_alive=self._process_alive,
             checks=self._checks,
         )
+
+    @contextmanager
+    def _count_refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except ResourceExhausted:
+            self.metrics.refused()
+            raise
 
     def _start_tiers(self) -> None:
         # A worker that only decodes gets its pages from prefill workers, and would load none.

@@ -92,8 +92,8 @@ class PrefixCache:
     """The prefix index of one worker, shared by the prefill and the decode scheduler.
 
     It owns no page: the pool holds the pages, as shared while a request reads them and as cached until they are
-    evicted. It is thread-safe, under the pool's lock. The time of each call is proportional to the number of pages
-    that it looks up or changes.
+    evicted. It is thread-safe, under the pool's lock except for `reusable`. The time of each call is proportional to
+    the number of pages that it looks up or changes.
     """
 
     def __init__(self, pool: PagePool, kv: KvPages, *, enabled: bool = True, names: PageNaming = page_digests) -> None:
@@ -308,14 +308,15 @@ class PrefixCache:
     def reusable(self, prefix: Prefix, stored: Stored) -> tuple[int, list[PageKey]]:
         """Return the number of leading digests that a request could reuse if the stored pages were loaded, and these.
 
-        The pages are those that are missing in the pool. They are in the order of `KvPages`.
+        The pages are those that are missing in the pool. They are in the order of `KvPages`. The pool's lock is not
+        taken, because a long prompt has thousands of pages: the result is out of date if pages are indexed or evicted
+        meanwhile, and `begin_reload` looks again.
         """
-        with self.pool.lock:
-            digests = prefix.digests[: prefix.readable]
-            hit = self._hit(digests, stored)
-            numbers = (divmod(entry, self.kv.groups) for entry in self.kv.seen(hit * self.page_tokens, 0, hit))
-            keys = [PageKey(digests[number], group) for number, group in numbers]
-            return hit, [key for key in keys if not self._has(key)]
+        digests = prefix.digests[: prefix.readable]
+        hit = self._hit(digests, stored)
+        numbers = (divmod(entry, self.kv.groups) for entry in self.kv.seen(hit * self.page_tokens, 0, hit))
+        keys = [PageKey(digests[number], group) for number, group in numbers]
+        return hit, [key for key in keys if not self._has(key)]
 
     def hit(self, prefix: Prefix) -> int:
         """Return the number of leading digests that a request could reuse now."""

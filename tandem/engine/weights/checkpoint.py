@@ -207,6 +207,15 @@ def revision_hash(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def weight_file_facts(folder: Path) -> tuple[tuple[str, str], ...]:
+    """Return the name of each weight file of a folder, with its size in bytes and its modification time.
+
+    They change with any later write to the weights, which `revision_hash` may not notice. Empty without weight files.
+    """
+    stats = ((file.name, file.stat()) for file in sorted(folder.glob("*.safetensors")))
+    return tuple((name, f"{stat.st_size} bytes, {stat.st_mtime_ns} ns") for name, stat in stats)
+
+
 def stored_dtype(folder: Path) -> str:
     """Return the dtype of the folder's largest tensor that is not quantized, in torch's spelling."""
     entries = read_entries(folder).values()

@@ -4,6 +4,7 @@ import asyncio
 import random
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from tandem.engine.cache.prefix_cache import Prefix
 from tandem.engine.cache.tiers.cache_tiers import CacheTiers, Reload
 from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.metrics import families as f
-from tandem.protocol.errors import InvalidArgument, ResourceExhausted
+from tandem.protocol.errors import InvalidArgument, ResourceExhausted, RoleClosed, TandemError
 from tandem.protocol.kv_pages import STATE, KvPages
-from tandem.protocol.messages import Assignment, RequestRef, Role, SamplingParams
+from tandem.protocol.messages import Assignment, PrefillTask, RequestRef, Reservation, Role, SamplingParams
 from tandem.worker.reporting.metrics import tier_facts
 from tests.factories import tiny_engine_config, write_tiny_model
 from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to
@@ -53,12 +54,12 @@ async def saved(end: End) -> None:
 async def ask(pair: WorkerPair, name: str, prompt: Sequence[int], max_tokens: int = 6, salt: str = "") -> RequestOutput:
     """Send a request as the router does, over gRPC's entry points, and wait for its answer."""
     sampling = SamplingParams(max_tokens=max_tokens)
-    task = pair.task(name, list(prompt), sampling, None)
-    await pair.decode.worker.reload(pair.reservation(name, list(prompt), sampling))
-    if pair.prefill is not pair.decode:
-        await pair.prefill.worker.reload(task)
+    task = pair.task(name, list(prompt), replace(sampling, max_tokens=1), None)
     while True:
         try:
+            await pair.decode.worker.reload(pair.reservation(name, list(prompt), sampling))
+            if pair.prefill is not pair.decode:
+                await pair.prefill.worker.reload(task)
             output = pair.send(name, list(prompt), sampling, salt=salt)
             break
         except ResourceExhausted:
@@ -215,6 +216,11 @@ async def test_tenants_and_other_models_share_nothing(tmp_path: Path, monkeypatc
     async with WorkerPair(both=True, **settings) as pair:
         await until(tiers_of(pair.decode).opened.is_set)
         assert not len(tiers_of(pair.decode).tiers[0])
+    monkeypatch.undo()
+    monkeypatch.setattr("tandem.worker.kv_tiers.weight_file_facts", lambda _: (("model.safetensors", "tuned"),))
+    async with WorkerPair(both=True, **settings) as pair:
+        await until(tiers_of(pair.decode).opened.is_set)
+        assert not len(tiers_of(pair.decode).tiers[0])
 
 
 async def test_a_tier_that_hangs_delays_no_request_beyond_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +259,7 @@ async def test_a_prompt_that_waits_for_the_pages_of_a_reload_starts_when_it_ends
         tier = tiers_of(pair.prefill).tiers[0]
         read = tier.read
         monkeypatch.setattr(tier, "read", lambda key: read(key) if go.wait(60) else None)
-        task = pair.task("again", prompt, SamplingParams(max_tokens=6), None)
+        task = pair.task("again", prompt, SamplingParams(max_tokens=1), None)
         reload = asyncio.create_task(pair.prefill.worker.reload(task))
         await until(lambda: pair.prefill.engine.pool.counts().owned == 8)
         reload.cancel()
@@ -265,6 +271,97 @@ async def test_a_prompt_that_waits_for_the_pages_of_a_reload_starts_when_it_ends
         await until(lambda: output.finish and output.pages)
         assert output.tokens == answer_to(long, SamplingParams(max_tokens=2))
         await pair.empty()
+
+
+async def test_a_prefix_that_is_being_loaded_is_paid_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = list(range(11, 11 + 8 * PAGE_TOKENS + 2))
+    go = threading.Event()
+    async with WorkerPair(both=True, pages=40, kv_host_bytes=1 << 16) as pair:
+        await ask(pair, "first", prompt)
+        await ask(pair, "longer", [*prompt, *range(500, 500 + 2 * PAGE_TOKENS)])
+        await evict(pair.decode)
+        tiers, cache = tiers_of(pair.decode), pair.decode.worker._cache
+        tier = tiers.tiers[0]
+        tiers._rates[tier.name].add(tiers.clock(), tier.page_bytes, 1.0)
+        read = tier.read
+        monkeypatch.setattr(tier, "read", lambda key: read(key) if go.wait(60) else None)
+        predicted = []
+        for tokens in (prompt, prompt, [*prompt, *range(500, 500 + 2 * PAGE_TOKENS)]):
+            reload = tiers.plan(cache.prefix(tokens, ""), 1)
+            assert reload is not None
+            predicted.append(tiers.predicted_s(reload))
+            tiers.begin(reload, 60.0)
+        assert predicted == [8.0, 8.0, 10.0]
+        go.set()
+        await until(reload.done.done)
+        assert tier.counts.loaded_pages == 10
+        await pair.empty()
+
+
+async def test_a_long_prompt_is_looked_up_beside_the_event_loop_and_without_the_lock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt = list(range(11, 11 + 8 * PAGE_TOKENS + 2))
+    go, looking = threading.Event(), threading.Event()
+    async with WorkerPair(both=True, pages=40, kv_host_bytes=1 << 16) as pair:
+        await ask(pair, "first", prompt)
+        await evict(pair.decode)
+        tier = type(tiers_of(pair.decode).tiers[0])
+        contains = tier.__contains__
+
+        def slow(tier: Any, key: Any) -> bool:
+            looking.set()
+            return go.wait(60) and contains(tier, key)
+
+        monkeypatch.setattr(tier, "__contains__", slow)
+        again = asyncio.create_task(ask(pair, "again", prompt))
+        await until(looking.is_set)
+        assert pair.decode.engine.pool.lock.acquire(timeout=60), "steps need the lock"
+        pair.decode.engine.pool.lock.release()
+        go.set()
+        assert (await again).cached_tokens == 8 * PAGE_TOKENS
+        await pair.empty()
+
+
+async def test_pages_that_cannot_be_read_do_not_count_in_the_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = list(range(11, 11 + 8 * PAGE_TOKENS + 2))
+    async with WorkerPair(both=True, pages=40, kv_disk_bytes=1 << 20, kv_disk_path=tmp_path) as pair:
+        await ask(pair, "first", prompt)
+        await evict(pair.decode)
+        tiers = tiers_of(pair.decode)
+        monkeypatch.setattr(tiers.tiers[0], "read", lambda _: None)
+        await ask(pair, "again", prompt)
+        assert tiers._rates["disk"].seconds(1, tiers.clock()) == float("inf")
+
+
+async def test_a_request_that_is_rejected_loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, sampling = list(range(11, 11 + 8 * PAGE_TOKENS + 2)), SamplingParams(max_tokens=6)
+    async with WorkerPair(both=True, pages=40, kv_host_bytes=1 << 16, max_prefill_requests=1) as pair:
+        await ask(pair, "first", prompt)
+        await evict(pair.decode)
+        worker = pair.decode.worker
+        rejected: list[tuple[Reservation | PrefillTask, type[TandemError]]] = [
+            (replace(pair.reservation("r", prompt, sampling), gap_target_s=0.0), InvalidArgument),
+            (pair.reservation("r", prompt, SamplingParams(max_tokens=900)), InvalidArgument),
+            (pair.task("r", prompt, sampling, None), InvalidArgument),
+        ]
+        pair.decode.engine.hold()
+        running = pair.send("running", [5] * 20, SamplingParams(max_tokens=50))
+        rejected.append((pair.reservation("r", prompt, sampling), ResourceExhausted))
+        rejected.append((pair.task("r", prompt, replace(sampling, max_tokens=1), None), ResourceExhausted))
+        for work, error in rejected:
+            with pytest.raises(error):
+                await worker.reload(work)
+        worker._schedulers.close("drains")
+        alone = pair.task("r", prompt, replace(sampling, max_tokens=1), None)
+        for work in (pair.reservation("r", prompt, sampling), alone):
+            with pytest.raises(RoleClosed):
+                await worker.reload(work)
+        assert tiers_of(pair.decode).tiers[0].counts.loaded_pages == 0
+        pair.decode.engine.resume()
+        await until(lambda: running.finish)
 
 
 async def test_no_tier_is_used_if_computing_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,8 +405,6 @@ async def test_a_decode_worker_saves_nothing() -> None:
 
 
 def test_workers_of_several_ranks_refuse_tiers() -> None:
-    from dataclasses import replace
-
     from tandem.engine.config import EngineConfig
     from tandem.protocol.messages import Role
     from tandem.worker.config import WorkerConfig

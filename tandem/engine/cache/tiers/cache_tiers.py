@@ -52,7 +52,9 @@ class Reload:
     prefix: Prefix
     end: int
     sizes: dict[str, int]
-    """The bytes to be loaded from each tier, by its name."""
+    """The bytes to be loaded from each tier, by its name, without those that an earlier reload loads."""
+    keys: frozenset[PageKey] = frozenset()
+    """The pages that this reload loads, or an earlier one for it."""
     deadline: float = 0.0
     """The time by the clock of the tiers at which the reload ends in any case."""
     done: "Future[None]" = field(default_factory=Future)
@@ -103,17 +105,19 @@ class CacheTiers:
         if not missing:
             return None
         sizes = dict.fromkeys((tier.name for tier in usable), 0)
-        for key in missing:
+        # Concurrent requests with one prefix load it once: the later ones find the pages in the pool.
+        keys = frozenset(missing)
+        for key in keys.difference(*(earlier.keys for earlier in self._begun())):
             tier = next((tier for tier in usable if key in tier), None)
             if tier is not None:
                 sizes[tier.name] += tier.page_bytes
-        return Reload(Prefix(prefix.root, prefix.digests[:end], end), end, sizes)
+        return Reload(Prefix(prefix.root, prefix.digests[:end], end), end, sizes, keys)
 
     def predicted_s(self, reload: Reload) -> float:
         """Return the seconds until a reload ends, with those before it, by the measured rates of the tiers."""
         now = self.clock()
         return sum(
-            size / self._rates[name].bytes_per_s(now)
+            self._rates[name].seconds(size, now)
             for each in (reload, *self._begun())
             for name, size in each.sizes.items()
         )
@@ -255,7 +259,7 @@ class CacheTiers:
                 began = self.clock()
                 right = self._load_from(tier, pages, {entry: keys[entry] for entry in here})
                 seconds = self.clock() - began
-                self._rates[tier.name].add(self.clock(), len(here) * tier.page_bytes, seconds)
+                self._rates[tier.name].add(self.clock(), len(right) * tier.page_bytes, seconds)
                 tier.counts.loaded_s += seconds
                 tier.counts.loaded_pages += len(right)
                 loaded += right

@@ -122,12 +122,17 @@ class MeasuredRate:
     """The end of each load, by the clock of the caller, its bytes and its seconds."""
 
     def add(self, now: float, size: int, seconds: float) -> None:
-        """Add a load of `size` bytes that took `seconds` and ended at the time `now`."""
+        """Add a load that returned `size` bytes, took `seconds` and ended at the time `now`."""
         self._loads = [load for load in self._loads if load[0] > now - self.FORGET_S]
         self._loads.append((now, size, seconds))
 
-    def bytes_per_s(self, now: float) -> float:
-        """Return the rate at the time `now`; infinite without a load, so that a first load measures it."""
-        newest = [(size, seconds) for end, size, seconds in self._loads if end > now - self.FORGET_S]
-        spent_s = sum(seconds for _, seconds in newest)
-        return sum(size for size, _ in newest) / spent_s if spent_s > 0 else math.inf
+    def seconds(self, size: int, now: float) -> float:
+        """Return the seconds to load `size` bytes at the time `now`.
+
+        0 without a load, so that a first load measures the rate; infinite if all loads have failed.
+        """
+        newest = [(loaded, spent_s) for end, loaded, spent_s in self._loads if end > now - self.FORGET_S]
+        spent_s, total = sum(spent for _, spent in newest), sum(loaded for loaded, _ in newest)
+        if not size or not spent_s:
+            return 0.0
+        return size * spent_s / total if total else math.inf

@@ -1,6 +1,7 @@
 """Model folders: sharded or not, read directly into their tensors; broken ones refused with a message."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tandem.engine.models.allocation import allocate_parameters
 from tandem.engine.models.families import slots_of
 from tandem.engine.models.parameters import tensors_of
-from tandem.engine.weights.checkpoint import check_model, load_weights, revision_hash, stored_dtype
+from tandem.engine.weights.checkpoint import check_model, load_weights, revision_hash, stored_dtype, weight_file_facts
 from tandem.protocol.errors import ModelError
 from tests.factories import write_tiny_model
 
@@ -165,3 +166,17 @@ def test_revision_changes_with_config_shapes_and_weights(folder: Path, tmp_path:
     assert revision_hash(write_tiny_model(tmp_path / "wider", "qwen2", vocab_size=161)) != before
     (folder / "config.json").write_text((folder / "config.json").read_text().replace("10000", "20000"))
     assert revision_hash(folder) != before
+
+
+def test_a_change_of_weights_in_place_changes_the_facts_of_the_files(folder: Path, tmp_path: Path) -> None:
+    before = weight_file_facts(folder)
+    assert [name for name, _ in before] == ["model.safetensors"]
+    assert weight_file_facts(folder) == before
+    file = folder / "model.safetensors"
+    content, stat = bytearray(file.read_bytes()), file.stat()
+    content[-1] ^= 1
+    file.write_bytes(content)
+    # Where clocks are coarse, the test would have written within one tick.
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    assert weight_file_facts(folder) != before
+    assert weight_file_facts(tmp_path / "random weights") == ()

@@ -276,10 +276,18 @@ def test_settings_that_cannot_be_met_are_refused(tmp_path: Path, monkeypatch: py
 
 def test_a_rate_is_that_of_the_newest_loads() -> None:
     rate = MeasuredRate()
-    assert rate.bytes_per_s(0.0) == float("inf")
+    assert rate.seconds(900, 0.0) == 0.0
     rate.add(0.0, 100, 10.0)
-    assert rate.bytes_per_s(1.0) == 10.0
+    assert rate.seconds(900, 1.0) == 90.0
     rate.add(50.0, 900, 10.0)
-    assert rate.bytes_per_s(50.0) == 50.0
-    assert rate.bytes_per_s(70.0) == 90.0
-    assert rate.bytes_per_s(200.0) == float("inf"), "a tier that was slow once is tried again"
+    assert rate.seconds(900, 50.0) == 18.0
+    assert rate.seconds(900, 70.0) == 10.0
+    assert rate.seconds(900, 200.0) == 0.0, "a tier that was slow once is tried again"
+
+
+def test_a_tier_that_returned_nothing_takes_infinite_time() -> None:
+    rate = MeasuredRate()
+    rate.add(0.0, 0, 1.0)
+    assert (rate.seconds(1, 1.0), rate.seconds(0, 1.0)) == (float("inf"), 0.0)
+    rate.add(1.0, 100, 1.0)
+    assert rate.seconds(100, 1.0) == 2.0
