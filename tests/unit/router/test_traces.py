@@ -424,5 +424,5 @@ def test_endpoints_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     check_endpoint("")
     check_endpoint("http://collector:4317")
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(FailedPrecondition, match="tandem\\[otlp\\]"):
+    with pytest.raises(FailedPrecondition, match="tandem-serving\\[otlp\\]"):
         check_endpoint("http://collector:4317")
