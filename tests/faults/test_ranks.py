@@ -50,7 +50,7 @@ async def struck_amid(cluster: Any, pid: int, fault: signal.Signals) -> list[Str
     ("role", "ranks"),
     [
         ("decode", {"decode_tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
-        ("prefill", {"context_parallel_size": 2}),
+        pytest.param("prefill", {"context_parallel_size": 2}, marks=soak),
     ],
 )
 def test_no_answer_is_lost_when_a_rank_hangs_or_dies_and_all_ranks_restart(

@@ -56,7 +56,9 @@ def test_a_gpu_that_is_too_old_is_refused(
 def test_a_gpu_without_triton_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     play_gpu(monkeypatch)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(InvalidArgument, match=r"need triton, which is not installed; pip install 'tandem-serving\[gpu\]'"):
+    with pytest.raises(
+        InvalidArgument, match=r"need triton, which is not installed; pip install 'tandem-serving\[gpu\]'"
+    ):
         parse_device("cuda")
     assert parse_device("cpu").type == "cpu"
 
