@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kv_transfer.in_memory_fabric import InMemoryFabric
 from tandem.engine.cache.prefix_cache import Prefix
 from tandem.engine.cache.tiers.cache_tiers import CacheTiers, Reload
 from tandem.engine.kernels.reference import ReferenceKernels
@@ -416,10 +417,23 @@ async def test_a_decode_worker_saves_nothing() -> None:
         await pair.empty()
         await saved(pair.prefill)
         assert len(tiers_of(pair.prefill).tiers[0]) == 8
-        assert not tiers_of(pair.decode)._thread.is_alive()
+        assert pair.decode.worker.tiers is None
         # As a worker of both roles, it computes prompts.
         pair.decode.worker.assume(pair.decode.me, Assignment(Role.BOTH), 1.0)
         assert tiers_of(pair.decode)._thread.is_alive()
+
+
+async def test_a_decode_worker_needs_no_room_for_tiers(caplog: pytest.LogCaptureFixture) -> None:
+    """If there is none when its role changes, it computes prompts without tiers."""
+    settings = {"kv_host_bytes": 1 << 50}
+    with pytest.raises(InvalidArgument, match="do not fit into"):
+        End("both-0", Role.BOTH, InMemoryFabric(), 40, dict(settings))
+    end = End("decode-0", Role.DECODE, InMemoryFabric(), 40, dict(settings))
+    await end.start()
+    end.worker.assume(end.me, Assignment(Role.BOTH), 1.0)
+    assert end.worker.tiers is None
+    assert "decode-0 has no tiers of the prefix cache: kv_host_bytes: " in caplog.text
+    await end.stop()
 
 
 def test_workers_of_several_ranks_refuse_tiers() -> None:
