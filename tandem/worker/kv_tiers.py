@@ -41,8 +41,7 @@ def make_tiers(config: WorkerConfig, cache: PrefixCache, engine: LoadedEngine) -
         folder = model_folder(config.kv_disk_path, config.worker_id, facts, copies.page_bytes)
         tiers.append(DiskTier(folder, config.kv_disk_bytes, copies.page_bytes))
     if config.kv_host_bytes:
-        below = tiers[0] if tiers else None
-        tiers.insert(0, HostTier(config.kv_host_bytes, copies.page_bytes, copies.device, next_tier=below))
+        tiers.insert(0, HostTier(config.kv_host_bytes, copies.page_bytes, copies.device))
     return CacheTiers(cache, copies, tiers)
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from decode_worker.admission import DecodeAdmission
@@ -24,7 +25,7 @@ from tandem.engine.cache.prefix_cache import PrefixCache
 from tandem.engine.cache.tiers.cache_tiers import CacheTiers
 from tandem.engine.speculation.methods import make_proposer
 from tandem.engine.steps.sampling_metadata import History
-from tandem.protocol.errors import Internal, ResourceExhausted, StaleEpoch, Unavailable
+from tandem.protocol.errors import Internal, InvalidArgument, ResourceExhausted, StaleEpoch, Unavailable
 from tandem.protocol.messages import (
     Assignment,
     GrantedLease,
@@ -95,9 +96,10 @@ class Worker:
         self._handoffs = self._make_handoffs(engine)
         self._schedulers = self._make_schedulers(engine)
         self._meter = StepMeter(engine.cost_guess, on_step=self.metrics.step)
-        self.tiers = make_tiers(config, self._cache, engine)
-        """The tiers of the prefix cache; None without the settings."""
-        self._reloads = None if self.tiers is None else self._make_reloads(self.tiers)
+        self._make_tiers = partial(make_tiers, config, self._cache, engine)
+        self.tiers: CacheTiers | None = None
+        """The tiers of the prefix cache; None without the settings, and until the worker's role computes prompts."""
+        self._reloads: KvReloads | None = None
         self._loop = self._make_loop(engine)
         schedulers, loop, post = self._schedulers, self._loop, self._streams.post
         self.assignment = WorkerAssignment(
@@ -125,6 +127,7 @@ class Worker:
             assignment=self.assignment,
             watchdog=self._watchdog,
         )
+        self._open_tiers()
 
     def start(self) -> None:
         """Start the step loop and the watchdog."""
@@ -247,6 +250,10 @@ class Worker:
         check_role(assignment.role, self._config.engine)
         self.assignment.assume(assignment, grace_s)
         self._warm_ups.start_due()
+        try:
+            self._open_tiers()
+        except InvalidArgument as error:
+            log.error("%s has no tiers of the prefix cache: %s", self.me.worker_id, error.message)
         self._start_tiers()
         self._wake()
 
@@ -303,14 +310,19 @@ class Worker:
             self.metrics.refused()
             raise
 
-    def _start_tiers(self) -> None:
+    def _open_tiers(self) -> None:
         # A worker that only decodes gets its pages from prefill workers, and would load none.
-        if self.tiers is not None and self.assignment.assignment.role.prefills:
+        if self.tiers is None and self.assignment.assignment.role.prefills:
+            self.tiers = self._make_tiers()
+            self._reloads = None if self.tiers is None else self._make_reloads(self.tiers)
+
+    def _start_tiers(self) -> None:
+        if self.tiers is not None:
             self.tiers.start()
 
     def _make_reloads(self, tiers: CacheTiers) -> KvReloads:
         config = self._config
-        chunk = prompt_step_tokens(config.assignment, config.engine)
+        chunk = prompt_step_tokens(self.assignment.assignment, config.engine)
         return KvReloads(
             self.me,
             self._cache,

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kv_transfer.in_memory_fabric import InMemoryFabric
 from tandem.engine.cache.prefix_cache import Prefix
 from tandem.engine.cache.tiers.cache_tiers import CacheTiers, Reload
 from tandem.engine.kernels.reference import ReferenceKernels
@@ -205,6 +206,24 @@ async def test_a_restarted_worker_uses_its_files(host_bytes: int, tmp_path: Path
         assert (await ask(pair, "again", prompt)).cached_tokens == 8 * PAGE_TOKENS
 
 
+async def test_two_clusters_with_one_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The second one has its host memory only, and passes no page on to the folder."""
+    prompt = list(range(11, 11 + 8 * PAGE_TOKENS + 2))
+    settings: dict[str, Any] = {"kv_host_bytes": 4 * PAGE_BYTES, "kv_disk_bytes": 1 << 20, "kv_disk_path": tmp_path}
+    async with WorkerPair(both=True, **settings) as first, WorkerPair(both=True, **settings) as second:
+        await until(tiers_of(first.decode).opened.is_set)
+        await until(tiers_of(second.decode).opened.is_set)
+        both = sorted((tiers_of(first.decode), tiers_of(second.decode)), key=lambda tiers: len(tiers.tiers))
+        assert [[tier.name for tier in tiers.tiers] for tiers in both] == [["host"], ["host", "disk"]]
+        assert "the disk tier of the prefix cache is not used: another process uses" in caplog.text
+        for pair in (first, second):
+            await ask(pair, "first", prompt)
+            await saved(pair.decode)
+        await until(lambda: len(both[1].tiers[1]) == 9)
+        assert [tiers.tiers[0].counts.evicted_pages for tiers in both] == [5, 5]
+        assert both[0].tiers[0].next_tier is None
+
+
 async def test_tenants_and_other_models_share_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = list(range(11, 11 + 8 * PAGE_TOKENS + 2))
     settings: dict[str, Any] = {"kv_disk_bytes": 1 << 20, "kv_disk_path": tmp_path}
@@ -398,10 +417,23 @@ async def test_a_decode_worker_saves_nothing() -> None:
         await pair.empty()
         await saved(pair.prefill)
         assert len(tiers_of(pair.prefill).tiers[0]) == 8
-        assert not tiers_of(pair.decode)._thread.is_alive()
+        assert pair.decode.worker.tiers is None
         # As a worker of both roles, it computes prompts.
         pair.decode.worker.assume(pair.decode.me, Assignment(Role.BOTH), 1.0)
         assert tiers_of(pair.decode)._thread.is_alive()
+
+
+async def test_a_decode_worker_needs_no_room_for_tiers(caplog: pytest.LogCaptureFixture) -> None:
+    """If there is none when its role changes, it computes prompts without tiers."""
+    settings = {"kv_host_bytes": 1 << 50}
+    with pytest.raises(InvalidArgument, match="do not fit into"):
+        End("both-0", Role.BOTH, InMemoryFabric(), 40, dict(settings))
+    end = End("decode-0", Role.DECODE, InMemoryFabric(), 40, dict(settings))
+    await end.start()
+    end.worker.assume(end.me, Assignment(Role.BOTH), 1.0)
+    assert end.worker.tiers is None
+    assert "decode-0 has no tiers of the prefix cache: kv_host_bytes: " in caplog.text
+    await end.stop()
 
 
 def test_workers_of_several_ranks_refuse_tiers() -> None:

@@ -30,7 +30,7 @@ from tandem.engine.cache.prefix_cache import Prefix, PrefixCache
 from tandem.engine.cache.tiers.page_copies import PageCopies
 from tandem.engine.cache.tiers.tier import MeasuredRate, StoredPage, Tier
 from tandem.engine.memory import GIB
-from tandem.protocol.errors import ResourceExhausted
+from tandem.protocol.errors import FailedPrecondition, ResourceExhausted
 from tandem.protocol.kv_pages import FREED
 from tandem.protocol.messages import RequestRef
 
@@ -171,8 +171,12 @@ class CacheTiers:
             try:
                 tier.open()
                 opened.append(tier)
+            except FailedPrecondition as error:
+                log.error("the %s tier of the prefix cache is not used: %s", tier.name, error.message)
             except Exception:
                 log.exception("the %s tier of the prefix cache is not used", tier.name)
+        for tier, next_tier in itertools.pairwise(opened):
+            tier.next_tier = next_tier
         self.tiers = opened
         self.opened.set()
 

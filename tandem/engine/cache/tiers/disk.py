@@ -7,6 +7,7 @@ complete or was changed has another size, digest or checksum, is deleted, and it
 """
 
 import contextlib
+import fcntl
 import hashlib
 import logging
 import os
@@ -21,7 +22,7 @@ import torch
 from tandem.engine.cache.page_key import PageKey
 from tandem.engine.cache.tiers.tier import Fill, StoredPage, Tier
 from tandem.engine.memory import GIB
-from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.errors import FailedPrecondition, InvalidArgument
 from tandem.protocol.page_digests import DIGEST_BYTES
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,8 @@ _END = struct.Struct(f"<{DIGEST_BYTES}sIQ")
 """The end of a file: digest, group and checksum."""
 _PART = ".part"
 """The suffix of files that are not complete."""
+_LOCK = ".lock"
+"""The name of the file whose lock the process holds that uses the folder."""
 
 
 def model_folder(path: Path, worker_id: str, facts: Sequence[tuple[str, str]], page_bytes: int) -> Path:
@@ -59,6 +62,8 @@ class DiskTier(Tier[Path]):
         super().__init__("disk", capacity_bytes, page_bytes + _END.size)
         self._folder = folder
         self._data_bytes = page_bytes
+        self._lock: int | None = None
+        """The descriptor of the locked file, while this process alone uses the folder."""
         total = disk_bytes(folder)
         if capacity_bytes > total:
             raise InvalidArgument(
@@ -71,10 +76,17 @@ class DiskTier(Tier[Path]):
             )
 
     def open(self) -> None:
-        """Find the pages that an earlier process of this worker has stored; their contents are checked when read."""
+        """Find the pages that an earlier process of this worker has stored; their contents are checked when read.
+
+        Raises FailedPrecondition if another process uses the folder: each would delete files of the other, and both
+        together would exceed the capacity.
+        """
+        self._lock = _lock(self._folder / _LOCK)
         found: list[tuple[int, PageKey, Path]] = []
         try:
             for file in os.scandir(self._folder):
+                if file.name == _LOCK:
+                    continue
                 key = _key_of(file.name)
                 if key is None:
                     os.unlink(file.path)
@@ -140,6 +152,12 @@ class DiskTier(Tier[Path]):
         except OSError as error:
             self._failed("a KV page cannot be deleted", error)
 
+    def close(self) -> None:
+        """Release the folder; its files stay."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
     def _make_room(self, pages: int) -> None:
         """Delete the least recently used pages until `pages` more pages fit."""
         while self._pages and len(self._pages) + pages > self.capacity:
@@ -167,6 +185,24 @@ def disk_bytes(path: Path) -> int:
         raise InvalidArgument(
             "kv_disk_path", f"{path} cannot be written ({error.strerror}); choose a folder that workers may write"
         ) from error
+
+
+def _lock(path: Path) -> int:
+    """Lock a file, which is created, and return its descriptor; the lock ends when it is closed, or with the process.
+
+    Raises FailedPrecondition if another process has locked it.
+    """
+    file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(file)
+        if not isinstance(error, BlockingIOError):
+            raise
+        raise FailedPrecondition(
+            f"another process uses the KV pages in {path.parent}; start one of the clusters with another --kv-disk-path"
+        ) from None
+    return file
 
 
 def _key_of(name: str) -> PageKey | None:

@@ -24,9 +24,7 @@ class HostTier(Tier[tuple[int, int]]):
     The location of a page is its slot in the memory, and its checksum.
     """
 
-    def __init__(
-        self, capacity_bytes: int, page_bytes: int, device: torch.device, *, next_tier: Tier[Any] | None = None
-    ) -> None:
+    def __init__(self, capacity_bytes: int, page_bytes: int, device: torch.device) -> None:
         """Create the tier of a page pool on `device`; `open` allocates its memory.
 
         Raises InvalidArgument if it holds no page, or if the host has less free memory.
@@ -44,7 +42,6 @@ class HostTier(Tier[tuple[int, int]]):
             )
         self._device = device
         self._pinned = False
-        self._next_tier = next_tier
         self._memory = torch.empty(0, page_bytes, dtype=torch.uint8)
         self._free: list[int] = []
         self._ahead: dict[PageKey, None] = {}
@@ -82,25 +79,25 @@ class HostTier(Tier[tuple[int, int]]):
                 else:
                     self._pages[key] = slot, checksum
                     self.counts.stored_pages += 1
-                    if self._next_tier is not None and key not in self._next_tier:
+                    if self.next_tier is not None and key not in self.next_tier:
                         self._ahead[key] = None
 
     def _evict(self, count: int) -> None:
         """Evict the `count` least recently used pages, and move those to the next tier that it does not have."""
         for key in list(islice(self._pages, max(0, count))):
-            if self._next_tier is not None:
-                if key in self._next_tier:
-                    self._next_tier.touch(key)
+            if self.next_tier is not None:
+                if key in self.next_tier:
+                    self.next_tier.touch(key)
                 else:
-                    self._pass_on(key, self._next_tier)
+                    self._pass_on(key, self.next_tier)
             self.discard(key)
             self.counts.evicted_pages += 1
 
     def write_ahead(self) -> bool:
         """Store the oldest page in the next tier that this does not have (`Tier.write_ahead`)."""
-        if self._next_tier is None or not self._ahead:
+        if self.next_tier is None or not self._ahead:
             return False
-        self._pass_on(next(iter(self._ahead)), self._next_tier)
+        self._pass_on(next(iter(self._ahead)), self.next_tier)
         return True
 
     def _pass_on(self, key: PageKey, next_tier: Tier[Any]) -> None:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -62,6 +62,8 @@ class Tier(ABC, Generic[Location]):
         self.capacity = capacity_bytes // page_bytes
         """The maximum number of pages."""
         self.counts = TierCounts()
+        self.next_tier: Tier[Any] | None = None
+        """The tier that gets the pages which this one evicts; None if there is none. Set when both are open."""
         self._pages: OrderedDict[PageKey, Location] = OrderedDict()
         """The location of each stored page, the least recently used page first."""
 

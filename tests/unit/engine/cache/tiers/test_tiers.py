@@ -14,7 +14,7 @@ from tandem.engine.cache.page_key import PageKey
 from tandem.engine.cache.tiers.disk import DiskTier, model_folder
 from tandem.engine.cache.tiers.host import HostTier
 from tandem.engine.cache.tiers.tier import Fill, MeasuredRate, Tier
-from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.errors import FailedPrecondition, InvalidArgument
 
 CPU = torch.device("cpu")
 PAGE = 64
@@ -57,8 +57,9 @@ def check(tier: Tier[Any], number: int, *, there: bool = True) -> None:
         assert torch.equal(page.data, content(number))
 
 
-def host(pages: int = 3, **settings: Any) -> HostTier:
-    tier = HostTier(pages * PAGE + PAGE - 1, PAGE, CPU, **settings)
+def host(pages: int = 3, *, next_tier: Tier[Any] | None = None) -> HostTier:
+    tier = HostTier(pages * PAGE + PAGE - 1, PAGE, CPU)
+    tier.next_tier = next_tier
     tier.open()
     return tier
 
@@ -157,6 +158,7 @@ def test_a_restarted_worker_finds_its_files_in_their_order(tmp_path: Path) -> No
     for age, number in enumerate((2, 3, 1)):
         os.utime(tmp_path / f"{key(number).digest.hex()}-0", (1000 + age, 1000 + age))
     (tmp_path / "0011-0.77.part").write_bytes(b"half a page")
+    first.close()
     again = disk(tmp_path)
     assert len(again) == 3
     assert not list(tmp_path.glob("*.part"))
@@ -164,8 +166,9 @@ def test_a_restarted_worker_finds_its_files_in_their_order(tmp_path: Path) -> No
     check(again, 2, there=False)
     for number in (1, 3, 4):
         check(again, number)
+    again.close()
     assert len(disk(tmp_path, 2)) == 2
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.glob("*-0"))) == 2
 
 
 @pytest.mark.parametrize("size", [0, PAGE, ON_DISK - 1, ON_DISK + 1])
@@ -174,6 +177,7 @@ def test_a_file_of_another_size_is_missing_and_deleted(tmp_path: Path, size: int
     store(tier, 1)
     path = tmp_path / f"{key(1).digest.hex()}-0"
     path.write_bytes((path.read_bytes() + b"x")[:size])
+    tier.close()
     again = disk(tmp_path)
     assert again.read(key(1)) is None
     assert again.counts.corrupt_pages == 1
@@ -182,7 +186,9 @@ def test_a_file_of_another_size_is_missing_and_deleted(tmp_path: Path, size: int
 
 
 def test_a_file_under_the_name_of_another_page_is_missing(tmp_path: Path) -> None:
-    store(disk(tmp_path), 1)
+    tier = disk(tmp_path)
+    store(tier, 1)
+    tier.close()
     (tmp_path / f"{key(1).digest.hex()}-0").rename(tmp_path / f"{key(2).digest.hex()}-0")
     again = disk(tmp_path)
     assert again.read(key(2)) is None
@@ -223,7 +229,7 @@ def test_a_full_disk_costs_the_pages_that_do_not_fit(tmp_path: Path, monkeypatch
     check(tier, 2, there=False)
     check(tier, 1)
     assert tier.counts.failures == 1
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list(tmp_path.glob("*-0*"))) == 1
     store(tier, 3)
     check(tier, 3)
 
@@ -245,6 +251,19 @@ def test_a_folder_that_is_gone_fails_and_is_not_created_again(tmp_path: Path) ->
     assert not len(tier)
     assert tier.counts.failures == 2
     assert not (tmp_path / "mounted").exists()
+
+
+def test_a_folder_that_another_process_uses_is_left_alone(tmp_path: Path) -> None:
+    first = disk(tmp_path)
+    store(first, 1)
+    part = tmp_path / "0011-0.77.part"
+    part.write_bytes(b"half a page of the first one")
+    with pytest.raises(FailedPrecondition, match=r"another process uses the KV pages in .*--kv-disk-path"):
+        disk(tmp_path)
+    assert part.exists()
+    check(first, 1)
+    first.close()
+    check(disk(tmp_path), 1)
 
 
 def test_each_model_layout_and_worker_has_its_own_folder(tmp_path: Path) -> None:
