@@ -98,7 +98,12 @@ class _TransportServer:
                 write = PageWrite(
                     message.peer, local, remote, message.notice, begin_by=lambda: begin_by, groups=message.groups
                 )
-                written = transport.write(write, message.deadline - time.monotonic())
+                try:
+                    written = transport.write(write, message.deadline - time.monotonic())
+                except Exception as error:
+                    # The first rank waits for a result of each write.
+                    self._outbox.put(Result(message.number, None, str(error) or repr(error)))
+                    raise
                 written.add_done_callback(partial(self._report, message.number))
             case Sums():
                 self._summing.submit(self._sum, message)

@@ -59,7 +59,7 @@ class RankGroup:
         hands KV over. `transfer` has the settings of the ranks' transports; without it, they have none.
         The thread that calls this must live as long as the group: the kernel kills the followers when it ends. Raises
         InvalidArgument if there are fewer GPUs than ranks or if a GPU cannot access the memory of another, Unavailable
-        if the ranks do not join.
+        if the ranks cannot be started or do not join.
         """
         self._config, self.ranks, self._stages = config, ranks * stages, stages
         self._divides_tokens = divides_tokens
@@ -69,10 +69,10 @@ class RankGroup:
         setting = "tensor_parallel_size" if stages == 1 else "pipeline_parallel_size"
         _check_devices(config.device, self.ranks, "context_parallel_size" if divides_tokens else setting)
         members = [replace(Rank.of(n, ranks, stages), divides_tokens=divides_tokens) for n in range(self.ranks)]
+        self._followers = _start_followers(len(members) - 1)
         # A file without a name ends with this process. The followers open it through this process's descriptor.
         self._meeting = os.memfd_create("meeting")
         meeting = Path(f"/proc/{os.getpid()}/fd/{self._meeting}")
-        self._followers = [FollowerProcess() for _ in members[1:]]
         self._steps = StepSender([follower.steps for follower in self._followers])
         self._adapters = AdapterSender([follower.adapters for follower in self._followers])
         self._open = True
@@ -85,6 +85,8 @@ class RankGroup:
         except BaseException as error:
             ended = self.ended_rank()
             self._end_followers()
+            if not isinstance(error, Exception):  # the user ends this process, for example
+                raise
             reason = first_line(error) if ended is None else f"rank {ended} has ended, see its log"
             raise Unavailable(f"the {self.ranks} ranks of this worker have not joined: {reason}") from error
 
@@ -181,6 +183,25 @@ class RankGroup:
         for rank in self._transports:
             rank.close()
         os.close(self._meeting)
+
+
+def _start_followers(count: int) -> list[FollowerProcess]:
+    """Start `count` followers. If one of them cannot be started, none is left."""
+    followers: list[FollowerProcess] = []
+    try:
+        for _ in range(count):
+            followers.append(FollowerProcess())
+    except BaseException as error:
+        for follower in followers:
+            follower.kill()
+            follower.end(END_TIMEOUT_S)
+            follower.calls.close()
+        if not isinstance(error, OSError):
+            raise
+        raise Unavailable(
+            f"the ranks of this worker cannot be started ({first_line(error)}); free memory, or allow more processes"
+        ) from error
+    return followers
 
 
 def _check_devices(name: str, ranks: int, setting: str) -> None:

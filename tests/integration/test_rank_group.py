@@ -18,9 +18,10 @@ import torch.distributed
 from tandem.engine.config import EngineConfig
 from tandem.engine.model_runner import ModelRunner
 from tandem.logging.logs import LogConfig, LogFormat
-from tandem.protocol.errors import TandemError
+from tandem.protocol.errors import TandemError, Unavailable
 from tandem.protocol.messages import PeerRef
 from tandem.settings.parsing import NamedPath
+from tandem.worker.follower_process import FollowerProcess
 from tandem.worker.rank_group import RankGroup
 from tandem.worker.transfer import RankTransfer
 from tests.adapters import TinyAdapter, load_at_runtime
@@ -104,6 +105,38 @@ def test_a_killed_rank_is_named_and_the_next_step_fails(tmp_path: Path) -> None:
     finally:
         group.close()
     assert group.ended_rank() == 1, "the others end, too"
+
+
+@pytest.mark.parametrize(("error", "raised"), [(OSError("no memory"), Unavailable), (KeyboardInterrupt(), None)])
+def test_a_start_that_fails_half_way_leaves_nothing(
+    error: BaseException, raised: type[BaseException] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[FollowerProcess] = []
+
+    def start() -> FollowerProcess:
+        if started:
+            raise error
+        started.append(FollowerProcess())
+        return started[0]
+
+    monkeypatch.setattr("tandem.worker.rank_group.FollowerProcess", start)
+    config, files = tiny_engine_config(tmp_path), set(os.listdir("/proc/self/fd"))
+    with pytest.raises(raised or type(error), match="no memory" if raised else None):
+        RankGroup(config, 3)
+    assert not started[0].is_alive
+    assert set(os.listdir("/proc/self/fd")) <= files
+
+
+def test_an_interrupted_start_is_no_failure_of_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tandem.worker.rank_group.join", interrupt)
+    monkeypatch.setattr("tandem.worker.rank_group.END_TIMEOUT_S", 0.0)
+    children = psutil.Process().children()
+    with pytest.raises(KeyboardInterrupt):
+        RankGroup(tiny_engine_config(tmp_path), 2)
+    assert psutil.Process().children() == children
 
 
 def lead(config: EngineConfig, pids: Connection) -> None:

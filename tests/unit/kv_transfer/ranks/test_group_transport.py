@@ -191,6 +191,18 @@ def test_a_write_fails_only_when_the_writes_of_all_ranks_have_ended() -> None:
         future.result(timeout=0)
 
 
+def test_a_write_that_a_rank_cannot_post_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("no such page")
+
+    with pair((2, 1), (1, 1), 6, in_processes=True) as (_, prefill, _, _):
+        monkeypatch.setattr(InMemoryTransport, "write", refuse)
+        remote = prefill.transport._ranks[1]
+        for _ in range(2):
+            with pytest.raises(TransferFailed, match="no such page"):
+                remote.write(PageWrite(DECODE, FROM, TO), 5.0).result(timeout=5)
+
+
 def test_the_write_of_a_pair_of_ranks_follows_its_own_earlier_write() -> None:
     fabric = InMemoryFabric(schedule=lambda _: None)
     prefill, decode = (open_group(fabric, me, (2, 1), 6) for me in (PREFILL, DECODE))
