@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.engine.kernels.experts import scaled_experts
+from tandem.engine.kernels.experts import packed_experts, scaled_experts
 from tandem.engine.kernels.experts.expert_tiles import ExpertTile, ProductTile
 from tandem.engine.kernels.experts.triton_products import ACTIVATIONS
 from tandem.engine.kernels.layers import ExpertsLayer, Norm
@@ -22,7 +22,7 @@ from tests.kernels.steps import assert_as_good
 
 KINDS = ["int8", "fp8"]
 TILE = ExpertTile(16, gate_up=ProductTile(32, 64, 3, 4), down=ProductTile(32, 64, 3, 4))
-SIZES = [(128, 64, 32), (192, 96, 0), (96, 128, 64)]
+SIZES = [(128, 64, 32), (192, 96, 0), (192, 128, 64)]
 """(hidden, width, group): several groups, also as wide as a step of columns, and one scale a row with a part of one."""
 
 
@@ -57,7 +57,7 @@ def test_products_of_codes(activation: str | None, size: tuple[int, int, int], k
     places = torch.zeros(4, 16, dtype=torch.int32)
     places[0], places[1, :4], places[2, :3] = order[:16], order[16:20], order[20:23]
     out = torch.full((pairs, outputs), 7.0, dtype=dtype, device=DEVICE)
-    scaled_experts.launch(
+    packed_experts.launch(
         x, weight, None, factors, tiles, places.flatten().to(DEVICE), out, TILE,
         top_k=top_k, activation=ACTIVATIONS[activation] if activation else None, pdl=False,
     )  # fmt: skip

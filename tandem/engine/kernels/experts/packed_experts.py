@@ -129,22 +129,30 @@ def launch(
 
     `activation` is the activation of the gated product; None means the down product.
     """
-    if isinstance(weight, ScaledWeight):
-        scaled_experts.launch(
-            x, weight, bias, pair_weights, tiles, order, out, tile, top_k=top_k, activation=activation, pdl=pdl
-        )
-        return
     product = tile.down if activation is None else tile.gate_up
     pairs, outputs = out.shape
+    most = len(tiles) - 1
+    grid = (most, triton.cdiv(outputs, product.rows))
+    any_bias = x if bias is None else bias
+    settings = {
+        "N": outputs, "K": x.shape[1], "E": len(weight), "TOP_K": top_k, "GATED": activation is not None,
+        "ACTIVATION": activation or 0, "BIAS": bias is not None, "ROWS": product.rows, "TOKENS": tile.tokens,
+        "STAGES": product.stages, "PDL": pdl, "num_warps": product.warps, "launch_pdl": pdl,
+    }  # fmt: skip
+    if isinstance(weight, ScaledWeight):
+        taken = scaled_products.quantized(x, None, weight, pdl=pdl)
+        columns = product.columns if weight.group == x.shape[1] else min(product.columns, weight.group)
+        scaled_experts.scaled_tile_kernel[grid](
+            taken.codes, taken.scales, weight.codes, weight.scales, any_bias, pair_weights, tiles, order, out, pairs,
+            most, taken.scales.stride(0), *weight.scales.stride(),
+            GROUP=weight.group, COLUMNS=columns, **settings,
+        )  # fmt: skip
+        return
     columns = step_bytes(weight)
     if isinstance(weight, Float4Weight):
         columns = max(product.columns, columns)
-    most = len(tiles) - 1
-    packed_tile_kernel[(most, triton.cdiv(outputs, product.rows))](
-        x, weight.codes.view(torch.int32), *packed_products.scale_tensors(weight),
-        x if bias is None else bias, pair_weights, tiles, order, out, pairs, most,
-        *packed_products.scale_strides(weight), **packed_products.code_settings(weight),
-        N=outputs, K=x.shape[1], E=len(weight), TOP_K=top_k, GATED=activation is not None, ACTIVATION=activation or 0,
-        BIAS=bias is not None, ROWS=product.rows, TOKENS=tile.tokens, COLUMNS=columns,
-        STAGES=product.stages, PDL=pdl, num_warps=product.warps, launch_pdl=pdl,
+    packed_tile_kernel[grid](
+        x, weight.codes.view(torch.int32), *packed_products.scale_tensors(weight), any_bias, pair_weights,
+        tiles, order, out, pairs, most, *packed_products.scale_strides(weight),
+        **packed_products.code_settings(weight), COLUMNS=columns, **settings,
     )  # fmt: skip

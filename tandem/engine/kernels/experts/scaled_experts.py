@@ -1,16 +1,15 @@
 """Expert weights of 8-bit codes on GPUs, multiplied by inputs of 8-bit codes, as `scaled_products` does for matrices.
 
-The inputs of both products are quantized in launches of their own, token by token, so a token's codes do not depend on
-the other tokens. The tensor cores multiply 8-bit codes at twice the rate of 16-bit numbers, and no code is converted.
+`packed_experts.launch` quantizes the inputs of both products in launches of their own, token by token, so a token's
+codes do not depend on the other tokens. The tensor cores multiply 8-bit codes at twice the rate of 16-bit numbers, and
+no code is converted.
 """
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from tandem.engine.kernels.experts.expert_tiles import ExpertTile
 from tandem.engine.kernels.experts.triton_products import RELU2, finish_tile, tile_of
-from tandem.engine.kernels.packed import packed_products, scaled_products
+from tandem.engine.kernels.packed import packed_products
 from tandem.engine.kernels.packed.scaled_weight import ScaledWeight
 from tandem.engine.kernels.packed.triton_scaled import add_products, load_columns
 from tandem.engine.kernels.packed_weight import PackedWeight
@@ -82,35 +81,3 @@ def prepared(weight: PackedWeight) -> ScaledWeight:
     """Return stacked weights with their scales in the form that the kernel reads."""
     scales = packed_products.prepared(weight).scales
     return ScaledWeight(weight.codes, scales, None, weight.group, block_scales=None)
-
-
-def launch(
-    x: Tensor,
-    weight: ScaledWeight,
-    bias: Tensor | None,
-    pair_weights: Tensor,
-    tiles: Tensor,
-    order: Tensor,
-    out: Tensor,
-    tile: ExpertTile,
-    *,
-    top_k: int,
-    activation: int | None,
-    pdl: bool,
-) -> None:
-    """Quantize the inputs, and launch `scaled_tile_kernel` for all tiles.
-
-    `activation` is the activation of the gated product; None means the down product.
-    """
-    product = tile.down if activation is None else tile.gate_up
-    pairs, outputs = out.shape
-    taken = scaled_products.quantized(x, None, weight, pdl=pdl)
-    most = len(tiles) - 1
-    columns = product.columns if weight.group == x.shape[1] else min(product.columns, weight.group)
-    scaled_tile_kernel[(most, triton.cdiv(outputs, product.rows))](
-        taken.codes, taken.scales, weight.codes, weight.scales, x if bias is None else bias, pair_weights,
-        tiles, order, out, pairs, most, taken.scales.stride(0), *weight.scales.stride(),
-        N=outputs, K=x.shape[1], E=len(weight), TOP_K=top_k, GATED=activation is not None, ACTIVATION=activation or 0,
-        BIAS=bias is not None, GROUP=weight.group, ROWS=product.rows, TOKENS=tile.tokens, COLUMNS=columns,
-        STAGES=product.stages, PDL=pdl, num_warps=product.warps, launch_pdl=pdl,
-    )  # fmt: skip
