@@ -101,6 +101,21 @@ _GRANITE_HYBRID = {
     "logits_scaling": 6.0,
     "tie_word_embeddings": True,
 }
+_NEMOTRON_EXPERTS = {
+    "model_type": "nemotron_h",
+    "num_hidden_layers": None,
+    "hybrid_override_pattern": "MEM*E",
+    "head_dim": 32,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 96,
+    "routed_scaling_factor": 2.5,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama2": _BASE | {"num_key_value_heads": 4},
     "llama3": _BASE | {"rope_scaling": _LLAMA3_ROPE, "rope_theta": 500000.0},
@@ -540,41 +555,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_groups": 2,
         "ssm_state_size": 16,
     },
-    "nemotron_h_experts": _BASE
-    | {
-        "model_type": "nemotron_h",
-        "num_hidden_layers": None,
-        "hybrid_override_pattern": "MEM*E",
-        "head_dim": 32,
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 8,
-        "n_groups": 2,
-        "ssm_state_size": 16,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 48,
-        "moe_shared_expert_intermediate_size": 96,
-        "n_group": 4,
-        "topk_group": 2,
-        "routed_scaling_factor": 2.5,
-    },
-    "nemotron_h_latent": _BASE
-    | {
-        "model_type": "nemotron_h",
-        "num_hidden_layers": None,
-        "hybrid_override_pattern": "MEM*E",
-        "head_dim": 32,
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 8,
-        "n_groups": 2,
-        "ssm_state_size": 16,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 48,
-        "moe_latent_size": 32,
-        "moe_shared_expert_intermediate_size": 96,
-        "routed_scaling_factor": 2.5,
-    },
+    "nemotron_h_experts": _BASE | _NEMOTRON_EXPERTS | {"n_group": 4, "topk_group": 2},
+    "nemotron_h_latent": _BASE | _NEMOTRON_EXPERTS | {"moe_latent_size": 32},
     "kimi_linear": {
         name: value for name, value in _BASE.items() if name not in {"max_position_embeddings", "rope_theta"}
     }

@@ -21,7 +21,7 @@ _WIDTH = 80
 _NAME_COLUMNS = 26
 """Maximum width of the column of names; a longer name has a line of its own."""
 _Groups = dict[str, list[tuple[str, str]]]
-"""By heading, the names with their descriptions."""
+"""A dict of the names under each heading, each with its description."""
 
 
 class GroupedHelp(TyperCommand):

@@ -35,7 +35,7 @@ The first exchange waits for the rank that loads its part of the model last.
 
 @dataclass(frozen=True, slots=True)
 class FollowerSettings:
-    """What a follower has to know; the first rank sends it to the follower's process."""
+    """The settings of a follower, which the first rank sends to the follower's process."""
 
     config: EngineConfig
     """With the rank's own device, or on CPUs with its share of the threads."""

@@ -5,8 +5,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from tandem.cost_model.reload import saved_seconds
 from tandem.cost_model.step_cost import StepCost
+from tandem.cost_model.step_work import chunk_pairs
 from tandem.engine.cache.prefix_cache import PrefixCache
 from tandem.engine.cache.tiers.cache_tiers import CacheTiers, Reload
 from tandem.engine.cache.tiers.disk import DiskTier, model_folder
@@ -119,3 +119,14 @@ class KvReloads:
             # A slow tier may cost more than it saves while the tiers before it pay.
             count = max((place for place, size in enumerate(reload.sizes.values()) if size), default=0)
         return best
+
+
+def saved_seconds(cost: StepCost, context: int, tokens: int, chunk: int, reload_s: float) -> float:
+    """Return the seconds that a request saves if the KV of `tokens` prompt tokens is loaded; negative if it loses.
+
+    The tokens follow `context` tokens whose KV is there. Without the reload, they would be computed in chunks of up to
+    `chunk` tokens; the reload is predicted to take `reload_s` seconds.
+
+        saved = prefill seconds of the tokens - reload_s
+    """
+    return cost.prefill_seconds(tokens, chunk_pairs(tokens, context), chunk)[0] - reload_s

@@ -34,7 +34,7 @@ Fill = Callable[[Sequence[Tensor]], Sequence[int | None]]
 
 @dataclass(slots=True)
 class TierCounts:
-    """What a tier has done since the worker started."""
+    """The counters of a tier since the worker started."""
 
     stored_pages: int = 0
     loaded_pages: int = 0
