@@ -5,7 +5,14 @@ import triton.language as tl
 
 from tandem.engine.kernels.linear.triton_linear_kernels import GATE_UP, call_into_l2, finish_split, fold
 from tandem.engine.kernels.packed.triton_codes import CENTRE, TILE, bytes_as, halves, in_word_order, words_as
-from tandem.engine.kernels.packed.triton_float4 import float4_as, float4_number, load_scale_words, scale_bits, word_code
+from tandem.engine.kernels.packed.triton_float4 import (
+    float4_as,
+    float4_number,
+    load_scale_words,
+    scale_bits,
+    scale_words,
+    word_code,
+)
 from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
 
@@ -248,6 +255,7 @@ def dequantize_kernel(
     offsets,
     words_of_scales,
     out,
+    expert_stride,
     row_stride,
     group_stride,
     word_stride,
@@ -259,12 +267,18 @@ def dequantize_kernel(
     OFFSETS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Program (row, part) dequantizes COLUMNS bytes of a row of the weight [N, K], in float32 and rounded once."""
+    """Program (row, part, expert) dequantizes COLUMNS bytes of a row of weights [E, N, K], in float32, rounded once.
+
+    `packed_tile_kernel` describes the strides.
+    """
     BYTES: tl.constexpr = K * BITS // 8
     row = tl.program_id(0).to(tl.int64)
+    expert = tl.program_id(2).to(tl.int64)
+    stored = expert * tl.num_programs(0) + row
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = at < BYTES
-    held = tl.load(codes + row * BYTES + at, mask=inside, other=0)
+    held = tl.load(codes + stored * BYTES + at, mask=inside, other=0)
+    words_at_row = words_of_scales + expert * (word_stride * scale_words(K, FP4)) + row
     WIDTH: tl.constexpr = 64 if FP4 else TILE
     tile = at // (WIDTH // 2)
     half = tl.minimum(WIDTH, K - tile * WIDTH) // 2
@@ -275,16 +289,16 @@ def dequantize_kernel(
         elif FP4:
             column = tile * WIDTH + at % (WIDTH // 2) + part * half
             place = tile * WIDTH + at % (WIDTH // 2) + part * (WIDTH // 2)
-            words = tl.load(words_of_scales + row + place // (4 * FP4) * word_stride, mask=inside, other=0)
+            words = tl.load(words_at_row + place // (4 * FP4) * word_stride, mask=inside, other=0)
             bits = scale_bits((words >> (place // FP4 % 4 * 8)) & 255, FP4)
-            half_word = codes + row * BYTES + at // 4 * 4 + at % 2 * 2
+            half_word = codes + stored * BYTES + at // 4 * 4 + at % 2 * 2
             low, high = tl.load(half_word, mask=inside, other=0), tl.load(half_word + 1, mask=inside, other=0)
             code = float4_number(word_code(low.to(tl.int32) | high.to(tl.int32) << 8, at % 4 // 2, part), bits)
         else:
             column = tile * WIDTH + at % (WIDTH // 2) + part * half
             code = ((held >> (4 * part)) & 15).to(tl.float32) - (0 if OFFSETS else CENTRE)
-        place = row * row_stride + column // GROUP * group_stride
+        place = expert * expert_stride + row * row_stride + column // GROUP * group_stride
         weight = code * tl.load(scales + place, mask=inside, other=0.0).to(tl.float32)
         if OFFSETS:
             weight += tl.load(offsets + place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + row * K + column, weight.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + stored * K + column, weight.to(out.dtype.element_ty), mask=inside)
