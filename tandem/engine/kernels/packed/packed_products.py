@@ -42,7 +42,8 @@ _NARROW_FUSED_TOKENS = 128
 _NARROW_BYTES = 64
 SCRATCH_ITEMS = 1 << 27
 """Number of elements of a weight dequantized at a time: 256 MiB in 16 bits, enough for gate and up of an 8B model."""
-_DEQUANTIZED_COLUMNS = 1024
+_DEQUANTIZED_ROWS = 64
+"""Number of rows of a program that dequantizes."""
 
 
 def multiplies(weight: PackedWeight) -> bool:
@@ -179,9 +180,10 @@ def dequantize(weight: PackedWeight, out: Tensor) -> None:
     """Compute the prepared weight [N, K], or stacked weights [E, N, K], into `out`, rounded once to its dtype."""
     *experts, rows, columns = weight.codes.shape
     strides = scale_strides(weight) if experts else (0, *scale_strides(weight))
-    dequantize_kernel[(rows, triton.cdiv(columns, _DEQUANTIZED_COLUMNS), *experts)](
-        weight.codes.view(torch.uint8), *scale_tensors(weight), out, *strides, **code_settings(weight),
-        K=out.shape[-1], COLUMNS=_DEQUANTIZED_COLUMNS,
+    read = step_bytes(weight)
+    dequantize_kernel[(triton.cdiv(columns, read), triton.cdiv(rows, _DEQUANTIZED_ROWS), *experts)](
+        weight.codes.view(torch.int32), *scale_tensors(weight), out, rows, *strides, **code_settings(weight),
+        K=out.shape[-1], ROWS=_DEQUANTIZED_ROWS, COLUMNS=read,
     )  # fmt: skip
 
 
