@@ -84,10 +84,18 @@ def make_app(
     app = FastAPI(title="Tandem", docs_url=None, redoc_url=None, openapi_url=None)
     calls = HttpCalls(config, validator, dispatcher, IgnoredLog())
     chat, text = partial(OpenAIReply, chat=True), partial(OpenAIReply, chat=False)
-    calls.add_api(app, "/v1/chat/completions", ChatCompletionRequest, parse_chat, chat)
-    calls.add_api(app, "/v1/completions", CompletionRequest, parse_completion, text)
-    calls.add_api(app, "/v1/responses", ResponsesRequest, parse_response, ResponseReply)
-    calls.add_api(app, MESSAGES_PATH, MessagesRequest, parse_message, MessageReply, group=Group.ANTHROPIC)
+    calls.add_api(
+        app, "/v1/chat/completions", ChatCompletionRequest, parse_chat, chat, summary="Answer a conversation."
+    )
+    calls.add_api(
+        app, "/v1/completions", CompletionRequest, parse_completion, text, summary="Continue texts or token ids."
+    )
+    summary = "Answer in the form of the Responses API."
+    calls.add_api(app, "/v1/responses", ResponsesRequest, parse_response, ResponseReply, summary=summary)
+    summary = "Answer a conversation in the form of the Messages API."
+    calls.add_api(
+        app, MESSAGES_PATH, MessagesRequest, parse_message, MessageReply, summary=summary, group=Group.ANTHROPIC
+    )
     add_tokenizer(app, calls)
     add_adapters(app, calls, AdapterCalls(dispatcher.pool))
     add_models(app, config, dispatcher)

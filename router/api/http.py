@@ -66,19 +66,27 @@ class HttpCalls:
         parse: Parse[_C],
         reply_to: Callable[[_C, Sequence[Admitted], ReplyFacts], Reply],
         *,
+        summary: str,
         group: Group = Group.OPENAI,
     ) -> None:
         """Add the route of an API that generates answers.
 
-        `body` is the pydantic model of the API's request body for the OpenAPI page, `parse` parses a body, and
-        `reply_to` makes the reply.
+        `body` is the pydantic model of the API's request body for the OpenAPI page, `parse` parses a body,
+        `reply_to` makes the reply, and `summary` says what the route does.
         """
 
         async def answer(request: Request) -> Response:
             return await self._answer(request, parse, reply_to)
 
-        extra, name = json_body(body), path.removeprefix("/v1/")
-        app.add_api_route(path, answer, methods=["POST"], name=name, openapi_extra=extra, tags=[group])
+        app.add_api_route(
+            path,
+            answer,
+            methods=["POST"],
+            name=path.removeprefix("/v1/"),
+            summary=summary,
+            openapi_extra=json_body(body),
+            tags=[group],
+        )
 
     async def read(self, request: Request, parse: Parse[_T]) -> _T:
         """Read and parse the body of a request, and count a rejected body in the metrics."""

@@ -142,11 +142,16 @@ def openapi_page(app: FastAPI) -> dict[str, Any]:
 
 
 def _by_method(route: APIRoute) -> list[APIRoute]:
-    """Return one route per HTTP method, without HEAD, because each operation of the page must have a unique id."""
+    """Return one route per HTTP method, without HEAD, because each operation of the page must have a unique id.
+
+    A route without a summary gets the docstring of its function.
+    """
     routes = []
     for method in sorted((route.methods or set()) - {"HEAD"}):
         one = copy(route)
         one.methods, one.operation_id = {method}, _operation_id(method, route)
+        if not one.summary:
+            one.summary, one.description = one.description, ""
         routes.append(one)
     return routes
 

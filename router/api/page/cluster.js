@@ -77,7 +77,7 @@ function summary(view) {
 }
 
 function workers(list) {
-  const heads = ["worker", "role", "state", "KV", "batch", "waiting", "decode/s", "prefill/s", "step ms", "busy", "prefix hits", "sent MB/s", "restarts"];
+  const heads = ["worker", "role", "state", "KV", "batch", "waiting", "decode/s", "prefill/s", "step ms", "busy", "hits", "sent MB/s", "restarts"];
   return table(heads, 4, list.map((one) => [
     one.worker, one.role, state(one.state), used(one.kv_used), one.running, one.waiting,
     one.decode_tokens_per_s.toFixed(0), one.prefill_tokens_per_s.toFixed(0), milliseconds(one.step_s),
@@ -124,7 +124,7 @@ function state(text) {
 
 function used(share) {
   const meter = element("meter", { min: 0, max: 1, high: 0.9, value: share });
-  return element("span", {}, meter, ` ${percent(share)}`);
+  return element("span", { class: "used" }, meter, ` ${percent(share)}`);
 }
 
 function percent(share) {

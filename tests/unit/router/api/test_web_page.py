@@ -15,7 +15,7 @@ from tandem.metrics.exposition import Exposition, merge
 from tandem.metrics.registry import Registry
 from tandem.protocol.errors import Internal
 from tandem.settings.secrets import Secrets
-from tests.browser import needs_browser, open_page
+from tests.browser import needs_browser, sound_page
 from tests.unit.router.api.test_tool_calls import ANSWER, ARGUMENTS, script
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import until
@@ -103,7 +103,7 @@ async def test_a_controller_that_fails_is_a_clear_error(cluster: Cluster, url: s
 
 @needs_browser
 async def test_a_chat_with_a_key_and_tools(cluster: Cluster, url: str, tokenizer: Tokenizer) -> None:
-    async with open_page() as page:
+    async with sound_page() as page:
         await page.goto(url)
         await page.fill("#api-key input", "wrong")
         await page.click("#api-key button")
@@ -147,7 +147,7 @@ async def test_stop_ends_the_request_and_keeps_what_was_said(cluster: Cluster, u
     script(cluster, tokenizer, "word " * 200)
     for worker in cluster.workers:
         worker.switches.held_at = 5
-    async with open_page() as page:
+    async with sound_page() as page:
         await page.goto(url)
         await page.fill("#api-key input", KEY)
         await page.click("#api-key button")
@@ -166,7 +166,7 @@ async def test_stop_ends_the_request_and_keeps_what_was_said(cluster: Cluster, u
 @needs_browser
 async def test_the_cluster_is_shown_to_a_reader_and_follows_it(cluster: Cluster, url: str) -> None:
     cluster.controller.metrics_text = metrics_text()
-    async with open_page() as page:
+    async with sound_page() as page:
         await page.goto(url)
         await page.fill("#api-key input", KEY)
         await page.click("#api-key button")
