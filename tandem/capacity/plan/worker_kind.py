@@ -258,9 +258,7 @@ class WorkerKind:
         ]
         all_sizes = replace(self, group_sizes=GROUP_SIZES)
         groups = [kind.gpus for kind in all_sizes.groups() if kind.memory(demand).fits(demand)]
-        larger = [
-            name for name, kind in DEVICES.items() if replace(self, device=kind).memory(demand).fits(demand)
-        ]
+        larger = [name for name, kind in DEVICES.items() if replace(self, device=kind).memory(demand).fits(demand)]
         larger.sort(key=lambda name: DEVICES[name].memory_gib)
         choices = [
             *fitting[:1],
