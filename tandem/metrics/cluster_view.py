@@ -133,7 +133,7 @@ class ClusterView:
 
 
 def view_scrape(text: str, at_s: float) -> Scrape:
-    """Return a scrape with the samples that `cluster_view` reads, a seventh of those of a worker; no others are parsed."""
+    """Return a scrape of only the samples that `cluster_view` reads, about a seventh of those of a worker."""
     kept = (line for line in text.splitlines() if line[:1] == "#" or line.partition("{")[0] in _SAMPLES)
     return Scrape("\n".join((*kept, "")), at_s)
 
