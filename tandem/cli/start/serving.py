@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -40,9 +40,11 @@ from tandem.cli.start.preflight import (
 )
 from tandem.cluster.launcher import Cluster, Endpoints
 from tandem.cluster.launcher import Progress as ClusterProgress
+from tandem.engine.kernels.cpu.compile_ahead import compiling_ahead
 from tandem.engine.weights.gguf_parts import model_name
 from tandem.protocol.errors import InvalidArgument, TandemError
 from tandem.settings.cluster import ClusterSettings
+from tandem.settings.setting import AUTO
 
 
 class StartView:
@@ -152,7 +154,7 @@ def serve(config: ClusterSettings, model: Path | None, first: FirstPrompt | None
         check_tiers(config)
         warn_if_open(config)
         try:
-            with StartView(console) as view:
+            with StartView(console) as view, _compiling_ahead(config):
                 config = replace(_with_model(config, model, view), log_folder=new_log_folder())
                 cluster = _start(console, config, view)
         except KeyboardInterrupt:
@@ -170,6 +172,13 @@ def serve(config: ClusterSettings, model: Path | None, first: FirstPrompt | None
             console.print("[dim]stopping …[/]")
             cluster.stop(leave_workers=leave_workers)
             console.print(_left(config) if cluster.left_workers else STOPPED)
+
+
+def _compiling_ahead(config: ClusterSettings) -> AbstractContextManager[None]:
+    """Compile the kernels of workers on this host's CPU while the model is prepared and Ray starts."""
+    if not config.engine.on_cpu or config.ray_address:
+        return nullcontext()
+    return compiling_ahead("float32" if config.engine.dtype == AUTO else config.engine.dtype)
 
 
 def _start(console: Console, config: ClusterSettings, view: StartView) -> Cluster:
