@@ -240,7 +240,11 @@ class WorkerKind:
             return []
         return [replace(self, gpus=ranks, context_ranks=ranks, group_sizes=()) for ranks in GROUP_SIZES[1:]]
 
-    def _fits(self, demand: Demand, memory: Memory) -> bool:
+    def fits(self, demand: Demand) -> bool:
+        """Return True if each worker holds the model and the KV of a mean request."""
+        return self._holds(demand, self.memory(demand))
+
+    def _holds(self, demand: Demand, memory: Memory) -> bool:
         return memory.kv_tokens >= demand.kv_tokens
 
     def _what_fits(self, demand: Demand) -> str:
@@ -251,15 +255,13 @@ class WorkerKind:
         kv = self._narrower_kv()
         fitting = [
             " ".join([f"--quantization {codes}"] * (model is not self.model) + ["--kv-cache-dtype int8"] * narrow)
-            for codes, model in self._weight_forms()
+            for codes, model in self.weight_forms()
             for narrow in ([False, True] if kv else [False])
-            if self._fits(demand, self._memory(demand, model, kv if kv and narrow else self.kv_element_bytes))
+            if self._holds(demand, self._memory(demand, model, kv if kv and narrow else self.kv_element_bytes))
         ]
         all_sizes = replace(self, group_sizes=GROUP_SIZES)
-        groups = [kind.gpus for kind in all_sizes.groups() if self._fits(demand, kind.memory(demand))]
-        larger = [
-            name for name, kind in DEVICES.items() if self._fits(demand, replace(self, device=kind).memory(demand))
-        ]
+        groups = [kind.gpus for kind in all_sizes.groups() if kind.fits(demand)]
+        larger = [name for name, kind in DEVICES.items() if replace(self, device=kind).fits(demand)]
         larger.sort(key=lambda name: DEVICES[name].memory_gib)
         choices = [
             *fitting[:1],
@@ -270,7 +272,7 @@ class WorkerKind:
             return f"it fits with {' or '.join(choices)}"
         return "it fits in fewer bits neither, and on no known GPU"
 
-    def _weight_forms(self) -> Iterator[tuple[str, ModelSpec]]:
+    def weight_forms(self) -> Iterator[tuple[str, ModelSpec]]:
         """Yield the model as it is and, if it is not quantized, with 8-bit and with 4-bit weights.
 
         Each is preceded by the value of `--quantization` that gives it, "" for the model as it is.
@@ -283,7 +285,7 @@ class WorkerKind:
     def check_memory(self, demand: Demand) -> None:
         """Raise InvalidArgument if a mean request does not fit into a worker's memory or into the model's context."""
         memory = self.memory(demand)
-        if not self._fits(demand, memory):
+        if not self._holds(demand, memory):
             weights = (memory.weight_bytes + memory.draft_weight_bytes) / GIB
             place = "" if self.gpus == 1 else f" on each of {self.gpus} GPUs"
             missing = f"{memory.kv_tokens:.0f} tokens of KV fit beside {weights:.0f} GiB of weights{place}"
