@@ -62,6 +62,13 @@ def test_a_start_that_fails_leaves_no_process() -> None:
     assert not child.is_running()
 
 
+def test_a_machine_that_starts_no_process_serves_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/missing/python")
+    with compiling_ahead("float32"):
+        ran = True
+    assert ran
+
+
 def test_one_process_compiles_at_a_time(tmp_path: Path) -> None:
     with compiling_alone(tmp_path), (tmp_path / "lock").open("w") as other, pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)

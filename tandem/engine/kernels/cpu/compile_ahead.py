@@ -7,12 +7,15 @@ Ray starts; workers that need the kernels earlier wait for it, and do not compil
 import contextlib
 import hashlib
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from tandem.engine.compiled_folder import compiled_folder
+
+log = logging.getLogger(__name__)
 
 _PROGRAM = """
 import json, sys
@@ -62,14 +65,24 @@ def compiling_ahead(dtype: str) -> Iterator[None]:
     if dtype not in DTYPES or any(kernels_folder().glob("jobs.perform-*.nbc")):
         yield
         return
-    child = subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, dtype, json.dumps(sys.path)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    child = _begin(dtype)
     try:
         yield
     finally:
-        child.kill()
-        child.wait()
+        if child is not None:
+            child.kill()
+            child.wait()
+
+
+def _begin(dtype: str) -> "subprocess.Popen[bytes] | None":
+    """Start the compiling process, and return it, or None if that fails: then the workers compile."""
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, dtype, json.dumps(sys.path)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+    except OSError as error:
+        log.debug("no process to compile the kernels: %s", error)
+        return None
