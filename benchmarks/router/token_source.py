@@ -72,7 +72,8 @@ class TokenSource(worker_pb2_grpc.WorkerServicer):
         worker_pb2_grpc.add_WorkerServicer_to_server(self, server)
         registry = Registry()
         operator, adapters = cast(Operator, None), cast(Adapters, None)  # no operation is ever requested
-        cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(registry, operator, adapters), server)
+        servicer = ClusterServicer(registry, operator, adapters, _no_metrics)
+        cluster_pb2_grpc.add_ClusterServicer_to_server(servicer, server)
         address = f"127.0.0.1:{listen(server, '127.0.0.1:0', TOKEN)}"
         await server.start()
         self._server = server
@@ -142,3 +143,7 @@ class TokenSource(worker_pb2_grpc.WorkerServicer):
         self._step += 1
         load = WorkerLoad(0, 0, len(self._running), 0, _PAGES)
         self._out.put_nowait(StepOutput(self._step, events, load, (), tokens))
+
+
+async def _no_metrics() -> str:
+    return ""

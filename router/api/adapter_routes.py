@@ -14,6 +14,7 @@ from router.api.fields import Name
 from router.api.http import HttpCalls
 from router.api.http_access import LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH
 from router.api.openapi import json_body
+from router.api.route_groups import Group
 from router.workers.adapter_calls import AdapterCalls
 from tandem.protocol.lifecycle.events import EventTime
 
@@ -34,12 +35,14 @@ def add_adapters(app: FastAPI, calls: HttpCalls, adapters: AdapterCalls) -> None
     """Add the routes that load and unload adapters to `app`; `HttpAccess` admits only operators."""
 
     async def load(request: Request) -> PlainTextResponse:
+        """Load an adapter into every worker; only operators may call it."""
         body = await calls.read(request, _parse_load)
         served_call().model = body.lora_name
         await adapters.load(body.lora_name, body.lora_path)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload(request: Request) -> PlainTextResponse:
+        """Unload an adapter from every worker; only operators may call it."""
         body = await calls.read(request, _parse_unload)
         served_call().model = body.lora_name
         await adapters.unload(body.lora_name)
@@ -49,8 +52,14 @@ def add_adapters(app: FastAPI, calls: HttpCalls, adapters: AdapterCalls) -> None
         (LOAD_ADAPTER_PATH, load, LoadLoraAdapterRequest),
         (UNLOAD_ADAPTER_PATH, unload, UnloadLoraAdapterRequest),
     ):
-        extra = json_body(body)
-        app.add_api_route(path, answer, methods=["POST"], response_class=PlainTextResponse, openapi_extra=extra)
+        app.add_api_route(
+            path,
+            answer,
+            methods=["POST"],
+            response_class=PlainTextResponse,
+            openapi_extra=json_body(body),
+            tags=[Group.MODELS],
+        )
 
 
 def _parse_load(data: bytes, _received: EventTime, *, strict: bool) -> LoadLoraAdapterRequest:

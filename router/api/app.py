@@ -1,4 +1,4 @@
-"""The application of the HTTP listener: OpenAI's and Anthropic's APIs, metrics, traces and probes.
+"""The application of the HTTP listener: OpenAI's and Anthropic's APIs, a page for browsers, metrics and probes.
 
 It is a FastAPI application inside ASGI middleware; from the outside in: CORS, audit log, request ids, keys, call limit.
 """
@@ -33,8 +33,10 @@ from router.api.openai.responses_request import parse_response
 from router.api.openapi import add_pages
 from router.api.probes import PROBE_PATHS, add_probes
 from router.api.request_id import REQUEST_ID_HEADER, RequestIds
+from router.api.route_groups import Group
 from router.api.tokenizer_routes import add_tokenizer
 from router.api.unserved_fields import IGNORED_HEADER, IgnoredLog
+from router.api.web_page import add_web_page
 from router.config import RouterConfig
 from router.requests.dispatch import Dispatcher
 from router.requests.validation import RequestValidator
@@ -82,16 +84,25 @@ def make_app(
     app = FastAPI(title="Tandem", docs_url=None, redoc_url=None, openapi_url=None)
     calls = HttpCalls(config, validator, dispatcher, IgnoredLog())
     chat, text = partial(OpenAIReply, chat=True), partial(OpenAIReply, chat=False)
-    calls.add_api(app, "/v1/chat/completions", ChatCompletionRequest, parse_chat, chat)
-    calls.add_api(app, "/v1/completions", CompletionRequest, parse_completion, text)
-    calls.add_api(app, "/v1/responses", ResponsesRequest, parse_response, ResponseReply)
-    calls.add_api(app, MESSAGES_PATH, MessagesRequest, parse_message, MessageReply)
+    calls.add_api(
+        app, "/v1/chat/completions", ChatCompletionRequest, parse_chat, chat, summary="Answer a conversation."
+    )
+    calls.add_api(
+        app, "/v1/completions", CompletionRequest, parse_completion, text, summary="Continue texts or token ids."
+    )
+    summary = "Answer in the form of the Responses API."
+    calls.add_api(app, "/v1/responses", ResponsesRequest, parse_response, ResponseReply, summary=summary)
+    summary = "Answer a conversation in the form of the Messages API."
+    calls.add_api(
+        app, MESSAGES_PATH, MessagesRequest, parse_message, MessageReply, summary=summary, group=Group.ANTHROPIC
+    )
     add_tokenizer(app, calls)
     add_adapters(app, calls, AdapterCalls(dispatcher.pool))
     add_models(app, config, dispatcher)
     add_probes(app, dispatcher)
     _add_metrics(app, dispatcher)
     add_pages(app)
+    add_web_page(app, dispatcher)
     add_error_handlers(app)
     counted = CallLimit(app, config.listeners.max_calls, apart=PROBE_PATHS | READERS_PATHS)
     audited = AuditedHttp(RequestIds(HttpAccess(counted, callers)), audit)
@@ -119,6 +130,7 @@ def _add_metrics(app: FastAPI, dispatcher: Dispatcher) -> None:
     page, store = metrics_page(Exposition(dispatcher.metrics.registry)), dispatcher.metrics.traces
 
     async def metrics(request: Request) -> Response:
+        """Return the router's metrics in Prometheus' or OpenMetrics' format."""
         body, content_type = await page(request.headers.get("accept", ""))
         return Response(body, media_type=content_type)
 
@@ -128,5 +140,5 @@ def _add_metrics(app: FastAPI, dispatcher: Dispatcher) -> None:
         traces = store.find(query["id"]) if "id" in query else store.slow() if "slow" in query else store.newest()
         return Response(traces_to_json(traces, store.kept), media_type="application/json")
 
-    app.add_api_route(METRICS_PATH, metrics, methods=["GET", "HEAD"])
-    app.add_api_route(TRACES_PATH, recent_traces, methods=["GET", "HEAD"])
+    for path, answer in ((METRICS_PATH, metrics), (TRACES_PATH, recent_traces)):
+        app.add_api_route(path, answer, methods=["GET", "HEAD"], tags=[Group.STATE])

@@ -20,6 +20,7 @@ from router.api.openapi import json_body
 from router.api.prompt_replies import PromptReplies
 from router.api.reply import Reply, ReplyFacts
 from router.api.request_id import REQUEST_ID_HEADER
+from router.api.route_groups import Group
 from router.api.unserved_fields import IGNORED_HEADER, IgnoredLog
 from router.config import RouterConfig
 from router.requests.dispatch import Dispatcher
@@ -64,18 +65,28 @@ class HttpCalls:
         body: type[Body],
         parse: Parse[_C],
         reply_to: Callable[[_C, Sequence[Admitted], ReplyFacts], Reply],
+        *,
+        summary: str,
+        group: Group = Group.OPENAI,
     ) -> None:
         """Add the route of an API that generates answers.
 
-        `body` is the pydantic model of the API's request body for the OpenAPI page, `parse` parses a body, and
-        `reply_to` makes the reply.
+        `body` is the pydantic model of the API's request body for the OpenAPI page, `parse` parses a body,
+        `reply_to` makes the reply, and `summary` says what the route does.
         """
 
         async def answer(request: Request) -> Response:
             return await self._answer(request, parse, reply_to)
 
-        extra, name = json_body(body), path.removeprefix("/v1/")
-        app.add_api_route(path, answer, methods=["POST"], name=name, openapi_extra=extra)
+        app.add_api_route(
+            path,
+            answer,
+            methods=["POST"],
+            name=path.removeprefix("/v1/"),
+            summary=summary,
+            openapi_extra=json_body(body),
+            tags=[group],
+        )
 
     async def read(self, request: Request, parse: Parse[_T]) -> _T:
         """Read and parse the body of a request, and count a rejected body in the metrics."""

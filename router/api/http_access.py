@@ -16,10 +16,11 @@ from router.api.openai.errors import error_body
 from router.api.openapi import OPEN_PATHS
 from router.api.probes import PROBE_PATHS
 from router.api.request_id import REQUEST_ID_HEADER
+from router.api.web_page import CLUSTER_PATH, PAGE_PATHS
 from tandem.metrics.metrics_server import METRICS_PATH, TRACES_PATH
 from tandem.protocol.errors import NotFound, TandemError, clipped
 
-READERS_PATHS = frozenset({METRICS_PATH, TRACES_PATH})
+READERS_PATHS = frozenset({METRICS_PATH, TRACES_PATH, CLUSTER_PATH})
 """The paths that show the load of all tenants; operators and readers may use them, but tenants may not."""
 LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 OPERATORS_PATHS = frozenset({LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH})
@@ -61,7 +62,7 @@ class AuditedHttp:
 class HttpAccess:
     """ASGI middleware that admits a request if its key has a role for the path and its tenant has quota left.
 
-    Probes and the OpenAPI pages need no key.
+    Probes, the OpenAPI pages and the page for browsers need no key.
     """
 
     def __init__(self, app: ASGIApp, callers: Callers) -> None:
@@ -70,7 +71,7 @@ class HttpAccess:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or reject it before its body is read."""
-        if scope["type"] != "http" or scope["path"] in PROBE_PATHS | OPEN_PATHS:
+        if scope["type"] != "http" or scope["path"] in PROBE_PATHS | OPEN_PATHS | PAGE_PATHS:
             await self._app(scope, receive, send)
             return
         call = served_call()

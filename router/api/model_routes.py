@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse
 
 from router.api.anthropic.api_key import MODELS_PATH
+from router.api.route_groups import Group
 from router.config import RouterConfig
 from router.requests.dispatch import Dispatcher
 from router.requests.validation import find_adapter
@@ -31,6 +32,7 @@ def add_models(app: FastAPI, config: RouterConfig, dispatcher: Dispatcher) -> No
         return model_card(name, root, started, served.facts.max_context if served else None, parent)
 
     async def models(request: Request) -> JSONResponse:
+        """List the served model, its other names and its adapters, in the form of OpenAI's or Anthropic's API."""
         served = dispatcher.pool.model
         adapters = () if served is None else (adapter.name for adapter in served.facts.adapters)
         cards = [card(name) for name in (*config.served.names, *adapters)]
@@ -39,15 +41,20 @@ def add_models(app: FastAPI, config: RouterConfig, dispatcher: Dispatcher) -> No
         return JSONResponse({"object": "list", "data": cards})
 
     async def model(request: Request, name: str) -> JSONResponse:
+        """Return one entry of the list."""
         entry = card(name)
         return JSONResponse(_anthropic_model(entry) if _ANTHROPIC in request.headers else entry)
 
     async def tandem_version() -> JSONResponse:
+        """Return the version of Tandem."""
         return JSONResponse({"version": installed_version()})
 
-    app.add_api_route(MODELS_PATH, models, methods=_METHODS)
-    app.add_api_route(f"{MODELS_PATH}/{{name:path}}", model, methods=_METHODS)
-    app.add_api_route("/version", tandem_version, methods=_METHODS)
+    for path, answer in (
+        (MODELS_PATH, models),
+        (f"{MODELS_PATH}/{{name:path}}", model),
+        ("/version", tandem_version),
+    ):
+        app.add_api_route(path, answer, methods=_METHODS, tags=[Group.MODELS])
 
 
 def model_card(

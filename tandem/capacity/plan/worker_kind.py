@@ -51,6 +51,11 @@ Measured on two H200 (docs/decisions/tensor_parallelism.md).
 _HELPS = "more workers do not help: relax the target, or take a faster --gpu or a smaller model"
 
 
+def usable_bytes(device: DeviceKind) -> float:
+    """Return the memory of a GPU that a worker may use, in bytes."""
+    return device.memory_gib * GIB * SETTINGS.gpu_memory_fraction
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerKind:
     """Workers of one kind: each has a model that is divided among `gpus` GPUs.
@@ -145,13 +150,12 @@ class WorkerKind:
         model, page_tokens = paged(model, kv_element_bytes)
         part = self._part(model)
         a_token = kv_bytes_per_held_token(part, demand.kv_tokens, kv_element_bytes, page_tokens)
-        device_bytes = self.device.memory_gib * GIB * SETTINGS.gpu_memory_fraction
         weights, draft = matrix_bytes(part, ITEM_BYTES), self.draft
         if self.gpus > 1 and not self.expert_parallel:
             # The first rank of a stage has the most: the whole embedding, or its part of the output layer, or both.
             first = [Rank(0, self.tensor_ranks, stage, self.stages) for stage in range(self.stages)]
             weights = max(rank_bytes(model, rank, torch.bfloat16, on_cpu=False) for rank in first)
-        return Memory(device_bytes, weights, a_token, draft.weight_bytes, draft.kv_bytes_per_token(demand))
+        return Memory(usable_bytes(self.device), weights, a_token, draft.weight_bytes, draft.kv_bytes_per_token(demand))
 
     def facts(self, demand: Demand) -> WorkerFacts:
         """Return the costs and capacity of one worker, or of each GPU of an expert-parallel worker."""
@@ -240,13 +244,6 @@ class WorkerKind:
             return []
         return [replace(self, gpus=ranks, context_ranks=ranks, group_sizes=()) for ranks in GROUP_SIZES[1:]]
 
-    def fits(self, demand: Demand) -> bool:
-        """Return True if each worker holds the model and the KV of a mean request."""
-        return self._holds(demand, self.memory(demand))
-
-    def _holds(self, demand: Demand, memory: Memory) -> bool:
-        return memory.kv_tokens >= demand.kv_tokens
-
     def _what_fits(self, demand: Demand) -> str:
         """Return the end of an error message: the options with which a mean request fits, if there are any.
 
@@ -257,11 +254,11 @@ class WorkerKind:
             " ".join([f"--quantization {codes}"] * (model is not self.model) + ["--kv-cache-dtype int8"] * narrow)
             for codes, model in self.weight_forms()
             for narrow in ([False, True] if kv else [False])
-            if self._holds(demand, self._memory(demand, model, kv if kv and narrow else self.kv_element_bytes))
+            if self._memory(demand, model, kv if kv and narrow else self.kv_element_bytes).fits(demand)
         ]
         all_sizes = replace(self, group_sizes=GROUP_SIZES)
-        groups = [kind.gpus for kind in all_sizes.groups() if kind.fits(demand)]
-        larger = [name for name, kind in DEVICES.items() if replace(self, device=kind).fits(demand)]
+        groups = [kind.gpus for kind in all_sizes.groups() if kind.memory(demand).fits(demand)]
+        larger = [name for name, kind in DEVICES.items() if replace(self, device=kind).memory(demand).fits(demand)]
         larger.sort(key=lambda name: DEVICES[name].memory_gib)
         choices = [
             *fitting[:1],
@@ -285,7 +282,7 @@ class WorkerKind:
     def check_memory(self, demand: Demand) -> None:
         """Raise InvalidArgument if a mean request does not fit into a worker's memory or into the model's context."""
         memory = self.memory(demand)
-        if not self._holds(demand, memory):
+        if not memory.fits(demand):
             weights = (memory.weight_bytes + memory.draft_weight_bytes) / GIB
             place = "" if self.gpus == 1 else f" on each of {self.gpus} GPUs"
             missing = f"{memory.kv_tokens:.0f} tokens of KV fit beside {weights:.0f} GiB of weights{place}"

@@ -87,13 +87,14 @@ def show(
     Of a model on the Hub, its configuration alone is downloaded.
     """
     from tandem.capacity.plan.what_fits import what_fits
+    from tandem.capacity.planner.demand import Demand
     from tandem.cli.models.default_model import NAME
     from tandem.engine.model_summary import model_summary
 
     name = model or NAME
     spec = _spec(model)
     tokens = min(tokens, spec.max_context)
-    widths = list(what_fits(name, spec, tokens))
+    widths = list(what_fits(name, spec, Demand(1.0, tokens, 0.0)))
     print(f"{name}, up to {spec.max_context:,} tokens")
     for line in model_summary(spec, 2):
         print(f"  {line}")
@@ -127,15 +128,15 @@ def _fits_table(widths: list[Width]) -> Table:
         "GPU", *(f"--quantization {width.quantization}" if width.quantization else "as stored" for width in widths)
     )
     table.add_row("weights", *(f"{width.weight_bytes / GIB:.2f} GiB" for width in widths))
-    for fits in zip(*(width.fits for width in widths), strict=True):
-        table.add_row(fits[0].gpu, *map(_fit, fits))
+    for gpu in widths[0].fits:
+        table.add_row(gpu, *(_fit(width.fits[gpu]) for width in widths))
     return table
 
 
-def _fit(fit: Fit) -> str:
-    if fit.gpus is None:
+def _fit(fit: Fit | None) -> str:
+    if fit is None:
         return "does not fit"
-    return f"{fit.gpus} GPU{'s' if fit.gpus > 1 else ''}, {fit.kv_tokens:,}"
+    return f"{fit.gpus} GPU{'s' if fit.gpus > 1 else ''}, {fit.kv_tokens:,.0f}"
 
 
 def _host_line(spec: ModelSpec) -> str:

@@ -62,34 +62,23 @@ def findings(interval: ScrapeInterval) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    from tandem.metrics import families as f
-    from tandem.metrics.bottlenecks import diagnose
-    from tandem.metrics.worker_figures import figures_of
+    from tandem.metrics.cluster_view import findings as findings_of
 
     table = Table(box=None, pad_edge=False)
     for column in ("worker", "bottleneck", "because", "what would help"):
         table.add_column(column, no_wrap=column in ("worker", "bottleneck"))
-    now = interval.now
-    reporting = set(now.values(f.WORKER_READY, "worker"))
-    for name in _workers(now):
-        if name not in reporting:
-            state = "unresponsive" if now.total(f.PROCESS_UP, worker=name) else "down"
-            table.add_row(name, state, "it reports no metrics", "`tandem status` and its log say why")
-            continue
-        if not now.total(f.WORKER_READY, worker=name):
-            table.add_row(name, "not ready", "it takes no new requests", "`tandem status` and its log say why")
-            continue
-        diagnosis = diagnose(figures_of(interval, name))
-        table.add_row(name, Text(diagnosis.bottleneck, style="bold"), diagnosis.because, diagnosis.change)
+    for finding in findings_of(interval):
+        table.add_row(finding.worker, Text(finding.bottleneck, style="bold"), finding.because, finding.change)
     return table
 
 
 def speculation(interval: ScrapeInterval) -> list[str]:
     """Return one line about speculative decoding for each worker that decoded."""
     from tandem.metrics import families as f
+    from tandem.metrics.cluster_view import workers_of
 
     lines, now = [], interval.now
-    for name in _workers(now):
+    for name in workers_of(now):
         requests = interval.mean(f.STEP_DECODE_ROWS, worker=name)
         if not requests:
             continue
@@ -106,15 +95,3 @@ def speculation(interval: ScrapeInterval) -> list[str]:
                 said += f"; proposing them took {proposing_s:.1f} s"
         lines.append(f"{name}: speculative decoding: {said}")
     return lines
-
-
-def _workers(now: Scrape) -> list[str]:
-    """Return the ids of all workers that the controller supervises or that report metrics."""
-    from tandem.metrics import families as f
-
-    kept = [
-        name
-        for name in now.values(f.PROCESS_UP, "worker")
-        if "router" not in now.values(f.PROCESS_UP, "role", worker=name)
-    ]
-    return list(dict.fromkeys([*kept, *now.values(f.WORKER_READY, "worker")]))

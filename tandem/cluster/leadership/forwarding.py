@@ -53,10 +53,12 @@ class ForwardingServicer(ClusterServicer):
         registry: Registry,
         operator: Operator,
         adapters: Adapters,
+        metrics: Callable[[], Awaitable[str]],
+        *,
         token: str,
         elsewhere: Callable[[], Awaitable[str]],
     ) -> None:
-        super().__init__(registry, operator, adapters)
+        super().__init__(registry, operator, adapters, metrics)
         self._token = token
         self._elsewhere = elsewhere
 
@@ -109,6 +111,13 @@ class ForwardingServicer(ClusterServicer):
         """List absent workers, here or at the leader."""
         own = super().ListAbsent
         return await self._answer(lambda: own(request, context), lambda stub: stub.ListAbsent(request))
+
+    async def GetMetrics(
+        self, request: cluster_pb2.GetMetricsRequest, context: _Context
+    ) -> cluster_pb2.GetMetricsResponse:
+        """Return the metrics of the processes that this controller or the leader supervises."""
+        own = super().GetMetrics
+        return await self._answer(lambda: own(request, context), lambda stub: stub.GetMetrics(request))
 
     async def _answer(self, own: Callable[[], Awaitable[Reply]], forwarded: Callable[[Any], Awaitable[Reply]]) -> Reply:
         address = await self._elsewhere()

@@ -54,11 +54,17 @@ class AskedAdapters(Adapters):
         raise NotFound(name)
 
 
+async def asked_metrics() -> str:
+    return "the metrics"
+
+
 @pytest.fixture
 async def listener() -> AsyncIterator[tuple[str, Registry]]:
     registry = Registry()
     server = open_server()
-    cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(registry, Asked(), AskedAdapters()), server)
+    cluster_pb2_grpc.add_ClusterServicer_to_server(
+        ClusterServicer(registry, Asked(), AskedAdapters(), asked_metrics), server
+    )
     port = listen(server, "127.0.0.1:0", "secret")
     await server.start()
     yield f"127.0.0.1:{port}", registry

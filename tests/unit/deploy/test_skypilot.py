@@ -10,6 +10,7 @@ import typer
 import yaml
 
 from tandem.capacity.plan.what_fits import what_fits
+from tandem.capacity.planner.demand import Demand
 from tandem.cli.main import app
 from tandem.cli.models.hub_model import hub_model
 from tandem.engine.models.shapes import shape_config
@@ -45,7 +46,8 @@ def test_clients_need_a_key() -> None:
 
 def test_the_model_fits_on_every_gpu_it_may_get() -> None:
     assert TASK["envs"]["MODEL"] == "Qwen/Qwen3-8B"
-    stored = next(what_fits("qwen3-8b", shape_config("qwen3-8b"), 8192))
-    fits = {fit.gpu: fit.gpus for fit in stored.fits}
+    stored = next(what_fits("qwen3-8b", shape_config("qwen3-8b"), Demand(1.0, 8192, 0)))
     for name, count in TASK["resources"]["accelerators"].items():
-        assert fits[name.removesuffix("GB")] == count
+        fit = stored.fits[name.removesuffix("GB")]
+        assert fit is not None
+        assert fit.gpus == count

@@ -407,6 +407,11 @@ class FakeController(cluster_pb2_grpc.ClusterServicer):
         self.adapter_changes: cluster_pb2_grpc.ClusterServicer | None = None
         """What executes changes of the adapters."""
         self.changed = asyncio.Condition()
+        self.metrics_text = ""
+        """The metrics of all processes of the cluster."""
+        self.metrics_error: TandemError | None = None
+        """Answer scrapes with this error."""
+        self.scrapes = 0
 
     async def start(self) -> "FakeController":
         self.server = open_server()
@@ -426,6 +431,12 @@ class FakeController(cluster_pb2_grpc.ClusterServicer):
         async with self.changed:
             self.revision += 1
             self.changed.notify_all()
+
+    async def GetMetrics(self, _request: Any, _context: Any) -> cluster_pb2.GetMetricsResponse:
+        self.scrapes += 1
+        if self.metrics_error is not None:
+            raise self.metrics_error
+        return cluster_pb2.GetMetricsResponse(text=self.metrics_text)
 
     async def Watch(self, _request: Any, _context: Any) -> AsyncIterator[cluster_pb2.Membership]:
         seen = -1

@@ -18,7 +18,7 @@ from tandem.protocol.errors import InvalidArgument, NotFound, TandemError, Unava
 from tandem.protocol.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
 from tandem.protocol.messages import Membership, PeerRef, Role, WorkerInfo
 from tests.unit.cluster.crew import FACTS, until
-from tests.unit.cluster.test_service import ABSENT, Asked, AskedAdapters
+from tests.unit.cluster.test_service import ABSENT, Asked, AskedAdapters, asked_metrics
 
 
 class Nobody(Asked):
@@ -35,6 +35,10 @@ class NoAdapters(AskedAdapters):
         raise AssertionError(name)
 
 
+async def no_metrics() -> str:
+    raise AssertionError("this controller must not be asked for metrics")
+
+
 class Listeners:
     def __init__(self) -> None:
         self.servers: list[Any] = []
@@ -46,7 +50,8 @@ class Listeners:
     async def open(self, operator: Asked, where: Callable[[], Awaitable[str]]) -> str:
         server = open_server()
         adapters = AskedAdapters() if type(operator) is Asked else NoAdapters()
-        servicer = ForwardingServicer(self.registry, operator, adapters, "secret", where)
+        metrics = asked_metrics if type(operator) is Asked else no_metrics
+        servicer = ForwardingServicer(self.registry, operator, adapters, metrics, token="secret", elsewhere=where)
         cluster_pb2_grpc.add_ClusterServicer_to_server(servicer, server)
         port = listen(server, "127.0.0.1:0", "secret")
         await server.start()
@@ -104,6 +109,14 @@ async def test_requests_of_operators_reach_the_supervising_controller_unchanged(
     for here, there in zip(asked_here, asked_there, strict=True):
         assert there.message.removeprefix("the controller: ") in here.message
     assert await client.absent() == (ABSENT,)
+
+
+async def test_routers_get_the_metrics_of_the_supervising_controller(listeners: Listeners) -> None:
+    listeners.supervisor = await listeners.open(Asked(), listeners.here)
+    listeners.clear.set()
+    async with open_channel(await listeners.open(Nobody(), listeners.there), "secret") as channel:
+        reply = await cluster_pb2_grpc.ClusterStub(channel).GetMetrics(cluster_pb2.GetMetricsRequest())
+    assert reply.text == "the metrics"
 
 
 async def test_operators_wait_until_the_supervising_controller_is_known(listeners: Listeners) -> None:

@@ -54,6 +54,9 @@ async def test_every_route_and_method_is_on_the_page_once(page: dict[str, Any]) 
     ids = {operation["operationId"] for operation in operations.values()}
     assert len(ids) == len(operations)
     assert all(operation_id.isidentifier() for operation_id in ids), "generators name functions by them"
+    groups = [group["name"] for group in page["tags"]]
+    assert {tuple(operation["tags"]) for operation in operations.values()} == {(name,) for name in groups}
+    assert all(operation["summary"].endswith(".") for operation in operations.values()), "each says what it does"
     named = page["components"]["schemas"]
     assert references(page) == {f"#/components/schemas/{name}" for name in named}
     assert not any("422" in operation["responses"] for operation in operations.values())

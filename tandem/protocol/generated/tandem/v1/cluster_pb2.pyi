@@ -206,3 +206,13 @@ class Absence(_message.Message):
     reason: str
     coming: bool
     def __init__(self, worker_id: _Optional[str] = ..., reason: _Optional[str] = ..., coming: _Optional[bool] = ...) -> None: ...
+
+class GetMetricsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetMetricsResponse(_message.Message):
+    __slots__ = ("text",)
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    def __init__(self, text: _Optional[str] = ...) -> None: ...

@@ -81,6 +81,11 @@ class ClusterStub:
                 request_serializer=tandem_dot_v1_dot_cluster__pb2.ListAbsentRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_cluster__pb2.ListAbsentResponse.FromString,
                 _registered_method=True)
+        self.GetMetrics = channel.unary_unary(
+                '/tandem.v1.Cluster/GetMetrics',
+                request_serializer=tandem_dot_v1_dot_cluster__pb2.GetMetricsRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_cluster__pb2.GetMetricsResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer:
@@ -153,6 +158,13 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetMetrics(self, request, context):
+        """Called by routers: returns the current metrics of all processes of the cluster.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -200,6 +212,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.ListAbsent,
                     request_deserializer=tandem_dot_v1_dot_cluster__pb2.ListAbsentRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_cluster__pb2.ListAbsentResponse.SerializeToString,
+            ),
+            'GetMetrics': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMetrics,
+                    request_deserializer=tandem_dot_v1_dot_cluster__pb2.GetMetricsRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_cluster__pb2.GetMetricsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -446,6 +463,33 @@ class Cluster:
             '/tandem.v1.Cluster/ListAbsent',
             tandem_dot_v1_dot_cluster__pb2.ListAbsentRequest.SerializeToString,
             tandem_dot_v1_dot_cluster__pb2.ListAbsentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/GetMetrics',
+            tandem_dot_v1_dot_cluster__pb2.GetMetricsRequest.SerializeToString,
+            tandem_dot_v1_dot_cluster__pb2.GetMetricsResponse.FromString,
             options,
             channel_credentials,
             insecure,
