@@ -188,6 +188,19 @@ def test_each_pod_downloads_the_model_before_it_serves_it(chart: Chart, place: s
     assert ("PersistentVolumeClaim" in {manifest["kind"] for manifest in manifests}) == ("size" in place)
 
 
+def test_the_values_of_the_deploy_page_render(chart: Chart, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "operations" / "deploy.md").read_text()
+    (values,) = re.findall(r"```yaml\n(model:.*?)```", page, re.DOTALL)
+    (secret, key) = re.findall(r"create secret generic (huggingface) --from-literal=(\w+)=", values)[0]
+    file = tmp_path / "mine.yaml"
+    file.write_text(values)
+    manifests = chart.render("-f", str(CHART / "examples" / "many-hosts.yaml"), "-f", str(file))
+    (fetch,) = pods(manifests)["prefill"]["template"]["spec"]["initContainers"]
+    assert variables(fetch)["HF_TOKEN"] == {"secretKeyRef": {"name": secret, "key": key}}
+    assert options(driver(manifests))["model"] == fetch["command"][-1]
+    assert one(manifests, "PersistentVolumeClaim")["spec"]["resources"]["requests"]["storage"] in values
+
+
 def test_every_container_of_tandem_has_the_users_environment_and_volumes(chart: Chart) -> None:
     proxy, volume = {"name": "HTTPS_PROXY", "value": "http://proxy:3128"}, {"name": "ca", "configMap": {"name": "ca"}}
     mount = {"name": "ca", "mountPath": "/etc/ssl/certs", "readOnly": True}
