@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +10,7 @@ from rich.table import Table
 
 from tandem.cli.help_text import GroupedCommands, GroupedHelp
 from tandem.cli.plain_errors import plain_errors
-from tandem.cli.progress import progress_bars
+from tandem.cli.progress import each_part, progress_bars
 
 if TYPE_CHECKING:
     from tandem.capacity.plan.what_fits import Fit, Width
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from tandem.engine.config.model import ModelSpec
 
 GIB = 1 << 30
-_LINES_OF_PROGRESS = 20
 _HUB_ID = "ORG/NAME, ORG/NAME@REVISION or ORG/NAME:FILE.gguf on the Hugging Face Hub."
 
 models_commands = typer.Typer(
@@ -152,26 +150,14 @@ def _host_line(spec: ModelSpec) -> str:
 
 
 def _fetch(hub: HubModel) -> Path:
-    """Download a model, with a progress bar on a terminal, otherwise with up to 20 lines."""
+    """Download a model, with a progress bar on a terminal, otherwise with a line for each 1/20."""
     from rich.console import Console
 
     console = Console()
     if not console.is_terminal:
-        return hub.download(_line_every_part(hub.name))
+        return hub.download(each_part(lambda text, _: print(f"fetching {hub.name}: {text}", flush=True)))
     with progress_bars(console) as report:
         return hub.download(lambda _, done: report(f"fetching {hub.name}", done))
-
-
-def _line_every_part(name: str) -> Callable[[str, float], None]:
-    printed = 0
-
-    def report(text: str, done: float) -> None:
-        nonlocal printed
-        if done * _LINES_OF_PROGRESS >= printed:
-            printed = int(done * _LINES_OF_PROGRESS) + 1
-            print(f"fetching {name}: {text}", flush=True)
-
-    return report
 
 
 def _table(*columns: str) -> Table:

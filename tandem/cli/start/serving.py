@@ -23,6 +23,7 @@ from tandem.cli.connection.secret_files import first_key
 from tandem.cli.models.default_model import NAME, TEMPLATE, find_default_model
 from tandem.cli.models.hub_model import hub_model
 from tandem.cli.observe.log_folder import new_log_folder
+from tandem.cli.progress import each_part
 from tandem.cli.requests.answering import answer_one
 from tandem.cli.requests.timeline_table import timeline_table
 from tandem.cli.start.preflight import (
@@ -80,6 +81,11 @@ class StartView:
     ) -> None:
         self._live.stop()
         self._closed = True
+
+    @property
+    def on_terminal(self) -> bool:
+        """True if lines are updated in place; else each report of progress is a line of its own."""
+        return self._console.is_terminal
 
     @contextmanager
     def step(self, what: str) -> Iterator[Callable[[str, float], None]]:
@@ -253,7 +259,7 @@ def _with_model(config: ClusterSettings, model: Path | None, view: StartView) ->
     hub = None if model is None else hub_model(model)
     if hub is not None:
         with view.step(f"fetching {hub.name}") as progress:
-            path = hub.download(progress)
+            path = hub.download(progress if view.on_terminal else each_part(progress))
     else:
         path = model or find_default_model()
     name = hub.name if hub else NAME if model is None else model_name(path) if path.is_file() else path.resolve().name

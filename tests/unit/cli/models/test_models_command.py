@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,24 +14,42 @@ from typer.testing import CliRunner
 
 from tandem.cli.main import app
 from tandem.cli.models.default_model import NAME, find_default_model
-from tandem.cli.models.models_command import _line_every_part
+from tandem.cli.progress import each_part
 from tandem.engine.models.load_spec import load_spec
 from tandem.engine.weights.gguf import gguf_spec, prepare_model
 from tests.unit.cli.models.hub_server import HubServer, hub_environment
+
+COMMANDS = """
+import json, sys
+from typer.testing import CliRunner
+from tandem.cli.main import app
+for line in sys.stdin:
+    done = CliRunner().invoke(app, ["models", *json.loads(line)])
+    print(json.dumps([done.exit_code, done.stdout, done.stderr]), flush=True)
+"""
+"""A process that runs commands, because huggingface_hub reads its environment once."""
 
 
 class Machine:
     """Runs `tandem models` with caches in a folder of its own."""
 
     def __init__(self, hub: HubServer, home: Path) -> None:
-        self._env = hub_environment(hub, home)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", COMMANDS],
+            env=hub_environment(hub, home),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
     def __call__(self, *words: str, status: int = 0) -> str:
         """Return what the command prints, on stderr if it fails with `status`."""
-        line = [sys.executable, "-m", "tandem.cli.main", "models", *words]
-        done = subprocess.run(line, env=self._env, capture_output=True, text=True, timeout=200, check=False)
-        assert done.returncode == status, done.stdout + done.stderr
-        return done.stderr if status else done.stdout
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(json.dumps(words), file=self.process.stdin, flush=True)
+        ended, output, error = json.loads(self.process.stdout.readline())
+        assert ended == status, output + error
+        return str(error if status else output)
 
     def notes(self) -> dict[str, str]:
         """Return the notes of `tandem models list` by the name of the model."""
@@ -39,8 +59,11 @@ class Machine:
 
 
 @pytest.fixture
-def machine(hub: HubServer, tmp_path: Path) -> Machine:
-    return Machine(hub, tmp_path)
+def machine(hub: HubServer, tmp_path: Path) -> Iterator[Machine]:
+    machine = Machine(hub, tmp_path)
+    with machine.process as process:
+        yield machine
+        process.kill()
 
 
 def test_a_model_is_described_downloaded_listed_and_removed(machine: Machine, hub: HubServer) -> None:
@@ -116,11 +139,12 @@ def test_a_gguf_model_is_described_as_it_is_served() -> None:
     assert gguf_spec([file]) == load_spec(prepare_model(file, codes=True))
 
 
-def test_a_log_has_a_line_of_progress_for_each_part(capsys: pytest.CaptureFixture[str]) -> None:
-    report = _line_every_part("org/tiny")
+def test_a_log_has_a_line_of_progress_for_each_part() -> None:
+    lines: list[tuple[str, float]] = []
+    report = each_part(lambda *line: lines.append(line))
     for percent in range(101):
         report(f"{percent} %", percent / 100)
-    assert len(capsys.readouterr().out.splitlines()) == 21
+    assert lines == [(f"{percent} %", percent / 100) for percent in range(0, 101, 5)]
 
 
 def test_what_is_no_repository_is_refused(tmp_path: Path) -> None:
