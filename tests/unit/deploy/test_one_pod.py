@@ -83,6 +83,8 @@ def variables(container: Manifest) -> dict[str, Any]:
 @pytest.mark.parametrize("example", ONE_POD)
 def test_kubectl_alone_installs_it(chart: Chart, example: str) -> None:
     """The files in deploy/kubernetes are what the chart renders, with kinds that every cluster knows."""
+    linted = chart.run("lint --strict", str(CHART), "-f", str(CHART / "examples" / f"{example}.yaml"))
+    assert "0 chart(s) failed" in linted
     manifests = quick_start(chart, example)
     assert {manifest["kind"] for manifest in manifests} <= {
         "Deployment",
