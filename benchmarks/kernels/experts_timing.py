@@ -131,7 +131,7 @@ class ExpertLayer:
             self.kernels.add(inputs[number], layer, slots, inputs[number], tile)
 
         seconds = graph_seconds(launch, len(inputs))
-        of_expert = sum(weight.nbytes for weight in self.experts.matrices) / shape.experts
+        of_expert = (self.experts.gate_up.nbytes + self.experts.down.nbytes) / shape.experts
         return ExpertStep(
             hit=hit,
             expected_hit=spec.experts * (1 - (1 - spec.top_k / spec.experts) ** tokens),

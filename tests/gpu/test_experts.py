@@ -116,5 +116,5 @@ def test_bfloat16_has_the_same_bits_among_steps_of_one_tile() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [1, 40, 60, 100, 700])
 def test_experts_with_quantized_inputs(tokens: int, kind: str, group: int) -> None:
-    """Steps of every tile; in bfloat16 the norm's rounding changes some codes."""
-    assert error_of_a_layer(kind, tokens, (512, 256, group), BF16) < 0.03
+    """Steps of every tile; in bfloat16 the norm's rounding changes some codes, those of FP8 by up to an eighth."""
+    assert error_of_a_layer(kind, tokens, (512, 256, group), BF16) < (0.04 if kind == "fp8" else 0.03)

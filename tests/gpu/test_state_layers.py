@@ -39,8 +39,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 PROMPTS = (150, 33, 70)
-TOLERANCE = 0.05
-"""Tolerated difference of a logit in bfloat16 from the same one in float32."""
+TOLERANCE = 0.08
+"""Tolerated difference of a logit in bfloat16 from the same one in float32; PyTorch on a CPU reaches 0.068."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)

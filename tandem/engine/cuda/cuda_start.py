@@ -191,7 +191,8 @@ def _compile(config: EngineConfig, model: DecoderModel, probe: PagedCache) -> No
     later = _prompt_rows(tokens, tokens, probe, cached=tokens // 2)
     trials["a prefill step behind cached tokens"] = lambda: stepper.logits(StepBatch(later))
     run_side_by_side(trials, device)
-    model.kernels.end_trials()
+    with torch.inference_mode():
+        model.kernels.end_trials()
 
 
 def _prompt_rows(tokens: int, row_tokens: int, probe: PagedCache, cached: int = 0) -> list[StepRow]:

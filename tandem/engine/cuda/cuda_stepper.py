@@ -113,12 +113,14 @@ class CudaStepper:
         """Return the logits on the device: [sampled rows, vocab], or [tokens, vocab] with `every_token`.
 
         A step with `every_token` runs without a CUDA graph. Waits for all earlier steps. The token ids of all rows must
-        be known to the host (no row may have a `source`).
+        be known to the host (no row may have a `source`). Threads that compile kernels call this method at the same
+        time, so each call has host memory of its own: indices that another call overwrites could be out of bounds.
         """
         torch.cuda.set_device(self._drawn.device)
         torch.cuda.synchronize()
         self._draw_of_row = []
-        sizes, memory = self._packer.sizes(batch), self._memory[0]
+        sizes = self._packer.sizes(batch)
+        memory = _HostMemory(_pinned(sizes.words), self._memory[0].draws)
         if every_token:
             step = self._pack(batch, sizes, memory)
             logits = self._run(replace(step, drawn=None))

@@ -169,6 +169,6 @@ def _compile_product(wanted: Wanted) -> None:
 
 
 def _use(device: torch.device) -> None:
-    """Set the current device in a new thread or process, which does not inherit it."""
-    if device.type == "cuda":
+    """Set the current device in a new thread or process, which does not inherit it; without an index it stays."""
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)

@@ -119,7 +119,7 @@ def _is_stable(
 
 
 def experts_as(experts: Experts, dtype: torch.dtype, counter: Tensor | None = None, *, guard: bool = False) -> Experts:
-    """Returns the experts in `dtype` on the device; the bias of the choice stays wider, as in the engine."""
+    """Returns the experts in `dtype`, with `guard` on the device; the choice's bias stays wider, as in the engine."""
 
     def convert(tensor: Tensor | None, kind: torch.dtype) -> Tensor | None:
         if tensor is None:
@@ -130,7 +130,8 @@ def experts_as(experts: Experts, dtype: torch.dtype, counter: Tensor | None = No
     names = ("router", "router_bias", "gate_up", "gate_up_bias", "down", "down_bias", "shared_gate", "router_norm")
     converted = {name: convert(getattr(experts, name), dtype) for name in names}
     converted |= {name: convert(getattr(experts, name), wide) for name in ("choice_bias", "expert_scales")}
-    experts = with_linears(experts, lambda linear: Linear(linear.weight.to(dtype)))
+    device = DEVICE if guard else experts.router.device
+    experts = with_linears(experts, lambda linear: Linear(linear.weight.to(device, dtype)))
     return replace(experts, tokens=counter, **converted)
 
 

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from tandem.engine.config.model import ExpertRouter
+from tandem.engine.kernels.experts import packed_experts
 from tandem.engine.kernels.experts.packed_experts import prepared_experts
 from tandem.engine.kernels.layers import ExpertsLayer, Linear, Norm
+from tandem.engine.kernels.packed import packed_products
 from tandem.engine.kernels.packed_weight import PackedWeight, Weight
 from tests.kernels.experts.expert_cases import OURS, ExpertCase, experts_as, make_case, moe, reference_run
 from tests.kernels.packed_cases import KINDS, make_packed, on_device
@@ -64,6 +66,19 @@ def test_a_token_alone_has_the_bits_that_it_has_in_company(kind: str) -> None:
     for token in (0, 5, 23):
         alone = run_packed(case.of(slice(token, token + 1)), gate_up, down, torch.float32)
         assert torch.equal(alone[0], together[token])
+
+
+@pytest.mark.parametrize("most_items", [1 << 20, 2 * 192 * 64], ids=["all experts", "two at a time"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_steps_dequantize_first(kind: str, most_items: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, gate_up, down = packed_case(kind, 40, (64, 96, 32))
+    exact, baseline = reference_run(case, torch.float64), reference_run(case, torch.float16)
+    launches: list[Tensor] = []
+    monkeypatch.setattr(packed_experts, "launch", lambda *_, **__: launches.append(case.hidden))
+    monkeypatch.setattr(packed_products, "FUSED_TOKENS", 15)
+    monkeypatch.setattr(packed_products, "SCRATCH_ITEMS", most_items)
+    assert_as_good(run_packed(case, gate_up, down, torch.float16)[case.valid], baseline, exact)
+    assert not launches
 
 
 @pytest.mark.parametrize("tokens", [1, 7])

@@ -58,7 +58,8 @@ def check(step: LatentStep, dtype: torch.dtype) -> None:
         for inputs in (step.to(dtype), step)
     )
     single = step.layout.single_rows
-    assert_as_good(ours, plain[single:], exact[single:])
+    # float32 sums in another order than PyTorch's, which are few here and so exact by chance.
+    assert_as_good(ours, plain[single:], exact[single:], times=4 if dtype is torch.float32 else 2)
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])

@@ -1,9 +1,11 @@
 """Packed expert weights on GPUs: their preparation, and the launch of their products.
 
 Steps of one token also use tiles, unlike those with plain weights. Inputs stay in the model's dtype, unless the weight
-is one for quantized inputs (`scaled_experts`).
+is one for quantized inputs (`scaled_experts`). In long steps the weights are dequantized first, some experts at a time,
+for the products of plain weights.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -109,6 +111,25 @@ def form_of(experts: Experts) -> str | None:
             kind = "fp" if isinstance(weight, Float4Weight) or weight.codes.dtype.is_floating_point else "int"
             return f"{kind}{weight.bits}" + (QUANTIZED_INPUTS if isinstance(weight, ScaledWeight) else "")
     return None
+
+
+def dequantizes(tokens: float, experts: Experts, dtype: torch.dtype) -> bool:
+    """Return True if steps with this mean number of tokens per expert dequantize packed weights first.
+
+    In float32 no step does, because then a token's results would depend on the number of other tokens.
+    """
+    form = form_of(experts)
+    if form is None or form.endswith(QUANTIZED_INPUTS) or dtype == torch.float32:
+        return False
+    return tokens > packed_products.FUSED_TOKENS
+
+
+def matrices_of(weight: Weight, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the experts' weights, all at once or dequantized some at a time, with the range of these experts."""
+    if isinstance(weight, PackedWeight):
+        yield from packed_products.dequantized_pieces(weight, dtype)
+    else:
+        yield slice(0, len(weight)), weight
 
 
 def launch(

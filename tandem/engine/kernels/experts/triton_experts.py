@@ -119,7 +119,9 @@ class ExpertKernels:
         counts = torch.empty(triton.next_power_of_2(spec.experts), dtype=torch.int32, device=hidden.device)
         x, logits = self._route(hidden, layer, counts, plan)
         inputs = x if project is None else project(x)
-        tile = tile or tile_for(tokens, shape, hidden.element_size(), packed_experts.form_of(experts))
+        unpacked = packed_experts.dequantizes(shape.tokens_an_expert(tokens), experts, hidden.dtype)
+        form = None if unpacked else packed_experts.form_of(experts)
+        tile = tile or tile_for(tokens, shape, hidden.element_size(), form)
         if tile.tokens == 1:
             choice = Choice(tokens, shape, hidden.device)
             self._choose(logits, layer, slots, choice, counts, x.dtype)
@@ -127,7 +129,7 @@ class ExpertKernels:
             return x
         tiled = TiledChoice(tokens, shape, tile.tokens, hidden.device)
         self._choose(logits, layer, slots, tiled, counts, x.dtype)
-        self._add_tiles(*_inputs(inputs, layer, tiled), layer, tiled, out, tile)
+        self._add_tiles(*_inputs(inputs, layer, tiled), layer, tiled, out, tile, unpacked)
         return x
 
     def gate(self, inner: Tensor, x: Tensor, gate: Tensor) -> None:
@@ -215,8 +217,12 @@ class ExpertKernels:
         choice: TiledChoice,
         hidden: Tensor,
         tile: ExpertTile,
+        unpacked: bool,
     ) -> None:
-        """Add the products of tiles to `hidden`; `x` and `weights` are those of `_inputs`."""
+        """Add the products of tiles to `hidden`; `x` and `weights` are those of `_inputs`.
+
+        With `unpacked`, packed weights are dequantized first, some experts at a time.
+        """
         experts, spec = layer.experts, layer.spec
         (tokens, width), pairs = hidden.shape, choice.pairs
         # No product writes the pairs of padding tokens and of other ranks' experts, but their rows are quantized too.
@@ -229,20 +235,21 @@ class ExpertKernels:
             (False, inner, experts.down, experts.down_bias, parts, tile.down),
         ):
             outputs = out.shape[1]
-            if isinstance(weight, PackedWeight):
+            if isinstance(weight, PackedWeight) and not unpacked:
                 packed_experts.launch(
                     source, weight, bias, weights, choice.tiles, choice.order, out, tile, top_k=shared_by,
                     activation=activation if gated else None, pdl=self._pdl,
                 )  # fmt: skip
                 continue
-            tile_kernel[(choice.max_tiles, triton.cdiv(outputs, product.rows))](
-                source, weight, source if bias is None else bias, weights, choice.tiles, choice.order, out,
-                pairs, choice.max_tiles,
-                N=outputs, K=source.shape[1], E=len(weight), TOP_K=shared_by, GATED=gated,
-                ACTIVATION=activation, BIAS=bias is not None,
-                ROWS=product.rows, TOKENS=tile.tokens, COLUMNS=product.columns, PDL=self._pdl,
-                num_warps=product.warps, num_stages=product.stages, launch_pdl=self._pdl,
-            )  # fmt: skip
+            for some, matrices in packed_experts.matrices_of(weight, source.dtype):
+                tile_kernel[(choice.max_tiles, triton.cdiv(outputs, product.rows))](
+                    source, matrices, source if bias is None else bias, weights, choice.tiles, choice.order, out,
+                    pairs, choice.max_tiles, some.start, len(matrices),
+                    N=outputs, K=source.shape[1], E=len(weight), TOP_K=shared_by, GATED=gated,
+                    ACTIVATION=activation, BIAS=bias is not None, SOME=len(matrices) < len(weight),
+                    ROWS=product.rows, TOKENS=tile.tokens, COLUMNS=product.columns, PDL=self._pdl,
+                    num_warps=product.warps, num_stages=product.stages, launch_pdl=self._pdl,
+                )  # fmt: skip
         sum_kernel[(tokens, triton.cdiv(width, _SUM_COLUMNS))](
             parts, choice.experts, hidden, H=width, TOP_K=spec.top_k, ALL_LOCAL=spec.local is None,
             BLOCK=_SUM_COLUMNS, PDL=self._pdl,

@@ -92,11 +92,11 @@ def finish_tile(
     tl.store(out_at, sums.to(out.dtype.element_ty), mask=(rows < N)[:, None] & present[None, :])
 
 
-@triton.jit(do_not_specialize=["P", "MAX_TILES"])
+@triton.jit(do_not_specialize=["P", "MAX_TILES", "first", "count"])
 def tile_kernel(
-    x, weight, bias, weights, tiles, pairs, out, P, MAX_TILES,
+    x, weight, bias, weights, tiles, pairs, out, P, MAX_TILES, first, count,
     N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, SOME: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of tokens by one expert's weight; grid (max_tiles, ceil(N / ROWS)).
@@ -106,7 +106,7 @@ def tile_kernel(
     else:  out [P, N] = weights [P] · (x · weightᵀ + bias) of x [P, K] and weight [E, N, K], bias [E, N].
 
     tiles and pairs are as in `triton_router`; tiles of one expert are adjacent, and out is written for the pairs in
-    `pairs`.
+    `pairs`. With SOME, weight has only the `count` experts from `first` on, and only their tiles are computed.
     """
     EVEN: tl.constexpr = K % COLUMNS == 0
     UP: tl.constexpr = GATED and ACTIVATION != RELU2
@@ -119,20 +119,24 @@ def tile_kernel(
     wait_for_inputs(PDL)
     if number < tl.load(tiles + MAX_TILES):
         expert, pair, present = tile_of(number, tiles, pairs, places, P, E, TOKENS)
-        x_at = x + (pair // TOP_K if GATED else pair)[:, None] * K
-        weight_at = weight + (expert * WEIGHT_ROWS + tl.minimum(rows, N - 1))[:, None] * K
-        sums = tl.zeros((ROWS, TOKENS), tl.float32)
-        sums_up = tl.zeros((ROWS, TOKENS), tl.float32)
-        for k in tl.range(0, K, COLUMNS):
-            at = k + columns
-            inside = at < K
-            held = _load_weight(weight_at + at[None, :], inside, EVEN)
-            taken = tl.trans(tl.load(x_at + at[None, :], mask=present[:, None] & inside[None, :], other=0.0))
-            sums = tl.dot(held, taken, sums, input_precision="ieee")
-            if UP:
-                held_up = _load_weight(weight_at + N * K + at[None, :], inside, EVEN)
-                sums_up = tl.dot(held_up, taken, sums_up, input_precision="ieee")
-        finish_tile(sums, sums_up, bias, weights, out, expert, pair, present, rows, N, GATED, ACTIVATION, BIAS)
+        held_expert = expert
+        if SOME:
+            held_expert -= first
+        if not SOME or (held_expert >= 0 and held_expert < count):
+            x_at = x + (pair // TOP_K if GATED else pair)[:, None] * K
+            weight_at = weight + (held_expert * WEIGHT_ROWS + tl.minimum(rows, N - 1))[:, None] * K
+            sums = tl.zeros((ROWS, TOKENS), tl.float32)
+            sums_up = tl.zeros((ROWS, TOKENS), tl.float32)
+            for k in tl.range(0, K, COLUMNS):
+                at = k + columns
+                inside = at < K
+                held = _load_weight(weight_at + at[None, :], inside, EVEN)
+                taken = tl.trans(tl.load(x_at + at[None, :], mask=present[:, None] & inside[None, :], other=0.0))
+                sums = tl.dot(held, taken, sums, input_precision="ieee")
+                if UP:
+                    held_up = _load_weight(weight_at + N * K + at[None, :], inside, EVEN)
+                    sums_up = tl.dot(held_up, taken, sums_up, input_precision="ieee")
+            finish_tile(sums, sums_up, bias, weights, out, expert, pair, present, rows, N, GATED, ACTIVATION, BIAS)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ Activations stay in the model's dtype. The products of a group are summed before
 inputs give the same bits in every run; a token's bits are the same in all steps with the same tile (`tile_for`).
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -41,7 +42,8 @@ _NARROW_FUSED_TOKENS = 128
 _NARROW_BYTES = 64
 SCRATCH_ITEMS = 1 << 27
 """Number of elements of a weight dequantized at a time: 256 MiB in 16 bits, enough for gate and up of an 8B model."""
-_DEQUANTIZED_COLUMNS = 1024
+_DEQUANTIZED_ROWS = 64
+"""Number of rows of a program that dequantizes."""
 
 
 def multiplies(weight: PackedWeight) -> bool:
@@ -101,7 +103,7 @@ def norm_linear(hidden: Tensor, norm: Norm | None, linear: Linear, *, pdl: bool)
 
 def multiply_dequantized(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
     """Compute x · weightᵀ + bias into `out` with the library, dequantizing some rows of the weight at a time."""
-    for rows, matrix in _dequantized_pieces(weight, x.dtype):
+    for rows, matrix in dequantized_pieces(weight, x.dtype):
         if bias is None:
             torch.mm(x, matrix.t(), out=out[:, rows])
         else:
@@ -129,7 +131,7 @@ def linear_add(x: Tensor, linear: Linear, hidden: Tensor, *, pdl: bool) -> None:
         return
     if linear.bias is not None:
         hidden += linear.bias  # added first, where rounding loses less than after the larger product was added
-    for rows, matrix in _dequantized_pieces(_packed(linear), x.dtype):
+    for rows, matrix in dequantized_pieces(_packed(linear), x.dtype):
         hidden[:, rows].addmm_(x, matrix.t())
 
 
@@ -175,19 +177,21 @@ def _registers(tile: Skinny) -> int | None:
 
 
 def dequantize(weight: PackedWeight, out: Tensor) -> None:
-    """Compute the weight [N, K] into `out`, rounded once to its dtype."""
-    columns = weight.codes.shape[1]
-    dequantize_kernel[(len(weight), triton.cdiv(columns, _DEQUANTIZED_COLUMNS))](
-        weight.codes.view(torch.uint8), *scale_tensors(weight), out, *scale_strides(weight), **code_settings(weight),
-        K=out.shape[1], COLUMNS=_DEQUANTIZED_COLUMNS,
+    """Compute the prepared weight [N, K], or stacked weights [E, N, K], into `out`, rounded once to its dtype."""
+    *experts, rows, columns = weight.codes.shape
+    strides = scale_strides(weight) if experts else (0, *scale_strides(weight))
+    read = step_bytes(weight)
+    dequantize_kernel[(triton.cdiv(columns, read), triton.cdiv(rows, _DEQUANTIZED_ROWS), *experts)](
+        weight.codes.view(torch.int32), *scale_tensors(weight), out, rows, *strides, **code_settings(weight),
+        K=out.shape[-1], ROWS=_DEQUANTIZED_ROWS, COLUMNS=read,
     )  # fmt: skip
 
 
-def _dequantized_pieces(weight: PackedWeight, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the weight, dequantized some rows at a time into the same scratch memory, with the range of these rows."""
-    n, k = weight.shape
-    step = min(max(SCRATCH_ITEMS // k, 1), n)
-    scratch = torch.empty(step, k, dtype=dtype, device=weight.device)
+def dequantized_pieces(weight: PackedWeight, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """Yield some rows at a time, or some experts, dequantized into the same scratch memory, with their range."""
+    n, *sizes = weight.shape
+    step = min(max(SCRATCH_ITEMS // math.prod(sizes), 1), n)
+    scratch = torch.empty(step, *sizes, dtype=dtype, device=weight.device)
     for first in range(0, n, step):
         rows = slice(first, min(first + step, n))
         piece = scratch[: rows.stop - first]

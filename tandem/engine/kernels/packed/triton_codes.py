@@ -176,6 +176,15 @@ def in_word_order(x):
 
 
 @triton.jit
+def in_column_order(codes):
+    """Reverse `in_word_order`, for codes [rows, columns]."""
+    ROWS: tl.constexpr = codes.shape[0]
+    COLUMNS: tl.constexpr = codes.shape[1]
+    codes = tl.reshape(codes, (ROWS, COLUMNS // 16, 2, 4, 2))
+    return tl.reshape(tl.permute(codes, (0, 1, 3, 2, 4)), (ROWS, COLUMNS))
+
+
+@triton.jit
 def halves(matrix):
     """Split a matrix [rows, columns] into the first and the last half of its columns."""
     ROWS: tl.constexpr = matrix.shape[0]

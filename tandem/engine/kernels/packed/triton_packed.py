@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 from tandem.engine.kernels.linear.triton_linear_kernels import GATE_UP, call_into_l2, finish_split, fold
-from tandem.engine.kernels.packed.triton_codes import CENTRE, TILE, bytes_as, halves, in_word_order, words_as
-from tandem.engine.kernels.packed.triton_float4 import float4_as, float4_number, load_scale_words, scale_bits, word_code
+from tandem.engine.kernels.packed.triton_codes import CENTRE, TILE, halves, in_column_order, in_word_order, words_as
+from tandem.engine.kernels.packed.triton_float4 import float4_as, load_scale_words, scale_words
 from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
 
@@ -241,50 +241,47 @@ def packed_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def dequantize_kernel(
-    codes,
-    scales,
-    offsets,
-    words_of_scales,
-    out,
-    row_stride,
-    group_stride,
-    word_stride,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-    FP8: tl.constexpr,
-    FP4: tl.constexpr,
-    OFFSETS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Program (row, part) dequantizes COLUMNS bytes of a row of the weight [N, K], in float32 and rounded once."""
+    codes, scales, offsets, words_of_scales, out, N,
+    expert_stride, row_stride, group_stride, word_stride,
+    K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr, FP4: tl.constexpr,
+    OFFSETS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Program (part, rows, expert) dequantizes COLUMNS bytes of ROWS rows of weights [E, N, K], rounded once to `out`.
+
+    The arguments are those of `packed_tile_kernel`; `step_bytes` bounds COLUMNS.
+    """
     BYTES: tl.constexpr = K * BITS // 8
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = at < BYTES
-    held = tl.load(codes + row * BYTES + at, mask=inside, other=0)
-    WIDTH: tl.constexpr = 64 if FP4 else TILE
-    tile = at // (WIDTH // 2)
-    half = tl.minimum(WIDTH, K - tile * WIDTH) // 2
-    for part in tl.static_range(8 // BITS):
-        column = at
-        if BITS == 8:
-            code = bytes_as(held, FP8, tl.float32)
-        elif FP4:
-            column = tile * WIDTH + at % (WIDTH // 2) + part * half
-            place = tile * WIDTH + at % (WIDTH // 2) + part * (WIDTH // 2)
-            words = tl.load(words_of_scales + row + place // (4 * FP4) * word_stride, mask=inside, other=0)
-            bits = scale_bits((words >> (place // FP4 % 4 * 8)) & 255, FP4)
-            half_word = codes + row * BYTES + at // 4 * 4 + at % 2 * 2
-            low, high = tl.load(half_word, mask=inside, other=0), tl.load(half_word + 1, mask=inside, other=0)
-            code = float4_number(word_code(low.to(tl.int32) | high.to(tl.int32) << 8, at % 4 // 2, part), bits)
-        else:
-            column = tile * WIDTH + at % (WIDTH // 2) + part * half
-            code = ((held >> (4 * part)) & 15).to(tl.float32) - (0 if OFFSETS else CENTRE)
-        place = row * row_stride + column // GROUP * group_stride
-        weight = code * tl.load(scales + place, mask=inside, other=0.0).to(tl.float32)
-        if OFFSETS:
-            weight += tl.load(offsets + place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + row * K + column, weight.to(out.dtype.element_ty), mask=inside)
+    # bfloat16 represents all codes, FP4 codes with their scales too, and has the faster conversion.
+    EXACT: tl.constexpr = tl.bfloat16 if out.dtype.element_ty == tl.bfloat16 else tl.float32
+    HALVES: tl.constexpr = 2 if BITS == 4 and not FP4 else 1
+    start = tl.program_id(0) * COLUMNS
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    expert = tl.program_id(2).to(tl.int64)
+    held_rows = tl.minimum(rows, N - 1)
+    words = start // 4 + tl.arange(0, COLUMNS // 4)
+    held = words_at(codes + (expert * N + held_rows) * (BYTES // 4), words, words < BYTES // 4, BYTES % COLUMNS == 0)
+    scale_words_at = words_of_scales + expert * (word_stride * scale_words(K, FP4)) + held_rows
+    weights = _weights(held, scale_words_at, start, word_stride, K, BITS, FP8, FP4, EXACT)
+    weights = in_column_order(weights).to(tl.float32)
+    tile = start // (TILE // 2)
+    first = start + tile * (TILE // 2) if HALVES == 2 else start * 8 // BITS
+    column = first + tl.arange(0, HALVES) * (tl.minimum(TILE, K - tile * TILE) // 2)
+    group = tl.minimum(column // GROUP, K // GROUP - 1)
+    place = expert * expert_stride + held_rows[:, None] * row_stride + group[None, :] * group_stride
+    scale = tl.load(scales + place).to(tl.float32)
+    weights *= _of_columns(scale, weights.shape[1])
+    if OFFSETS:
+        weights += _of_columns(_centred(tl.load(offsets + place), scale, BITS), weights.shape[1])
+    at, inside = columns_of(start, K, BITS, FP4, COLUMNS)
+    out_at = out + ((expert * N + rows) * K)[:, None] + at[None, :]
+    tl.store(out_at, weights.to(out.dtype.element_ty), mask=(rows < N)[:, None] & inside[None, :])
+
+
+@triton.jit
+def _of_columns(values, COLUMNS: tl.constexpr):
+    """Repeat values [rows, n], each for COLUMNS / n adjacent columns → [rows, COLUMNS]."""
+    ROWS: tl.constexpr = values.shape[0]
+    PARTS: tl.constexpr = values.shape[1]
+    return tl.reshape(tl.broadcast_to(values[:, :, None], (ROWS, PARTS, COLUMNS // PARTS)), (ROWS, COLUMNS))
