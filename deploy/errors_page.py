@@ -27,7 +27,7 @@ _HEAD = """# Errors
 
 Every message of the commands and of the APIs, by the code of the error, with "…" for the parts that depend on the \
 case. A message says what is wrong and what to do; what is true of all errors of a code is said first. To find a \
-message, search this page for the words around the names and numbers in it. HTTP responses have the code, in lower \
+message, search for the words between the names and numbers in it, in quotes. HTTP responses have the code, in lower \
 case, in `error.code` and the message in `error.message`; gRPC calls have them in the trailing metadata \
 `tandem-error-code` and in the details; commands print the message after `error:` and end with the exit code. What is \
 slow or unclear without an error is in [Troubleshooting](operations/troubleshooting.md). This page is made of the \
@@ -128,7 +128,7 @@ def _section(code: str, found: dict[tuple[str, str], set[str]]) -> str:
         REMEDIES[code],
         "",
     ]
-    for area in AREAS:
+    for area in (*AREAS, REST):
         if texts := found.get((code, area)):
             lines += [f"### {code}: {area.lower()}", "", *(f"- {_escaped(text)}" for text in sorted(texts)), ""]
     return "\n".join(lines)

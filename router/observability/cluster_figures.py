@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc.aio
 
-from tandem.metrics.cluster_view import ClusterView, cluster_view
+from tandem.metrics.cluster_view import ClusterView, cluster_view, view_scrape
 from tandem.metrics.scrape import Scrape, ScrapeInterval
 from tandem.net.rpc import error_of
 from tandem.protocol.generated.tandem.v1 import cluster_pb2
@@ -56,4 +56,4 @@ class ClusterFigures:
             reply = await self._controller.GetMetrics(cluster_pb2.GetMetricsRequest(), timeout=_SCRAPE_S)
         except grpc.aio.AioRpcError as error:
             raise error_of(error, "the controller") from error
-        self._scrapes.append(await asyncio.to_thread(Scrape, reply.text, time.monotonic()))
+        self._scrapes.append(await asyncio.to_thread(view_scrape, reply.text, time.monotonic()))

@@ -150,11 +150,13 @@ class WorkerKind:
         model, page_tokens = paged(model, kv_element_bytes)
         part = self._part(model)
         a_token = kv_bytes_per_held_token(part, demand.kv_tokens, kv_element_bytes, page_tokens)
-        weights, draft = matrix_bytes(part, ITEM_BYTES), self.draft
+        draft = self.draft
         if self.gpus > 1 and not self.expert_parallel:
             # The first rank of a stage has the most: the whole embedding, or its part of the output layer, or both.
             first = [Rank(0, self.tensor_ranks, stage, self.stages) for stage in range(self.stages)]
             weights = max(rank_bytes(model, rank, torch.bfloat16, on_cpu=False) for rank in first)
+        else:
+            weights = matrix_bytes(part, ITEM_BYTES)
         return Memory(usable_bytes(self.device), weights, a_token, draft.weight_bytes, draft.kv_bytes_per_token(demand))
 
     def facts(self, demand: Demand) -> WorkerFacts:
