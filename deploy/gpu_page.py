@@ -3,12 +3,11 @@
 Run it by `python -m deploy.gpu_page`.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 
-from tandem.capacity.plan.memory import Memory
-from tandem.capacity.plan.worker_kind import GROUP_SIZES, SETTINGS, WorkerKind, usable_bytes
+from tandem.capacity.plan.what_fits import Fit, what_fits
+from tandem.capacity.plan.worker_kind import SETTINGS
 from tandem.capacity.planner.demand import Demand
 from tandem.cli.planning.plan_options import DemandOptions
 from tandem.cost_model.devices import DEVICES
@@ -26,9 +25,10 @@ A cell says how many tokens of KV cache fit beside the weights, for all requests
 {prompt:,.0f} prompt tokens and {answer:,.0f} answer tokens holds {kv:,.0f} of them at its longest. "2 × 150 k": the \
 model is divided among 2 GPUs of a host (`--tensor-parallel-size 2`), the fewest with which such a request fits, and \
 the cell is for all of them together. "–": it does not fit on 8. The figures are those of `tandem plan`, which also \
-says how many GPUs a load needs; any other model in Hugging Face layout is planned with `--model`:
+says how many GPUs a load needs; `tandem models show` has the same table of any other model:
 
 ```
+tandem models show Qwen/Qwen3-8B
 tandem plan --shape qwen3-8b --gpu L4 --quantization int8 --rate 2
 tandem plan --model /models/Qwen3-8B --gpu L4 --rate 2
 ```
@@ -66,36 +66,19 @@ def rows(demand: Demand) -> Iterator[tuple[str, ...]]:
     for name in sorted(names, key=lambda name: total_weights(shape_config(name))):
         model = shape_config(name)
         stored = "16 bits" if model.quantization is None else model.quantization.method
-        base = WorkerKind(name, model, next(iter(DEVICES.values())))
-        for form, spec in base.weight_forms():
-            groups = replace(base, model=spec, group_sizes=GROUP_SIZES).groups()
-            memories = list(_until_it_fits(groups, demand))
-            gib, billions = memories[0][1].weight_bytes / GIB, total_weights(model) / 1e9
-            cells = (cell(memories, usable_bytes(DEVICES[names[0]]), demand) for names in same_memory().values())
-            yield name, f"{billions:.3g} B", f"`{form}`" if form else stored, f"{gib:,.1f}", *cells
+        billions = total_weights(model) / 1e9
+        for width in what_fits(name, model, demand):
+            form = f"`{width.quantization}`" if width.quantization else stored
+            cells = (cell(width.fits[names[0]]) for names in same_memory().values())
+            yield name, f"{billions:.3g} B", form, f"{width.weight_bytes / GIB:,.1f}", *cells
 
 
-def _until_it_fits(groups: Iterable[WorkerKind], demand: Demand) -> Iterator[tuple[int, Memory]]:
-    """Yield the number of GPUs of each group and the memory of each GPU, until a request fits on the smallest GPU."""
-    smallest = min(map(usable_bytes, DEVICES.values()))
-    for group in groups:
-        memory = group.memory(demand)
-        yield group.gpus, memory
-        if replace(memory, device_bytes=smallest).fits(demand):
-            return
-
-
-def cell(memories: Iterable[tuple[int, Memory]], device_bytes: float, demand: Demand) -> str:
-    """Return the number of KV tokens of a worker with the fewest GPUs with which a mean request fits.
-
-    `memories` has the memory of each GPU by the number of GPUs, ascending, and `device_bytes` replaces that of the GPU.
-    """
-    for gpus, memory in memories:
-        on_device = replace(memory, device_bytes=device_bytes)
-        if on_device.fits(demand):
-            tokens = _tokens(on_device.kv_tokens)
-            return tokens if gpus == 1 else f"{gpus} × {tokens}"
-    return _NONE
+def cell(fit: Fit | None) -> str:
+    """Return the number of KV tokens of a worker, after its number of GPUs if it has several."""
+    if fit is None:
+        return _NONE
+    tokens = _tokens(fit.kv_tokens)
+    return tokens if fit.gpus == 1 else f"{fit.gpus} × {tokens}"
 
 
 def _tokens(count: float) -> str:

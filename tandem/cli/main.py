@@ -9,6 +9,7 @@ from tandem.cli.bench.bench import bench
 from tandem.cli.diagnosis.doctor import doctor
 from tandem.cli.drafts.train_draft import train_draft
 from tandem.cli.help_text import GroupedCommands, GroupedHelp, with_help_all
+from tandem.cli.models.models_command import models_commands
 from tandem.cli.observe.logs import logs
 from tandem.cli.observe.status import status
 from tandem.cli.observe.top import top
@@ -62,6 +63,7 @@ for group, commands in {
     for command in commands:
         app.command(cls=GroupedHelp, rich_help_panel=group)(with_help_all(command))
 app.add_typer(lora_commands, name="lora", rich_help_panel=CHANGE)
+app.add_typer(models_commands, name="models", rich_help_panel=PREPARE)
 
 
 @app.callback()

@@ -12,6 +12,25 @@ if TYPE_CHECKING:
 Report = Callable[[str, float], None]
 """Function that is called with the name of an activity and its completed fraction, 0 to 1."""
 
+_PARTS = 20
+
+
+def each_part(report: Report) -> Report:
+    """Return a function that passes on the reports of one activity at which a further 1/20 of it is complete.
+
+    It is for logs, in which each report is a line.
+    """
+    passed = -1
+
+    def pass_on(what: str, done: float) -> None:
+        nonlocal passed
+        part = int(done * _PARTS)
+        if part > passed:
+            passed = part
+            report(what, done)
+
+    return pass_on
+
 
 @contextmanager
 def progress_bars(console: Console) -> Iterator[Report]:

@@ -23,6 +23,13 @@ if TYPE_CHECKING:
 
 _ID = re.compile(r"(?P<repo>\w[\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<file>[^:]+\.gguf))?")
 _FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+_CONFIGURATION = (
+    "config.json",
+    "generation_config.json",
+    "quantize_config.json",
+    "quant_config.json",
+    "hf_quant*.json",
+)
 _OTHER_FILES = ("consolidated*", *(f"*/{pattern}" for pattern in _FILES if pattern != "*.jinja"))
 """Patterns of files that are not downloaded: other weight layouts, and subfolders with other model formats."""
 _GIB = 1 << 30
@@ -60,6 +67,32 @@ class HubModel:
         except Exception as error:  # the types of errors depend on the versions of the library and of its HTTP client
             raise ModelError(f"{self.name}: {self._reason(error)}") from error
         return folder / self.file
+
+    def configuration(self) -> Path:
+        """Return the folder in the cache with the model's configuration, which is downloaded if it is missing.
+
+        Of a GGUF model, whose configuration is in its file, return this file or first part, which must be in the cache.
+        Raises ModelError as `download` does.
+        """
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        require_first_part(self.name)
+        chosen: dict[str, Any] = {"repo_id": self.repo, "revision": self.revision, "allow_patterns": [*_CONFIGURATION]}
+        needed = self.file or "config.json"
+        with suppress(LocalEntryNotFoundError):
+            folder = Path(snapshot_download(**chosen, local_files_only=True))
+            if (folder / needed).exists():
+                return folder / self.file
+        if self.file:
+            raise ModelError(f"{self.name} is not in the cache; tandem models pull {self.name}")
+        try:
+            folder = Path(snapshot_download(**chosen, tqdm_class=_progress_bar(lambda _: None)))
+        except Exception as error:  # as in `download`
+            raise ModelError(f"{self.name}: {self._reason(error)}") from error
+        if not (folder / needed).exists():
+            raise ModelError(f"{self.repo} has no config.json; choose a repository in Hugging Face layout.")
+        return folder
 
     def _download(self, progress: Progress) -> Path:
         from huggingface_hub import snapshot_download

@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +23,7 @@ from tandem.cli.connection.secret_files import first_key
 from tandem.cli.models.default_model import NAME, TEMPLATE, find_default_model
 from tandem.cli.models.hub_model import hub_model
 from tandem.cli.observe.log_folder import new_log_folder
+from tandem.cli.progress import each_part
 from tandem.cli.requests.answering import answer_one
 from tandem.cli.requests.timeline_table import timeline_table
 from tandem.cli.start.preflight import (
@@ -40,9 +41,11 @@ from tandem.cli.start.preflight import (
 )
 from tandem.cluster.launcher import Cluster, Endpoints
 from tandem.cluster.launcher import Progress as ClusterProgress
+from tandem.engine.kernels.cpu.compile_ahead import compiling_ahead
 from tandem.engine.weights.gguf_parts import model_name
 from tandem.protocol.errors import InvalidArgument, TandemError
 from tandem.settings.cluster import ClusterSettings
+from tandem.settings.setting import AUTO
 
 
 class StartView:
@@ -78,6 +81,11 @@ class StartView:
     ) -> None:
         self._live.stop()
         self._closed = True
+
+    @property
+    def on_terminal(self) -> bool:
+        """True if lines are updated in place; else each report of progress is a line of its own."""
+        return self._console.is_terminal
 
     @contextmanager
     def step(self, what: str) -> Iterator[Callable[[str, float], None]]:
@@ -152,7 +160,7 @@ def serve(config: ClusterSettings, model: Path | None, first: FirstPrompt | None
         check_tiers(config)
         warn_if_open(config)
         try:
-            with StartView(console) as view:
+            with StartView(console) as view, _compiling_ahead(config):
                 config = replace(_with_model(config, model, view), log_folder=new_log_folder())
                 cluster = _start(console, config, view)
         except KeyboardInterrupt:
@@ -170,6 +178,13 @@ def serve(config: ClusterSettings, model: Path | None, first: FirstPrompt | None
             console.print("[dim]stopping …[/]")
             cluster.stop(leave_workers=leave_workers)
             console.print(_left(config) if cluster.left_workers else STOPPED)
+
+
+def _compiling_ahead(config: ClusterSettings) -> AbstractContextManager[None]:
+    """Compile the kernels of workers on this host's CPU while the model is prepared and Ray starts."""
+    if not config.engine.on_cpu or config.ray_address:
+        return nullcontext()
+    return compiling_ahead("float32" if config.engine.dtype == AUTO else config.engine.dtype)
 
 
 def _start(console: Console, config: ClusterSettings, view: StartView) -> Cluster:
@@ -244,7 +259,7 @@ def _with_model(config: ClusterSettings, model: Path | None, view: StartView) ->
     hub = None if model is None else hub_model(model)
     if hub is not None:
         with view.step(f"fetching {hub.name}") as progress:
-            path = hub.download(progress)
+            path = hub.download(progress if view.on_terminal else each_part(progress))
     else:
         path = model or find_default_model()
     name = hub.name if hub else NAME if model is None else model_name(path) if path.is_file() else path.resolve().name

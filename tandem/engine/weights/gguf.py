@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from gguf import GGML_QUANT_SIZES, ReaderTensor, dequantize
 
+from tandem.engine.config.model import ModelSpec
 from tandem.engine.models.load_spec import parse_spec
 from tandem.engine.models.quantization_config import GGUF_SCHEMES
 from tandem.engine.user_cache import user_cache
@@ -173,26 +174,57 @@ class _Output:
     """The type of the quantized blocks; None = F32."""
 
 
+@dataclass(frozen=True, slots=True)
+class _GgufCheckpoint:
+    """A GGUF model as a checkpoint in Hugging Face layout: its configuration, and its tensors by name."""
+
+    config: dict[str, Any]
+    generation: dict[str, Any]
+    outputs: dict[str, _Output]
+    tokens: list[str]
+
+    @classmethod
+    def read(cls, files: Sequence[Path], *, codes: bool) -> "_GgufCheckpoint":
+        """Read the headers of the files. Raises ModelError for a model that cannot be served."""
+        model = open_gguf(files)
+        read, tensors = model.read, model.tensors
+        if "token_embd.weight" not in tensors:
+            raise ModelError("it has no token embedding; convert the model to GGUF again.")
+        architecture, layers = architecture_of(read), Metadata(read).layers
+        factors = {
+            name: _dequantize(tensors.pop(name)) for name in (ROPE_FACTORS, *LONGROPE_FACTORS) if name in tensors
+        }
+        tensors = {name: tensor for name, tensor in tensors.items() if (layer_of(name) or 0) < layers}
+        vocab_size = int(tensors["token_embd.weight"].shape[1])
+        config = huggingface_config(read, vocab_size, tensors, factors)
+        outputs = _outputs(tensors, architecture, config, codes=codes)
+        if types := _modules_by_type(outputs):
+            config |= {"quantization_config": {"quant_method": "gguf", "types": types}, "torch_dtype": _DTYPE}
+        generation = {"bos_token_id": config["bos_token_id"], "eos_token_id": eos_token_ids(read) or None}
+        return cls(config, generation, outputs, read("tokenizer.ggml.tokens") or [])
+
+
+def gguf_spec(files: Sequence[Path]) -> ModelSpec:
+    """Return the spec of a GGUF model, as it is served, from the headers of its files (`gguf_files`).
+
+    Raises ModelError for a model that cannot be served.
+    """
+    try:
+        checkpoint = _GgufCheckpoint.read(files, codes=True)
+        return parse_spec(checkpoint.config, checkpoint.generation)
+    except ModelError as error:
+        raise ModelError(f"{files[0]}: {error.message}") from error
+
+
 def _write_folder(files: Sequence[Path], folder: Path, progress: Progress | None, *, codes: bool) -> None:
-    model = open_gguf(files)
-    read, tensors = model.read, model.tensors
-    if "token_embd.weight" not in tensors:
-        raise ModelError("it has no token embedding; convert the model to GGUF again.")
-    architecture, layers = architecture_of(read), Metadata(read).layers
-    factors = {name: _dequantize(tensors.pop(name)) for name in (ROPE_FACTORS, *LONGROPE_FACTORS) if name in tensors}
-    tensors = {name: tensor for name, tensor in tensors.items() if (layer_of(name) or 0) < layers}
-    vocab_size = int(tensors["token_embd.weight"].shape[1])
-    config = huggingface_config(read, vocab_size, tensors, factors)
-    generation = {"bos_token_id": config["bos_token_id"], "eos_token_id": eos_token_ids(read) or None}
-    outputs = _outputs(tensors, architecture, config, codes=codes)
-    if types := _modules_by_type(outputs):
-        config |= {"quantization_config": {"quant_method": "gguf", "types": types}, "torch_dtype": _DTYPE}
-    parse_spec(config, generation)
-    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2), encoding="utf-8")
+    checkpoint = _GgufCheckpoint.read(files, codes=codes)
+    parse_spec(checkpoint.config, checkpoint.generation)  # raises before anything is written
+    outputs = checkpoint.outputs
+    (folder / "config.json").write_text(json.dumps(checkpoint.config, indent=2), encoding="utf-8")
+    (folder / "generation_config.json").write_text(json.dumps(checkpoint.generation, indent=2), encoding="utf-8")
     described = {name: (output.dtype, output.shape) for name, output in outputs.items()}
     write_tensors(folder / "model.safetensors", described, _weights(outputs.values(), progress))
-    _write_tokenizer(files[0], folder, read("tokenizer.ggml.tokens") or [], progress)
+    _write_tokenizer(files[0], folder, checkpoint.tokens, progress)
 
 
 def _modules_by_type(outputs: Mapping[str, _Output]) -> dict[str, list[str]]:

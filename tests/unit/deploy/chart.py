@@ -13,7 +13,9 @@ import yaml
 
 ROOT = Path(__file__).parents[3]
 CHART = ROOT / "deploy" / "helm" / "tandem"
-EXAMPLES = sorted(path.stem for path in (CHART / "examples").glob("*.yaml"))
+ONE_POD = ("one-pod-cpu", "one-pod-gpu")
+"""The examples that need no KubeRay."""
+EXAMPLES = sorted(path.stem for path in (CHART / "examples").glob("*.yaml") if path.stem not in ONE_POD)
 RELEASE, NAMESPACE = "llm", "serving"
 HELM_TIMEOUT_S = 60
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

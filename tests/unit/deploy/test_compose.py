@@ -16,10 +16,12 @@ import yaml
 
 from tandem.cli.main import app
 from tandem.cli.models.default_model import NAME
+from tandem.cli.models.hub_model import HubModel, hub_model
 from tests.unit.deploy.chart import ROOT
 
 FOLDER = ROOT / "deploy" / "compose"
-PLAIN, GPU = (yaml.safe_load((FOLDER / name).read_text()) for name in ("compose.yaml", "gpu.yaml"))
+PLAIN, GPU, HUB = (yaml.safe_load((FOLDER / name).read_text()) for name in ("compose.yaml", "gpu.yaml", "hub.yaml"))
+GUIDE = (ROOT / "docs" / "guides" / "one_gpu.md").read_text()
 PROMETHEUS = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())
 PROVISIONING = FOLDER / "grafana" / "provisioning"
 
@@ -37,7 +39,7 @@ def mounts(service: str) -> dict[str, str]:
     return {there: here for here, there in (volume.split(":")[:2] for volume in PLAIN["services"][service]["volumes"])}
 
 
-@pytest.mark.parametrize("file", [PLAIN, GPU])
+@pytest.mark.parametrize("file", [PLAIN, GPU, HUB])
 def test_the_image_has_its_stage_and_the_command_its_options(file: dict[str, Any]) -> None:
     service = file["services"]["tandem"]
     build = PLAIN["services"]["tandem"]["build"] | service["build"]
@@ -51,8 +53,31 @@ def test_the_image_has_its_stage_and_the_command_its_options(file: dict[str, Any
     assert options["stop_grace"] < float(PLAIN["services"]["tandem"]["stop_grace_period"].removesuffix("s"))
     if file is PLAIN:
         assert options["served_model"] == f"/opt/tandem/models/{NAME}"
-    else:
-        assert f":{options['served_model']}:ro" in service["volumes"][0]
+
+
+def interpolated(text: str, **variables: str) -> str:
+    """Returns the text with ${NAME} and ${NAME:?message} replaced, as compose does."""
+    return re.sub(r"\$\{(\w+)(:\?[^}]*)?\}", lambda match: variables[match[1]], text)
+
+
+def test_clients_name_the_model_as_the_guide_does() -> None:
+    """A model is served under the name of its folder, or under its id on the Hub."""
+    (exported,) = re.findall(r"TANDEM_MODEL=(/\S+)", GUIDE)
+    (asked,) = re.findall(r'"model": "([^"]+)"', GUIDE)
+    gpu = GPU["services"]["tandem"]
+    served = parsed([interpolated(word, TANDEM_MODEL=exported) for word in gpu["command"]])["served_model"]
+    assert interpolated(gpu["volumes"][0], TANDEM_MODEL=exported) == f"{served}:{served}:ro"
+    assert Path(served).name == asked
+    (id_,) = re.findall(r"`TANDEM_MODEL=(\w+/\S+)`", GUIDE)
+    served = parsed([interpolated(word, TANDEM_MODEL=id_) for word in HUB["services"]["tandem"]["command"]])
+    hub = hub_model(Path(served["served_model"]))
+    assert hub == HubModel(id_)
+    assert f"clients name it `{hub.name}`" in GUIDE
+
+
+def test_downloads_are_kept_in_a_volume() -> None:
+    home = HUB["services"]["tandem"]["environment"]["HF_HOME"]
+    assert any(home.startswith(f"{there}/") for there in mounts("tandem"))
 
 
 def test_what_is_mounted_is_there() -> None:

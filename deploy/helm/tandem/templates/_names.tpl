@@ -145,8 +145,17 @@ tandem/release: {{ .Release.Name }}
 {{- if and (eq .Values.planner.mode "on") (ne .Values.serving.mode "disaggregated") (not .Values.planner.workers) -}}
 {{- fail (printf "planner.mode on needs planner.workers where serving.mode is %s: without roles, only the number of workers can change" .Values.serving.mode) -}}
 {{- end -}}
+{{- if not .Values.kubeRay.enabled -}}
+{{- $pods := 0 -}}
+{{- range $name, $group := .Values.groups -}}{{ $pods = add $pods (include "tandem.maxReplicas" $group | int) }}{{ end -}}
+{{- if ne (int $pods) 1 -}}{{- fail (printf "kubeRay.enabled false is for one pod with all workers: set replicas of one group to 1, and of the others to 0; there are %d" (int $pods)) -}}{{- end -}}
+{{- if gt (int .Values.router.replicas) 1 -}}{{- fail "router.replicas above 1 needs kubeRay.enabled" -}}{{- end -}}
+{{- if or .Values.rdma.enabled .Values.monitoring.serviceMonitor.enabled -}}{{- fail "rdma and monitoring.serviceMonitor need kubeRay.enabled: workers of one pod need no network, and its metrics are on the pod's loopback address" -}}{{- end -}}
+{{- end -}}
+{{- if and .Values.model.pvc.size (or .Values.model.pvc.claimName (ne .Values.model.source "hub")) -}}{{- fail "model.pvc.size creates a claim for the downloads of model.source hub: leave it empty with another source, or with model.pvc.claimName" -}}{{- end -}}
+{{- if ne (eq .Values.model.source "hub") (ne .Values.model.hub.id "") -}}{{- fail "model.hub.id is the model of model.source hub: set both" -}}{{- end -}}
 {{- $below := printf "%s/" (trimSuffix "/" .Values.model.mountPath) -}}
-{{- if and (ne .Values.model.source "image") (not (hasPrefix $below (printf "%s/" (trimSuffix "/" .Values.model.path)))) -}}
+{{- if and (not (has .Values.model.source (list "image" "hub"))) (not (hasPrefix $below (printf "%s/" (trimSuffix "/" .Values.model.path)))) -}}
 {{- fail (printf "model.path %s is not below model.mountPath %s, where model.source %s puts the model" .Values.model.path .Values.model.mountPath .Values.model.source) -}}
 {{- end -}}
 {{- if and (eq .Values.model.source "pvc") (not .Values.model.pvc.claimName) -}}{{- fail "model.source pvc needs model.pvc.claimName" -}}{{- end -}}

@@ -28,11 +28,20 @@ capabilities:
 - {name: HOME, value: /var/cache/tandem}
 - {name: XDG_CACHE_HOME, value: /var/cache/tandem}
 - {name: TRITON_CACHE_DIR, value: /var/cache/tandem/triton}
+{{- if .Values.kubeRay.enabled }}
 - {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
 - {name: RAY_AUTH_MODE, value: token}
 - name: RAY_AUTH_TOKEN
   valueFrom: {secretKeyRef: {name: {{ include "tandem.rayTokenSecret" . }}, key: auth_token}}
 - {name: TANDEM_CONTROLLER, value: "{{ include "tandem.name" . }}-controller:50052"}
+{{- end }}
+{{- if eq .Values.model.source "hub" }}
+- {name: HF_HOME, value: {{ .Values.model.mountPath }}}
+- {name: HF_HUB_OFFLINE, value: "1"}    # the init container has downloaded the model
+{{- end }}
+{{- with .Values.extraEnv }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{- define "tandem.workerEnv" -}}
@@ -40,6 +49,11 @@ capabilities:
 {{- if .Values.rdma.netDevices }}
 - {name: UCX_NET_DEVICES, value: {{ .Values.rdma.netDevices | quote }}}
 {{- end }}
+{{- include "tandem.fabricEnv" . }}
+{{- end -}}
+
+{{/* Environment of UCX and NCCL in workers. */}}
+{{- define "tandem.fabricEnv" -}}
 {{- range $name, $value := .Values.ucx }}
 - {name: {{ $name }}, value: {{ $value | quote }}}
 {{- end }}
@@ -58,6 +72,9 @@ capabilities:
 - {name: shm, mountPath: /dev/shm}
 - {name: tmp, mountPath: /tmp}
 - {name: cache, mountPath: /var/cache/tandem}
+{{- with .Values.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{/* The cluster's token, for `tandem up` and the commands that call the controller, which pass it to Ray's processes. */}}
@@ -124,7 +141,7 @@ capabilities:
 - name: model
   mountPath: {{ .Values.model.mountPath }}
   readOnly: true
-  {{- if and (eq .Values.model.source "pvc") .Values.model.pvc.subPath }}
+  {{- if and (has .Values.model.source (list "pvc" "hub")) .Values.model.pvc.subPath }}
   subPath: {{ .Values.model.pvc.subPath }}
   {{- end }}
 {{- end }}
@@ -135,34 +152,73 @@ capabilities:
   emptyDir: {medium: Memory, sizeLimit: {{ .Values.sharedMemory }}}
 - {name: tmp, emptyDir: {}}
 - {name: cache, emptyDir: {}}
+{{- with .Values.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
+{{/* The claim with the model or the downloads, empty if there is none: an existing one, or the chart's own. */}}
+{{- define "tandem.modelClaim" -}}
+{{- $own := ternary (printf "%s-models" (include "tandem.name" .)) "" (ne .Values.model.pvc.size "") -}}
+{{ .Values.model.pvc.claimName | default $own }}
+{{- end -}}
+
+{{/* The volume of the model, or of the Hub's cache: a claim, a folder of the host, or the pod's own. */}}
 {{- define "tandem.modelVolume" -}}
-{{- if eq .Values.model.source "pvc" }}
+{{- $model := .Values.model }}{{ $downloads := eq $model.source "hub" }}
+{{- $claim := include "tandem.modelClaim" . }}
+{{- if and $claim (has $model.source (list "pvc" "hub")) }}
 - name: model
-  persistentVolumeClaim: {claimName: {{ .Values.model.pvc.claimName }}, readOnly: true}
-{{- else if eq .Values.model.source "hostPath" }}
+  persistentVolumeClaim: {claimName: {{ $claim }}, readOnly: {{ not $downloads }}}
+{{- else if or (eq $model.source "hostPath") (and $downloads $model.hostPath) }}
 - name: model
-  hostPath: {path: {{ .Values.model.hostPath }}, type: Directory}
-{{- else if eq .Values.model.source "init" }}
+  hostPath: {path: {{ $model.hostPath }}, type: Directory}
+{{- else if ne $model.source "image" }}
+{{- $limit := ternary $model.hub.sizeLimit $model.init.sizeLimit $downloads }}
 - name: model
-  emptyDir: {{ if .Values.model.init.sizeLimit }}{sizeLimit: {{ .Values.model.init.sizeLimit }}}{{ else }}{}{{ end }}
+  emptyDir: {{ if $limit }}{sizeLimit: {{ $limit }}}{{ else }}{}{{ end }}
 {{- end }}
 {{- end -}}
 
 {{- define "tandem.modelInit" -}}
-{{- if eq .Values.model.source "init" }}
+{{- $model := .Values.model }}
+{{- if has $model.source (list "init" "hub") }}
 initContainers:
   - name: model
-    image: {{ .Values.model.init.image | default (include "tandem.image" .) }}
+    {{- if eq $model.source "hub" }}
+    image: {{ include "tandem.image" . }}
     imagePullPolicy: {{ .Values.image.pullPolicy }}
-    command: {{- toYaml .Values.model.init.command | nindent 6 }}
-    {{- with .Values.model.init.env }}
+    command: [tandem, models, pull, {{ $model.hub.id | quote }}]
+    env:
+      - {name: HOME, value: /var/cache/tandem}
+      - {name: HF_HOME, value: {{ $model.mountPath }}}
+      {{- with $model.hub.endpoint }}
+      - {name: HF_ENDPOINT, value: {{ . | quote }}}
+      {{- end }}
+      {{- with $model.hub.token }}
+      {{- if .existingSecret }}
+      - name: HF_TOKEN
+        valueFrom: {secretKeyRef: {name: {{ .existingSecret }}, key: {{ .key }}}}
+      {{- end }}
+      {{- end }}
+      {{- with .Values.extraEnv }}
+      {{- toYaml . | nindent 6 }}
+      {{- end }}
+    {{- else }}
+    image: {{ $model.init.image | default (include "tandem.image" .) }}
+    imagePullPolicy: {{ .Values.image.pullPolicy }}
+    command: {{- toYaml $model.init.command | nindent 6 }}
+    {{- with $model.init.env }}
     env: {{- toYaml . | nindent 6 }}
+    {{- end }}
     {{- end }}
     securityContext: {{- include "tandem.containerSecurity" (dict "root" . "worker" false) | nindent 6 }}
     volumeMounts:
-      - {name: model, mountPath: {{ .Values.model.mountPath }}}
+      - name: model
+        mountPath: {{ $model.mountPath }}
+        {{- if and (eq $model.source "hub") $model.pvc.subPath }}
+        subPath: {{ $model.pvc.subPath }}
+        {{- end }}
       - {name: tmp, mountPath: /tmp}
       - {name: cache, mountPath: /var/cache/tandem}
 {{- end }}
@@ -223,19 +279,24 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
-{{/* Scheduling constraints that keep workers on one fabric. dict root, name */}}
+{{/* Where a pod may run: its own affinity comes before the chart's with the same key. dict part, chart (an affinity) */}}
+{{- define "tandem.affinity" -}}
+{{- with merge (deepCopy (.part.affinity | default dict)) .chart }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* Scheduling constraints that keep workers on one fabric. dict root, name, group */}}
 {{- define "tandem.fabric" -}}
-{{- $fabric := .root.Values.fabric }}
+{{- $fabric := .root.Values.fabric }}{{ $affinity := dict }}
 {{- if eq $fabric.policy "together" }}
-affinity:
-  podAffinity:
-    {{- $term := dict "topologyKey" $fabric.topologyKey "labelSelector" (dict "matchLabels" (dict "tandem/release" .root.Release.Name "tandem/workers" "true")) }}
-    {{- if $fabric.required }}
-    requiredDuringSchedulingIgnoredDuringExecution: {{- list $term | toYaml | nindent 6 }}
-    {{- else }}
-    preferredDuringSchedulingIgnoredDuringExecution: {{- list (dict "weight" 100 "podAffinityTerm" $term) | toYaml | nindent 6 }}
-    {{- end }}
-{{- else if eq $fabric.policy "spread" }}
+{{- $term := dict "topologyKey" $fabric.topologyKey "labelSelector" (dict "matchLabels" (dict "tandem/release" .root.Release.Name "tandem/workers" "true")) }}
+{{- $preferred := dict "preferredDuringSchedulingIgnoredDuringExecution" (list (dict "weight" 100 "podAffinityTerm" $term)) }}
+{{- $required := dict "requiredDuringSchedulingIgnoredDuringExecution" (list $term) }}
+{{- $affinity = dict "podAffinity" (ternary $required $preferred $fabric.required) }}
+{{- end }}
+{{- include "tandem.affinity" (dict "part" .group "chart" $affinity) }}
+{{- if eq $fabric.policy "spread" }}
 topologySpreadConstraints:
   - maxSkew: 1
     topologyKey: {{ $fabric.topologyKey }}

@@ -2,15 +2,18 @@
 {{- define "tandem.up" -}}
 - tandem
 - up
+{{- if .Values.kubeRay.enabled }}
 - --address=auto
 - --places-timeout={{ .Values.serving.placesTimeoutSeconds | int }}
+{{- end }}
 - --start-timeout={{ .Values.serving.startTimeoutSeconds | int }}
 - --stop-grace={{ .Values.drain.routerSeconds | int }}
-{{- with .Values.router.workersOutliveSeconds | int }}
-- --workers-outlive={{ . }}
+{{- $outlive := .Values.router.workersOutliveSeconds | int }}
+{{- if and .Values.kubeRay.enabled $outlive }}
+- --workers-outlive={{ $outlive }}
 - --cluster-name={{ include "tandem.name" $ }}
 {{- end }}
-- --model={{ .Values.model.path }}
+- --model={{ ternary .Values.model.hub.id .Values.model.path (eq .Values.model.source "hub") }}
 - --device={{ .Values.serving.device }}
 - --mode={{ .Values.serving.mode }}
 {{- if gt (int .Values.serving.tensorParallelSize) 1 }}
@@ -43,7 +46,7 @@
 {{- else }}
 - --workers={{ include "tandem.bothPlaces" . }}
 {{- end }}
-{{- if .Values.networkPolicy.trustedNetwork }}
+{{- if and .Values.kubeRay.enabled .Values.networkPolicy.trustedNetwork }}
 - --trusted-network
 {{- end }}
 - --host=0.0.0.0
@@ -92,18 +95,13 @@
 {{- with .Values.router.nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
 {{- end }}
+{{- $apart := dict }}
 {{- if gt (int .Values.router.replicas) 1 }}
-affinity:
-  podAntiAffinity:
-    preferredDuringSchedulingIgnoredDuringExecution:
-      - weight: 100
-        podAffinityTerm:
-          topologyKey: kubernetes.io/hostname
-          labelSelector:
-            matchLabels:
-              {{- include "tandem.selector" . | nindent 14 }}
-              tandem/part: router
+{{- $others := dict "tandem/release" .Release.Name "tandem/part" "router" }}
+{{- $term := dict "topologyKey" "kubernetes.io/hostname" "labelSelector" (dict "matchLabels" $others) }}
+{{- $apart = dict "podAntiAffinity" (dict "preferredDuringSchedulingIgnoredDuringExecution" (list (dict "weight" 100 "podAffinityTerm" $term))) }}
 {{- end }}
+{{- include "tandem.affinity" (dict "part" .Values.router "chart" $apart) }}
 terminationGracePeriodSeconds: {{ add .Values.drain.routerSeconds 60 }}
 # `tandem up` is a driver of the Ray node in the other container, which identifies drivers by process id.
 shareProcessNamespace: true
@@ -131,51 +129,71 @@ containers:
       {{- include "tandem.mounts" . | nindent 6 }}
       {{- include "tandem.keysMount" . | nindent 6 }}
       {{- include "tandem.modelMount" . | nindent 6 }}
-  - name: tandem
-    image: {{ include "tandem.image" . }}
-    imagePullPolicy: {{ .Values.image.pullPolicy }}
-    command: {{- include "tandem.up" . | nindent 6 }}
-    env:
-      {{- include "tandem.env" . | nindent 6 }}
-      {{- include "tandem.tokenEnv" . | nindent 6 }}
-      {{- if .Values.auth.apiKeys.existingSecret }}
-      - {name: TANDEM_API_KEY_FILE, value: /etc/tandem/keys/api-keys}
-      {{- end }}
-      {{- if .Values.auth.metricsKey.existingSecret }}
-      - {name: TANDEM_METRICS_KEY_FILE, value: /etc/tandem/keys/metrics-key}
-      {{- end }}
-    ports:
-      - {name: grpc, containerPort: 50051}
-      - {name: http, containerPort: 8000}
-      - {name: metrics, containerPort: 9464}
-      - {name: controller, containerPort: 50052}
-      {{- if .Values.tls.existingSecret }}
-      - {name: operations, containerPort: 8001}
-      {{- end }}
-    # The listeners open before the workers are ready; ready means that a request would be served now. The probes need no
-    # key. /live checks the router's event loop only, so that lost workers never restart a router. With TLS they have a
-    # port of their own: kubelet's gRPC probe has no TLS, and its HTTPS probe no certificate of a client.
-    {{- $port := ternary "operations" "http" (ne .Values.tls.existingSecret "") }}
-    {{- $ready := dict "grpc" (dict "port" 50051 "service" "tandem.v1.Inference") }}
-    {{- if .Values.tls.existingSecret }}{{ $ready = dict "httpGet" (dict "path" "/ready" "port" $port) }}{{ end }}
-    startupProbe: {{- merge (dict "httpGet" (dict "path" "/ready" "port" $port)) .Values.probes.startup | toYaml | nindent 6 }}
-    livenessProbe: {{- merge (dict "httpGet" (dict "path" "/live" "port" $port)) .Values.probes.liveness | toYaml | nindent 6 }}
-    readinessProbe: {{- merge $ready .Values.probes.readiness | toYaml | nindent 6 }}
-    resources:
-      requests: {cpu: 250m, memory: 1Gi}
-      limits: {memory: 2Gi}
-    securityContext: {{- include "tandem.containerSecurity" (dict "root" . "worker" false) | nindent 6 }}
-    lifecycle:
-      preStop: {exec: {command: [sleep, "5"]}}
-    volumeMounts:
-      {{- include "tandem.mounts" . | nindent 6 }}
-      {{- include "tandem.tokenMount" . | nindent 6 }}
-      {{- include "tandem.keysMount" . | nindent 6 }}
-      {{- include "tandem.modelMount" . | nindent 6 }}
+  - {{- include "tandem.upContainer" (dict "root" . "resources" "requests: {cpu: 250m, memory: 1Gi}\nlimits: {memory: 2Gi}") | nindent 4 }}
   {{- include "tandem.logs" . | nindent 2 }}
 volumes:
   {{- include "tandem.volumes" . | nindent 2 }}
   {{- include "tandem.tokenVolume" . | nindent 2 }}
   {{- include "tandem.keysVolume" . | nindent 2 }}
   {{- include "tandem.modelVolume" . | nindent 2 }}
+{{- end -}}
+
+
+{{/* The container that runs `tandem up`. dict root, resources, group (of its workers, if it runs them itself) */}}
+{{- define "tandem.upContainer" -}}
+{{- $root := .root }}{{ $ray := $root.Values.kubeRay.enabled }}
+name: tandem
+image: {{ include "tandem.image" $root }}
+imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+command: {{- include "tandem.up" $root | nindent 2 }}
+env:
+  {{- include "tandem.env" $root | nindent 2 }}
+  {{- if $ray }}
+  {{- include "tandem.tokenEnv" $root | nindent 2 }}
+  {{- end }}
+  {{- if $root.Values.auth.apiKeys.existingSecret }}
+  - {name: TANDEM_API_KEY_FILE, value: /etc/tandem/keys/api-keys}
+  {{- end }}
+  {{- if $root.Values.auth.metricsKey.existingSecret }}
+  - {name: TANDEM_METRICS_KEY_FILE, value: /etc/tandem/keys/metrics-key}
+  {{- end }}
+  {{- with .group }}
+  {{- include "tandem.fabricEnv" $root | nindent 2 }}
+  {{- with .env }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+  {{- end }}
+ports:
+  - {name: grpc, containerPort: 50051}
+  - {name: http, containerPort: 8000}
+  {{- if $ray }}
+  - {name: metrics, containerPort: 9464}
+  - {name: controller, containerPort: 50052}
+  {{- end }}
+  {{- if $root.Values.tls.existingSecret }}
+  - {name: operations, containerPort: 8001}
+  {{- end }}
+# The listeners open before the workers are ready; ready means that a request would be served now. The probes need no
+# key. /live checks the router's event loop only, so that lost workers never restart a router. With TLS they have a
+# port of their own: kubelet's gRPC probe has no TLS, and its HTTPS probe no certificate of a client.
+{{- $port := ternary "operations" "http" (ne $root.Values.tls.existingSecret "") }}
+{{- $ready := dict "grpc" (dict "port" 50051 "service" "tandem.v1.Inference") }}
+{{- if $root.Values.tls.existingSecret }}{{ $ready = dict "httpGet" (dict "path" "/ready" "port" $port) }}{{ end }}
+startupProbe: {{- merge (dict "httpGet" (dict "path" "/ready" "port" $port)) $root.Values.probes.startup | toYaml | nindent 2 }}
+livenessProbe: {{- merge (dict "httpGet" (dict "path" "/live" "port" $port)) $root.Values.probes.liveness | toYaml | nindent 2 }}
+readinessProbe: {{- merge $ready $root.Values.probes.readiness | toYaml | nindent 2 }}
+resources: {{- .resources | nindent 2 }}
+securityContext: {{- include "tandem.containerSecurity" (dict "root" $root "worker" false) | nindent 2 }}
+lifecycle:
+  preStop: {exec: {command: [sleep, "5"]}}
+volumeMounts:
+  {{- include "tandem.mounts" $root | nindent 2 }}
+  {{- if $ray }}
+  {{- include "tandem.tokenMount" $root | nindent 2 }}
+  {{- end }}
+  {{- include "tandem.keysMount" $root | nindent 2 }}
+  {{- include "tandem.modelMount" $root | nindent 2 }}
+  {{- if .group }}
+  {{- include "tandem.workerMounts" $root | nindent 2 }}
+  {{- end }}
 {{- end -}}

@@ -15,10 +15,9 @@ requests: {{- merge (dict) $extra ((.group.resources | default dict).requests | 
 limits: {{- merge (dict) $extra ((.group.resources | default dict).limits | default dict) | toYaml | nindent 2 }}
 {{- end -}}
 
-{{/* dict root, name, group */}}
-{{- define "tandem.workerPod" -}}
+{{/* Where a pod with workers may run. dict root, name, group */}}
+{{- define "tandem.workerPlacement" -}}
 {{- $root := .root }}{{ $group := .group }}
-{{- include "tandem.podCommon" (dict "root" $root "part" $group) }}
 {{- $nodes := merge (dict) ($group.nodeSelector | default dict) (ternary (dict "nvidia.com/gpu.product" $group.gpu.product) (dict) (ne $group.gpu.product "")) }}
 {{- with $nodes }}
 nodeSelector: {{- toYaml . | nindent 2 }}
@@ -26,11 +25,18 @@ nodeSelector: {{- toYaml . | nindent 2 }}
 {{- if and $root.Values.runtimeClassName (gt (int $group.gpu.count) 0) }}
 runtimeClassName: {{ $root.Values.runtimeClassName }}
 {{- end }}
+{{- include "tandem.fabric" . }}
+{{- end -}}
+
+{{/* dict root, name, group */}}
+{{- define "tandem.workerPod" -}}
+{{- $root := .root }}{{ $group := .group }}
+{{- include "tandem.podCommon" (dict "root" $root "part" $group) }}
+{{- include "tandem.workerPlacement" . }}
 {{- if and $root.Values.rdma.enabled $root.Values.rdma.hostNetwork }}
 hostNetwork: true
 dnsPolicy: ClusterFirstWithHostNet
 {{- end }}
-{{- include "tandem.fabric" . }}
 terminationGracePeriodSeconds: {{ $root.Values.drain.gracePeriodSeconds | int }}
 {{- include "tandem.modelInit" $root }}
 containers:
@@ -63,21 +69,29 @@ containers:
       {{- include "tandem.mounts" $root | nindent 6 }}
       {{- include "tandem.tokenMount" $root | nindent 6 }}
       {{- include "tandem.modelMount" $root | nindent 6 }}
-      {{- if $root.Values.serving.kvTiers.diskHostPath }}
-      - {name: kv, mountPath: /var/cache/tandem/kv}
-      {{- end }}
-      {{- if $root.Values.hugepages.size }}
-      - {name: hugepages, mountPath: /hugepages}
-      {{- end }}
+      {{- include "tandem.workerMounts" $root | nindent 6 }}
   {{- include "tandem.logs" $root | nindent 2 }}
 volumes:
   {{- include "tandem.volumes" $root | nindent 2 }}
   {{- include "tandem.tokenVolume" $root | nindent 2 }}
   {{- include "tandem.modelVolume" $root | nindent 2 }}
-  {{- with $root.Values.serving.kvTiers.diskHostPath }}
-  - {name: kv, hostPath: {path: {{ . | quote }}, type: Directory}}
-  {{- end }}
-  {{- if $root.Values.hugepages.size }}
-  - {name: hugepages, emptyDir: {medium: HugePages-{{ $root.Values.hugepages.size }}}}
-  {{- end }}
+  {{- include "tandem.workerVolumes" $root | nindent 2 }}
+{{- end -}}
+
+{{- define "tandem.workerMounts" -}}
+{{- if .Values.serving.kvTiers.diskHostPath }}
+- {name: kv, mountPath: /var/cache/tandem/kv}
+{{- end }}
+{{- if .Values.hugepages.size }}
+- {name: hugepages, mountPath: /hugepages}
+{{- end }}
+{{- end -}}
+
+{{- define "tandem.workerVolumes" -}}
+{{- with .Values.serving.kvTiers.diskHostPath }}
+- {name: kv, hostPath: {path: {{ . | quote }}, type: Directory}}
+{{- end }}
+{{- if .Values.hugepages.size }}
+- {name: hugepages, emptyDir: {medium: HugePages-{{ .Values.hugepages.size }}}}
+{{- end }}
 {{- end -}}

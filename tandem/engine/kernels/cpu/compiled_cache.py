@@ -1,19 +1,15 @@
-"""The folder of compiled CPU kernels, which is kept between starts.
+"""Keeps compiled CPU kernels between starts.
 
-The folder is not next to the sources, because an installation may be read-only. Its name is a hash of the content of
-all sources: numba compares only the file of the compiled function, and would keep using code that was compiled from
-older versions of the other files.
+Their folder is not next to the sources, because an installation may be read-only.
 """
 
-import hashlib
-from pathlib import Path
 from typing import Any
 
 import numba
 from numba import njit
 from numba.core.caching import UserProvidedCacheLocator
 
-from tandem.engine.compiled_folder import compiled_folder
+from tandem.engine.kernels.cpu.compile_ahead import kernels_folder
 
 
 def cached_entry(function: Any, *, nogil: bool = True) -> Any:
@@ -23,7 +19,7 @@ def cached_entry(function: Any, *, nogil: bool = True) -> Any:
     """
     config = numba.config
     before = config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES
-    config.CACHE_DIR = str(compiled_folder(_sources_hash()))
+    config.CACHE_DIR = str(kernels_folder())
     config.CACHE_LOCATOR_CLASSES = f"{__name__}.{_OneFolder.__name__}"
     try:
         return njit(nogil=nogil, cache=True, error_model="numpy")(function)
@@ -37,10 +33,3 @@ class _OneFolder(UserProvidedCacheLocator):  # type: ignore[misc]  # numba has n
     @classmethod
     def get_suitable_cache_subpath(cls, py_file: str) -> str:
         return ""
-
-
-def _sources_hash() -> str:
-    digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]

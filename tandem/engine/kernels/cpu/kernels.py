@@ -28,6 +28,7 @@ from tandem.engine.kernels.cpu import latent as cpu_latent
 from tandem.engine.kernels.cpu import products as cpu_products
 from tandem.engine.kernels.cpu import rope as cpu_rope
 from tandem.engine.kernels.cpu.attention import ITEM_FIELDS, KEYS, QUERIES
+from tandem.engine.kernels.cpu.compile_ahead import compiling_alone, kernels_folder
 from tandem.engine.kernels.cpu.experts import add_experts, with_wide_router
 from tandem.engine.kernels.cpu.integer_units import unit_bytes
 from tandem.engine.kernels.cpu.ir import LANES
@@ -73,16 +74,19 @@ class CpuKernels(PlainStates, PlainSparse):
         self._dtype = dtype
         self._threads = threads or usable_cores()
         self._tag = tag = cpu_jobs.TAGS[str(dtype).removeprefix("torch.")]
-        self._pool = Pool(self._threads, lambda shared, scratch: cpu_jobs.perform(shared, scratch, cpu_jobs.HELP, tag))
+        # Compile the kernels, or read the code of an earlier start, now, while the model is being loaded, and not in
+        # the first step. The helper threads call them as soon as they start.
+        with compiling_alone(kernels_folder()):
+            self._pool = Pool(
+                self._threads, lambda shared, scratch: cpu_jobs.perform(shared, scratch, cpu_jobs.HELP, tag)
+            )
+            self._perform(cpu_jobs.HELP)
         self._plain = ReferenceKernels()
         self._long = LongProducts(dtype, self._threads)
         self._normed = torch.empty(0, dtype=dtype)
         self._quantized = torch.empty(0, dtype=torch.uint8)
         self._items = torch.empty(0, dtype=torch.int64)
         self._partials = torch.empty(0)
-        # Compile the kernels, or read the code of an earlier start, now, while the model is being loaded, and not in
-        # the first step.
-        self._perform(cpu_jobs.HELP)
 
     def close(self) -> None:
         """End the helper threads. Idempotent."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -104,3 +105,14 @@ def serving(root: Path) -> Iterator[HubServer]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def hub_environment(hub: HubServer, home: Path) -> dict[str, str]:
+    """Return the environment of a process whose Hub is `hub` and whose caches are in `home`."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    return env | {
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "XDG_CACHE_HOME": str(home),
+    }

@@ -1,10 +1,8 @@
 """Models by name: downloads from a local server with the Hub's endpoints, each in a process with its environment."""
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,9 +11,7 @@ from tandem.cli.models.hub_model import HubModel, hub_model
 from tandem.engine.weights.checkpoint import check_model
 from tandem.engine.weights.gguf_parts import gguf_files
 from tandem.protocol.errors import ModelError
-from tests.factories import write_tiny_model
-from tests.small_tokenizer import save_tokenizer
-from tests.unit.cli.models.hub_server import COMMIT, TOKEN, HubServer, serving
+from tests.unit.cli.models.hub_server import COMMIT, TOKEN, HubServer, hub_environment
 
 SCRIPT = """
 import json, sys
@@ -31,39 +27,9 @@ except ModelError as error:
 """
 
 
-@pytest.fixture(scope="module")
-def repositories(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("hub")
-    for name in ("org/tiny", "gated/tiny"):
-        folder = root / name
-        folder.mkdir(parents=True)
-        write_tiny_model(folder)
-        save_tokenizer(folder)
-        (folder / "README.md").write_text("not needed")
-        (folder / "consolidated.safetensors").write_bytes(b"the same weights again")
-        (folder / "onnx").mkdir()
-        (folder / "onnx" / "config.json").write_text("{}")
-        (folder / "additional_chat_templates").mkdir()
-        (folder / "additional_chat_templates" / "rag.jinja").write_text("{{ messages }}")
-    quants = ["a-Q4.gguf", "sub/a-Q8.gguf", "sub/b-00001-of-00002.gguf", "sub/b-00002-of-00002.gguf"]
-    quants.append("c-00001-of-00002.gguf")
-    for name, files in {"org/quants": quants, "org/pickled": ["pytorch_model.bin"]}.items():
-        for file in files:
-            (root / name / file).parent.mkdir(parents=True, exist_ok=True)
-            (root / name / file).write_bytes(b"GGUF" + file.encode())
-    return root
-
-
-@pytest.fixture
-def hub(repositories: Path) -> Iterator[HubServer]:
-    with serving(repositories) as server:
-        yield server
-
-
 def download(hub: HubServer, home: Path, model: str, **variables: str) -> dict[str, str]:
     """Downloads in a process of its own, because the library reads the environment once; returns path or error."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    env |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", **variables}
+    env = hub_environment(hub, home) | variables
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, model], env=env, capture_output=True, text=True, timeout=200, check=False
     )
