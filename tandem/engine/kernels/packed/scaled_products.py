@@ -135,20 +135,41 @@ def quantized(
     With `activation` the input is activation(g) · u of x = [g | u] [T, 2·K]. It is computed in float32; scale = max
     |value| / largest code.
     """
-    tokens, columns = len(x), weight.shape[-1]
+    columns, dtype = weight.shape[-1], weight.codes.dtype
+    return quantized_as(x, norm, columns, dtype, weight.group, None, pdl=pdl, activation=activation)
+
+
+def quantized_as(
+    x: Tensor,
+    norm: Norm | None,
+    columns: int,
+    dtype: torch.dtype,
+    group: int,
+    total: int | None,
+    *,
+    pdl: bool,
+    activation: str | None = None,
+) -> QuantizedInput:
+    """Quantize inputs of `columns` columns as `quantized` does, to codes of `dtype` with a scale per `group` columns.
+
+    With `total` the sums of this number of columns are computed too; it is `group`, or `group` is `columns`.
+    """
+    tokens = len(x)
     memory = triton.cdiv(tokens, ROW_TILE) * ROW_TILE
     # Zeros for the interpreter on CPUs, which warns of arithmetic with undefined numbers.
     empty = torch.empty if x.is_cuda else torch.zeros
-    codes = empty(memory, columns, dtype=weight.codes.dtype, device=x.device)
-    scales = empty(columns // weight.group, memory, dtype=torch.float32, device=x.device)
+    codes = empty(memory, columns, dtype=dtype, device=x.device)
+    scales = empty(columns // group, memory, dtype=torch.float32, device=x.device)
+    totals = None if total is None else empty(columns // total, memory, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(columns)
     quantize_kernel[(tokens,)](
-        x, x if norm is None else norm.weight, codes, scales, 0.0 if norm is None else norm.eps, memory,
-        K=columns, GROUP=block if weight.group == columns else weight.group, NORM=norm is not None,
-        GATED=activation is not None, GELU=activation == "gelu_tanh", FP8=codes.dtype == torch.float8_e4m3fn,
+        x, x if norm is None else norm.weight, codes, scales, scales if totals is None else totals,
+        0.0 if norm is None else norm.eps, memory,
+        K=columns, GROUP=block if group == columns else group, TOTAL=total or 0, NORM=norm is not None,
+        GATED=activation is not None, GELU=activation == "gelu_tanh", FP8=dtype == torch.float8_e4m3fn,
         BLOCK=block, PDL=pdl, num_warps=min(max(block // _ELEMENTS_PER_WARP, 1), _MOST_WARPS), launch_pdl=pdl,
     )  # fmt: skip
-    return QuantizedInput(codes, scales, tokens)
+    return QuantizedInput(codes, scales, tokens, totals)
 
 
 def launch(

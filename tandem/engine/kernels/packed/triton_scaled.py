@@ -24,10 +24,12 @@ def quantize_kernel(
     norm,
     codes,
     scales,
+    totals,
     eps,
     stride,
     K: tl.constexpr,
     GROUP: tl.constexpr,
+    TOTAL: tl.constexpr,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
@@ -43,7 +45,9 @@ def quantize_kernel(
     digit depends on the order of a sum.
 
     x [T, K], norm [K], codes [T, K]; the scale of token t and group g is at g · stride + t. BLOCK columns, the smallest
-    power of two from K on, are divided into GROUPs; GROUP = BLOCK means that a row is one group.
+    power of two from K on, are divided into GROUPs; GROUP = BLOCK means that a row is one group. With TOTAL > 0 the sum
+    of each TOTAL numbers that the codes stand for is stored in `totals`, in the same order as the scales; TOTAL is
+    GROUP, or a row is one group.
     """
     launch_dependents(PDL)
     column = tl.arange(0, BLOCK)
@@ -69,10 +73,15 @@ def quantize_kernel(
     # code is.
     most = tl.max(tl.abs(grouped).to(tl.int32, bitcast=True), axis=1).to(tl.float32, bitcast=True)
     scaled = tl.reshape(grouped * _to_codes(most, largest)[:, None], (BLOCK,))
-    tl.store(codes + token * K + column, as_codes(scaled, largest, codes.dtype.element_ty), mask=inside)
+    rounded = as_codes(scaled, largest, codes.dtype.element_ty)
+    tl.store(codes + token * K + column, rounded, mask=inside)
     groups = tl.arange(0, BLOCK // GROUP)
     group_scales = tl.div_rn(most, tl.zeros_like(most) + largest) * root
     tl.store(scales + groups * stride + token, group_scales, mask=groups * GROUP < K)
+    if TOTAL:
+        parts = tl.arange(0, BLOCK // TOTAL)
+        total = tl.sum(tl.reshape(rounded.to(tl.float32), (BLOCK // TOTAL, TOTAL)), axis=1) * group_scales
+        tl.store(totals + parts * stride + token, total, mask=parts * TOTAL < K)
 
 
 @triton.jit

@@ -1,0 +1,135 @@
+"""Products of 4-bit weights and 8-bit inputs on GPUs (W4A8), for steps with so many tokens that arithmetic binds.
+
+The tensor cores multiply 8-bit codes twice as fast as 16-bit numbers, and 4-bit codes become 8-bit ones by a mask and a
+shift, of four codes at a time. Inputs are quantized token by token, as in `scaled_products`: to int8 with a scale per
+group of the weight, or to float8_e4m3fn with a scale per token. The products of a group are summed before they are
+scaled, in int32 or float32.
+
+For the longest steps the codes are widened once to float8_e4m3fn, which represents -8 to 7 exactly, in scratch memory,
+and PyTorch's library multiplies them with a scale per row and group.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+from torch import Tensor
+
+from tandem.engine.kernels.layers import Norm
+from tandem.engine.kernels.linear.triton_linear import GATE_UP, early_bytes, reserve_scratch
+from tandem.engine.kernels.linear.triton_linear_plan import MULTIPROCESSORS, fits_scratch
+from tandem.engine.kernels.linear.triton_linear_tiles import Skinny
+from tandem.engine.kernels.packed.scaled_products import quantized_as
+from tandem.engine.kernels.packed.scaled_weight import BLOCK, QuantizedInput
+from tandem.engine.kernels.packed.triton_int4 import int4_kernel, widen_kernel
+from tandem.engine.kernels.packed_weight import TILE, Float4Weight, PackedWeight
+
+TOKEN_TILES = (16, 32, 64, 128)
+"""Possible numbers of tokens in a tile."""
+_EARLY_BYTES = 512
+_MOST_SPLITS = 8
+_WIDENED_COLUMNS = 1024
+
+
+def multiplies(weight: PackedWeight) -> bool:
+    """Return True if the kernel multiplies the weight: 4-bit integers, with groups of whole tiles of columns."""
+    return (
+        weight.bits == 4
+        and not isinstance(weight, Float4Weight)
+        and len(weight.shape) == 2
+        and weight.group % TILE == 0
+    )
+
+
+def quantized(
+    x: Tensor, norm: Norm | None, weight: PackedWeight, dtype: torch.dtype, *, pdl: bool, activation: str | None = None
+) -> QuantizedInput:
+    """Quantize RMSNorm(x), or x [T, K] without a norm, to codes of `dtype`, int8 or float8_e4m3fn.
+
+    int8 codes have a scale per token and group of the weight, as their steps are equal; float8 codes have one per
+    token.
+    """
+    columns = weight.shape[-1]
+    group = weight.group if dtype == torch.int8 else columns
+    return quantized_as(x, norm, columns, dtype, group, weight.group, pdl=pdl, activation=activation)
+
+
+def launch(
+    x: QuantizedInput,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    out: Tensor,
+    op: int,
+    *,
+    pdl: bool,
+    gelu: bool = False,
+    tile: Skinny | None = None,
+) -> None:
+    """Launch the product into `out`, for `op` STORE, GATE_UP or ADD; `tile` None = that of `tile_for`.
+
+    `weight` is one that `packed_products.prepared` returned. A tile's `tokens` must divide `ROW_TILE`; its `columns`
+    are not used.
+    """
+    tokens, n, k = len(out), out.shape[1], weight.shape[1]
+    assert x.totals is not None
+    if tile is None:
+        tile = tile_for(tokens, n, k, op == GATE_UP.value)
+    grid = (triton.cdiv(tokens, tile.tokens), triton.cdiv(n, tile.rows), tile.splits)
+    partials, counters = (out, out) if tile.splits == 1 else reserve_scratch(out.device)
+    int4_kernel[grid](
+        x.codes, x.scales, x.totals, weight.codes, weight.scales,
+        weight.scales if weight.offsets is None else weight.offsets, out if bias is None else bias, out,
+        partials, counters, tokens, n, x.totals.stride(0), *weight.scales.stride(),
+        K=k, GROUP=weight.group, OFFSETS=weight.offsets is not None, OP=op, GELU=gelu, BIAS=bias is not None,
+        ROWS=tile.rows, TOKENS=tile.tokens, TILE=TILE, SPLITS=tile.splits, STAGES=tile.stages,
+        EARLY=early_bytes(weight.codes, tile) if pdl else 0, PDL=pdl, num_warps=tile.warps, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def tile_for(tokens: int, n: int, k: int, paired: bool) -> Skinny:
+    """Return the tile for a step of `tokens` tokens, n outputs and k columns; `paired` for gate and up."""
+    bucket = next((size for size in TOKEN_TILES if tokens <= size), TOKEN_TILES[-1])
+    # The registers of a warp hold the sums of 16 rows of 128 tokens, and the products of one group.
+    rows, warps = (128, 8) if tokens > TOKEN_TILES[-1] and not paired else (64, 4)
+    if paired and bucket == TOKEN_TILES[-1]:
+        warps = 8
+    tiles = triton.cdiv(n, rows) * triton.cdiv(tokens, bucket)
+    splits = 1
+    while tiles * splits < 2 * MULTIPROCESSORS and k >= splits * 8 * TILE and splits < _MOST_SPLITS:
+        splits *= 2
+    early = _EARLY_BYTES if tokens <= bucket else 0
+    while not fits_scratch(tile := Skinny(rows, bucket, TILE, splits, 4, warps, early), tiles, paired):
+        splits //= 2
+    return tile
+
+
+def library_multiplies(weight: PackedWeight) -> bool:
+    """Return True if PyTorch's library multiplies the widened codes: a scale per `BLOCK` columns, and no offsets."""
+    rows = weight.shape[0]
+    return multiplies(weight) and weight.group == BLOCK and weight.offsets is None and rows % 16 == 0
+
+
+def library_product(x: QuantizedInput, weight: PackedWeight, codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x · weightᵀ [T, N] in `dtype`, for float8 inputs and the weight's `widened` codes.
+
+    The library wants a scale for each group of a token, so the token's scale is repeated.
+    """
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    scales = x.scales.expand(weight.scales.shape[1], -1).contiguous()
+    # All rows of the memory, because the scales are column-major and have that stride.
+    return scaled_mm(
+        x.codes, codes.t(), scales.t(), ScalingType.BlockWise1x128, weight.scales, ScalingType.BlockWise1x128,
+        output_dtype=dtype,
+    )[: x.tokens]  # fmt: skip
+
+
+def widened(weight: PackedWeight) -> Tensor:
+    """Return the codes of a weight without offsets, minus 8, as float8_e4m3fn [N, K]."""
+    rows, columns = weight.shape
+    out = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=weight.device)
+    widen_kernel[(rows, triton.cdiv(columns // 2, _WIDENED_COLUMNS))](
+        weight.codes, out, K=columns, TILE=TILE, COLUMNS=_WIDENED_COLUMNS
+    )
+    return out

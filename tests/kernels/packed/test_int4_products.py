@@ -1,0 +1,142 @@
+"""Products of 4-bit codes with 8-bit codes in Triton, and the 8-bit codes of 4-bit weights that PyTorch multiplies."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.engine.kernels.layers import Norm
+from tandem.engine.kernels.linear.triton_linear import ADD, GATE_UP, STORE
+from tandem.engine.kernels.linear.triton_linear_tiles import Skinny
+from tandem.engine.kernels.packed import int4_products, packed_products
+from tandem.engine.kernels.packed.scaled_weight import QuantizedInput
+from tandem.engine.kernels.packed_weight import PackedWeight
+from tandem.engine.kernels.reference import activate, rms_norm
+from tests.kernels.packed_cases import make_packed, on_device
+from tests.kernels.product_cases import DEVICE, EPS
+from tests.kernels.steps import assert_as_good
+
+INPUTS = [torch.int8, torch.float8_e4m3fn]
+KINDS = ["int4", "int4_offsets"]
+TILE = Skinny(rows=32, tokens=16, columns=128, splits=1, stages=2, warps=4)
+
+
+def random(*sizes: int, seed: int) -> Tensor:
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def make_weight(kind: str, rows: int, k: int, group: int) -> PackedWeight:
+    return on_device(make_packed(kind, (rows, k), group, seed=k), DEVICE)
+
+
+def values_of(x: QuantizedInput) -> Tensor:
+    """The tokens [T, K] that the codes stand for, in float64."""
+    codes = x.codes[: x.tokens].double()
+    scales = x.scales[:, : x.tokens].t().double()
+    return codes * scales.repeat_interleave(codes.shape[1] // scales.shape[1], dim=1)
+
+
+def summed(x: Tensor, weight: Tensor, bias: Tensor | None, op: int, residual: Tensor, gelu: bool) -> Tensor:
+    product = torch.nn.functional.linear(x, weight, bias)
+    if op == GATE_UP.value:
+        return activate(product, "gelu_tanh" if gelu else "silu")
+    return residual + product if op == ADD.value else product
+
+
+def check(
+    kind: str,
+    dtype: torch.dtype,
+    op: int,
+    tokens: int,
+    rows: int,
+    k: int,
+    group: int,
+    tile: Skinny | None = None,
+    gelu: bool = False,
+) -> None:
+    """Compares a product with PyTorch's in float32, both against float64, on the numbers that the codes stand for."""
+    weight, x, bias = make_weight(kind, rows, k, group), random(tokens, k, seed=1), random(rows, seed=2)
+    residual = random(tokens, rows // 2 if op == GATE_UP.value else rows, seed=3)
+    codes = int4_products.quantized(x, None, weight, dtype, pdl=False)
+    ours = residual.clone()
+    prepared = packed_products.prepared(weight)
+    int4_products.launch(codes, prepared, bias, ours, op, pdl=False, gelu=gelu, tile=tile)
+    exact, baseline = (
+        summed(values_of(codes).to(wide), weight.dequantized(wide), bias.to(wide), op, residual.to(wide), gelu)
+        for wide in (torch.float64, torch.float32)
+    )
+    if DEVICE.type == "cuda" and dtype != torch.int8:  # tensor cores sum FP8 with some 13 bits beside the largest term
+        assert (ours.double() - exact).abs().max() <= 2**-6 * exact.abs().max()
+    else:
+        assert_as_good(ours, baseline, exact)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", INPUTS)
+@pytest.mark.parametrize("op", [STORE.value, GATE_UP.value, ADD.value])
+def test_a_product_is_that_of_the_numbers_that_codes_stand_for(kind: str, dtype: torch.dtype, op: int) -> None:
+    check(kind, dtype, op, tokens=5, rows=96, k=384, group=128, tile=TILE)
+
+
+@pytest.mark.parametrize("dtype", INPUTS)
+@pytest.mark.parametrize(("k", "group", "splits"), [(512, 256, 2), (384, 128, 2), (2304, 128, 1), (512, 512, 1)])
+def test_groups_of_tiles_and_programs_that_share_them(dtype: torch.dtype, k: int, group: int, splits: int) -> None:
+    """A group of two tiles, a last program with less columns, more groups than are summed at a time, and one group."""
+    tile = Skinny(rows=32, tokens=16, columns=128, splits=splits, stages=2, warps=4)
+    check("int4_offsets", dtype, STORE.value, tokens=17, rows=40, k=k, group=group, tile=tile)
+
+
+@pytest.mark.parametrize("op", [STORE.value, GATE_UP.value])
+def test_the_tile_of_the_rule(op: int) -> None:
+    check("int4", torch.int8, op, tokens=33, rows=64, k=256, group=128, gelu=True)
+
+
+@pytest.mark.parametrize("dtype", INPUTS)
+def test_totals_are_those_of_the_codes(dtype: torch.dtype) -> None:
+    weight, norm = make_weight("int4", 16, 384, 128), Norm(random(384, seed=2), EPS)
+    x = random(3, 384, seed=1)
+    codes = int4_products.quantized(x, norm, weight, dtype, pdl=False)
+    assert codes.totals is not None
+    sums = values_of(codes).view(3, 3, 128).sum(-1)
+    assert (codes.totals[:, :3].t().double() - sums).abs().max() <= 1e-6 * sums.abs().max()
+    exact = rms_norm(x.double(), norm.weight.double(), EPS)
+    step = exact.abs().amax() / (127 if dtype == torch.int8 else 16)
+    assert (values_of(codes) - exact).abs().max() <= step
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # by the interpreter
+@pytest.mark.parametrize("dtype", INPUTS)
+def test_a_number_that_is_none_stays_in_its_token(dtype: torch.dtype) -> None:
+    weight, x = packed_products.prepared(make_weight("int4", 32, 256, 128)), random(3, 256, seed=1)
+    x[1, 200] = float("nan")
+    out = x.new_empty(3, 32)
+    int4_products.launch(
+        int4_products.quantized(x, None, weight, dtype, pdl=False), weight, None, out, STORE.value, pdl=False, tile=TILE
+    )
+    assert out[1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
+
+
+def test_widened_codes_are_exact() -> None:
+    weight = make_weight("int4", 16, 256, 128)
+    widened = int4_products.widened(weight).double().view(16, 2, 128)
+    exact = widened * weight.scales.double()[..., None]
+    assert torch.equal(exact.view(16, 256), weight.dequantized(torch.float64))
+
+
+def test_the_library_s_product_has_the_form_that_pytorch_checks() -> None:
+    """Shapes and strides alone: there is none on CPUs."""
+    codes = torch.empty(256, 640, dtype=torch.float8_e4m3fn, device="meta")
+    weight = PackedWeight(
+        torch.empty(256, 320, dtype=torch.uint8, device="meta"), torch.empty(5, 256, device="meta").t(), None, 128
+    )
+    x = QuantizedInput(codes, torch.empty(1, 256, device="meta"), 200)
+    assert int4_products.library_multiplies(weight)
+    assert int4_products.library_product(x, weight, codes, torch.bfloat16).shape == (200, 256)
+
+
+@pytest.mark.parametrize(
+    ("kind", "k", "group", "multiplied"),
+    [("int4", 256, 128, True), ("int4", 256, 64, False), ("int8", 256, 128, False), ("mxfp4", 256, 32, False)],
+)
+def test_weights_that_are_multiplied(kind: str, k: int, group: int, multiplied: bool) -> None:
+    assert int4_products.multiplies(make_weight(kind, 16, k, group)) == multiplied
