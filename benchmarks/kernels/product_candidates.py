@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from benchmarks.kernels.dense_layer import Product
 from tandem.engine.kernels.linear.triton_linear_plan import MULTIPROCESSORS, TOKEN_TILES, fits_scratch
 from tandem.engine.kernels.linear.triton_linear_tiles import Gemv, Skinny, Tile
+from tandem.engine.kernels.packed import int4_tiles
 from tandem.engine.kernels.packed.packed_tiles import tile_for as packed_tile_for
 
 _SHARED_MEMORY = 227 << 10
@@ -26,6 +27,14 @@ _PACKED_TILES = {
     128: ((64, 3, 4), (64, 3, 8), (128, 3, 8), (128, 4, 8)),
 }
 """Candidates for packed weights, by tokens: (rows, stages, warps)."""
+_INT4_TILES = {
+    16: ((64, 4, 4), (64, 6, 4), (128, 4, 4)),
+    32: ((64, 4, 4), (64, 6, 4), (128, 4, 4)),
+    64: ((64, 3, 4), (64, 5, 4), (128, 4, 8)),
+    128: ((64, 3, 4), (64, 4, 4), (128, 3, 8), (128, 4, 8)),
+    256: ((64, 3, 4), (128, 3, 8), (128, 4, 8)),
+}
+"""Candidates for 4-bit weights with 8-bit inputs, by tokens: (rows, stages, warps)."""
 
 
 def bucket_of(tokens: int) -> int:
@@ -55,11 +64,31 @@ def packed_candidates(product: Product, tokens: int, bits: int, columns: int) ->
         if shared > _SHARED_MEMORY or rows * bucket * factor > _SUMS_PER_WARP * warps:
             continue
         tiles = math.ceil(product.outputs / rows) * math.ceil(tokens / bucket)
-        fitting = _splits(tiles, product.k * bits // 8 // columns)
-        for splits in [s for s in fitting if s == fitting[-1] or tiles * s >= 0.9 * MULTIPROCESSORS][-3:]:
+        for splits in splits_of(tiles, product.k * bits // 8 // columns):
             tile = Skinny(rows, bucket, columns, splits, stages, warps, early=512)
             if tile != rule and fits_scratch(tile, tiles, product.paired):
                 yield tile
+
+
+def int4_candidates(product: Product, tokens: int, inputs: str) -> Iterator[Skinny]:
+    """Yield the engine's tile for a 4-bit weight and 8-bit `inputs`, "int8" or "fp8", then others."""
+    rule = int4_tiles.tile_for(inputs, tokens, product.n, product.k, product.paired)
+    yield rule
+    factor = 2 if product.paired else 1
+    for most_rows, stages, warps in _INT4_TILES[int4_tiles.bucket_of(tokens)]:
+        # Registers hold the sums, and the products of one group.
+        rows = most_rows if most_rows * rule.tokens * factor <= _SUMS_PER_WARP * warps else most_rows // 2
+        tiles = math.ceil(product.outputs / rows) * math.ceil(tokens / rule.tokens)
+        for splits in splits_of(tiles, product.k // rule.columns)[-2:] if tokens <= rule.tokens else (1,):
+            tile = Skinny(rows, rule.tokens, rule.columns, splits, stages, warps, rule.early)
+            if tile != rule and fits_scratch(tile, tiles, product.paired):
+                yield tile
+
+
+def splits_of(tiles: int, steps: int) -> list[int]:
+    """Return up to three numbers of splits that are tried for a product of `tiles` tiles and `steps` steps along K."""
+    fitting = _splits(tiles, steps)
+    return [s for s in fitting if s == fitting[-1] or tiles * s >= 0.9 * MULTIPROCESSORS][-3:]
 
 
 def _gemv_candidates(product: Product) -> Iterable[Gemv]:

@@ -11,17 +11,24 @@ from torch import Tensor
 
 from benchmarks.gpu_timing import graph_seconds
 from benchmarks.kernels.dense_layer import Product
-from benchmarks.kernels.product_candidates import bucket_of, candidates, packed_candidates
+from benchmarks.kernels.product_candidates import (
+    bucket_of,
+    candidates,
+    int4_candidates,
+    packed_candidates,
+    splits_of,
+)
 from tandem.engine.kernels.held_weight import step_bytes
 from tandem.engine.kernels.layers import Linear, Norm
 from tandem.engine.kernels.linear import triton_linear
 from tandem.engine.kernels.linear.triton_activation import silu_mul
 from tandem.engine.kernels.linear.triton_linear_plan import FUSED_NORM_TOKENS, TOKEN_TILES, fits_scratch, tile_for
 from tandem.engine.kernels.linear.triton_linear_tiles import Skinny, Tile
-from tandem.engine.kernels.packed import packed_products, scaled_products
+from tandem.engine.kernels.packed import int4_products, int4_tiles, packed_products, scaled_products
 from tandem.engine.kernels.packed.library_products import library_product
-from tandem.engine.kernels.packed.scaled_weight import ScaledWeight
+from tandem.engine.kernels.packed.scaled_weight import QuantizedInput, ScaledWeight
 from tandem.engine.kernels.packed_weight import PackedWeight
+from tandem.engine.kernels.rowwise.triton_norm import rms_norm
 from tandem.engine.kernels.triton_launch import overlaps_launches
 
 EARLY = 512
@@ -29,6 +36,8 @@ EARLY = 512
 _EPS = 1e-5
 _DEQUANTIZED_FROM = 128
 """Minimum number of tokens for which the product with a dequantized weight is measured as well."""
+_SCALED_TILES = ((64, 128, 6, 4), (64, 256, 4, 4), (128, 128, 4, 4), (128, 128, 4, 8))
+"""Candidates for 8-bit codes with 8-bit inputs: (rows, columns, stages, warps)."""
 _ROTATED_BYTES = 256 << 20
 """Minimum total size of the weights in a timed graph: five times L2."""
 
@@ -129,7 +138,7 @@ class Packed:
 
     def inputs(self, product: Product, tokens: int) -> Inputs:
         """Implement `Form.inputs`."""
-        return make_inputs(product, tokens, normed=product.normed and tokens <= FUSED_NORM_TOKENS)
+        return make_inputs(product, tokens, normed=product.normed)
 
     def tiles(self, product: Product, tokens: int, *, others: bool) -> list[Tile]:
         """Implement `Form.tiles`."""
@@ -140,11 +149,12 @@ class Packed:
         return tiles if others and tokens <= TOKEN_TILES[-1] else tiles[:1]
 
     def launch(self, product: Product, inputs: Inputs, tile: Tile, weight: PackedWeight) -> None:
-        """Implement `Form.launch`."""
+        """Launch the norm, if the product does not apply it, and the product's kernel."""
         assert isinstance(tile, Skinny)
-        packed_products.launch(
-            inputs.x, inputs.norm, Linear(weight), inputs.out, product.op, pdl=overlaps_launches(), tile=tile
-        )
+        x, norm, pdl = inputs.x, inputs.norm, overlaps_launches()
+        if norm is not None and len(x) > FUSED_NORM_TOKENS:
+            x, norm = rms_norm(x, norm, pdl=pdl), None
+        packed_products.launch(x, norm, Linear(weight), inputs.out, product.op, pdl=pdl, tile=tile)
 
     def beside(self, product: Product, tokens: int, weights: Sequence[PackedWeight]) -> dict[str, float]:
         """Return the time of the product with a dequantized weight, for many tokens."""
@@ -200,25 +210,66 @@ class Scaled:
             return times_us
 
         def by_library(weight: ScaledWeight) -> None:
-            made = library_product(quantize(weight), weight, None, torch.bfloat16)
-            if product.paired:
-                silu_mul(made, pdl=pdl)
-            elif product.op == triton_linear.ADD.value:
-                inputs.out.add_(made)
+            _finish(library_product(quantize(weight), weight, None, torch.bfloat16), product, inputs.out)
 
         return times_us | {"library_us": us_of(by_library, weights)}
 
     def _tiles(self, product: Product, tokens: int) -> Iterator[Skinny]:
         rule = scaled_products.tile_for(tokens, product.outputs, product.k, product.paired, self.group or product.k)
         yield rule
-        for rows, warps in ((64, 4), (128, 4), (64, 8), (128, 8)):
-            for bucket in {min(rule.tokens, 128), rule.tokens}:
-                for splits in (1, 2, 4) if tokens <= bucket else (1,):
-                    for stages in (3, 4, 6):
-                        tile = Skinny(rows, bucket, rule.columns, splits, stages, warps, rule.early)
-                        tiles = math.ceil(product.outputs / rows) * math.ceil(tokens / bucket)
-                        if tile != rule and fits_scratch(tile, tiles, product.paired):
-                            yield tile
+        if tokens > TOKEN_TILES[-1]:
+            return
+        for rows, columns, stages, warps in _SCALED_TILES:
+            tiles = math.ceil(product.outputs / rows)
+            for splits in splits_of(tiles, product.k // columns):
+                tile = Skinny(rows, rule.tokens, columns, splits, stages, warps, rule.early)
+                if tile != rule and fits_scratch(tile, tiles, product.paired) and columns <= (self.group or product.k):
+                    yield tile
+
+
+@dataclass(frozen=True)
+class Int4ByBytes(Packed):
+    """4-bit weights whose inputs are quantized to 8 bits, `inputs_dtype`."""
+
+    inputs_dtype: torch.dtype = torch.int8
+
+    def tiles(self, product: Product, tokens: int, *, others: bool) -> list[Tile]:
+        """Implement `Form.tiles`."""
+        tiles: list[Tile] = list(int4_candidates(product, tokens, "int8" if self.inputs_dtype == torch.int8 else "fp8"))
+        return tiles if others else tiles[:1]
+
+    def launch(self, product: Product, inputs: Inputs, tile: Tile, weight: PackedWeight) -> None:
+        """Quantize the input and launch the product's kernel."""
+        assert isinstance(tile, Skinny)
+        x = self._quantized(inputs, weight)
+        int4_products.launch(x, weight, None, inputs.out, product.op, pdl=overlaps_launches(), tile=tile)
+
+    def beside(self, product: Product, tokens: int, weights: Sequence[PackedWeight]) -> dict[str, float]:
+        """Return the time to quantize the input, and of the library's product with codes widened to 8 bits."""
+        inputs = self.inputs(product, tokens)
+        times_us = {"quantize_us": us_of(partial(self._quantized, inputs), weights)}
+        if tokens < _DEQUANTIZED_FROM or self.inputs_dtype != torch.float8_e4m3fn:
+            return times_us
+
+        def by_library(weight: PackedWeight) -> None:
+            made = int4_products.library_product(
+                self._quantized(inputs, weight), weight, int4_products.widened(weight), torch.bfloat16
+            )
+            _finish(made, product, inputs.out)
+
+        times_us["widen_us"] = us_of(int4_products.widened, weights)
+        return times_us | {"library_us": us_of(by_library, weights)}
+
+    def _quantized(self, inputs: Inputs, weight: PackedWeight) -> QuantizedInput:
+        return int4_products.quantized(inputs.x, inputs.norm, weight, self.inputs_dtype, pdl=overlaps_launches())
+
+
+def _finish(made: Tensor, product: Product, out: Tensor) -> None:
+    """Apply what Triton's products include: the activation, or the sum with the output."""
+    if product.paired:
+        silu_mul(made, pdl=overlaps_launches())
+    elif product.op == triton_linear.ADD.value:
+        out.add_(made)
 
 
 FORMS: Mapping[str, Form] = {
@@ -226,6 +277,8 @@ FORMS: Mapping[str, Form] = {
     "int8": Packed(torch.int8, 8),
     "fp8": Packed(torch.float8_e4m3fn, 8),
     "int4": Packed(torch.uint8, 4, group=128),
+    "int4-int8": Int4ByBytes(torch.uint8, 4, group=128),
+    "int4-fp8": Int4ByBytes(torch.uint8, 4, group=128, inputs_dtype=torch.float8_e4m3fn),
     "scaled-int8": Scaled(torch.int8),
     "scaled-fp8": Scaled(torch.float8_e4m3fn),
     "scaled-fp8-blocks": Scaled(torch.float8_e4m3fn, group=128),
@@ -249,6 +302,8 @@ class Job:
     @property
     def bucket(self) -> int:
         """The number of tokens under which the engine's tables list the tile; 1 for a step of one token in bfloat16."""
+        if isinstance(FORMS[self.form], Int4ByBytes):
+            return int4_tiles.bucket_of(self.tokens)
         return 1 if self.tokens == 1 and self.form == "bfloat16" else bucket_of(self.tokens)
 
     def __str__(self) -> str:

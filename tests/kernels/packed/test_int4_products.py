@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from tandem.engine.kernels.layers import Norm
 from tandem.engine.kernels.linear.triton_linear import ADD, GATE_UP, STORE
@@ -35,8 +36,7 @@ def values_of(x: QuantizedInput) -> Tensor:
     return codes * scales.repeat_interleave(codes.shape[1] // scales.shape[1], dim=1)
 
 
-def summed(x: Tensor, weight: Tensor, bias: Tensor | None, op: int, residual: Tensor, gelu: bool) -> Tensor:
-    product = torch.nn.functional.linear(x, weight, bias)
+def finished(product: Tensor, op: int, residual: Tensor, gelu: bool) -> Tensor:
     if op == GATE_UP.value:
         return activate(product, "gelu_tanh" if gelu else "silu")
     return residual + product if op == ADD.value else product
@@ -46,6 +46,7 @@ def check(
     kind: str,
     dtype: torch.dtype,
     op: int,
+    *,
     tokens: int,
     rows: int,
     k: int,
@@ -61,7 +62,9 @@ def check(
     prepared = packed_products.prepared(weight)
     int4_products.launch(codes, prepared, bias, ours, op, pdl=False, gelu=gelu, tile=tile)
     exact, baseline = (
-        summed(values_of(codes).to(wide), weight.dequantized(wide), bias.to(wide), op, residual.to(wide), gelu)
+        finished(
+            linear(values_of(codes).to(wide), weight.dequantized(wide), bias.to(wide)), op, residual.to(wide), gelu
+        )
         for wide in (torch.float64, torch.float32)
     )
     if DEVICE.type == "cuda" and dtype != torch.int8:  # tensor cores sum FP8 with some 13 bits beside the largest term

@@ -9,25 +9,20 @@ For the longest steps the codes are widened once to float8_e4m3fn, which represe
 and PyTorch's library multiplies them with a scale per row and group.
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 from torch import Tensor
 
 from tandem.engine.kernels.layers import Norm
 from tandem.engine.kernels.linear.triton_linear import GATE_UP, early_bytes, reserve_scratch
-from tandem.engine.kernels.linear.triton_linear_plan import MULTIPROCESSORS, fits_scratch
 from tandem.engine.kernels.linear.triton_linear_tiles import Skinny
+from tandem.engine.kernels.packed.int4_tiles import tile_for
 from tandem.engine.kernels.packed.scaled_products import quantized_as
 from tandem.engine.kernels.packed.scaled_weight import BLOCK, QuantizedInput
 from tandem.engine.kernels.packed.triton_int4 import int4_kernel, widen_kernel
 from tandem.engine.kernels.packed_weight import TILE, Float4Weight, PackedWeight
 
-TOKEN_TILES = (16, 32, 64, 128)
-"""Possible numbers of tokens in a tile."""
-_EARLY_BYTES = 512
-_MOST_SPLITS = 8
+_INPUTS = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 _WIDENED_COLUMNS = 1024
 
 
@@ -73,7 +68,7 @@ def launch(
     tokens, n, k = len(out), out.shape[1], weight.shape[1]
     assert x.totals is not None
     if tile is None:
-        tile = tile_for(tokens, n, k, op == GATE_UP.value)
+        tile = tile_for(_INPUTS[x.codes.dtype], tokens, len(weight), k, op == GATE_UP.value)
     grid = (triton.cdiv(tokens, tile.tokens), triton.cdiv(n, tile.rows), tile.splits)
     partials, counters = (out, out) if tile.splits == 1 else reserve_scratch(out.device)
     int4_kernel[grid](
@@ -84,24 +79,6 @@ def launch(
         ROWS=tile.rows, TOKENS=tile.tokens, TILE=TILE, SPLITS=tile.splits, STAGES=tile.stages,
         EARLY=early_bytes(weight.codes, tile) if pdl else 0, PDL=pdl, num_warps=tile.warps, launch_pdl=pdl,
     )  # fmt: skip
-
-
-@lru_cache(maxsize=4096)
-def tile_for(tokens: int, n: int, k: int, paired: bool) -> Skinny:
-    """Return the tile for a step of `tokens` tokens, n outputs and k columns; `paired` for gate and up."""
-    bucket = next((size for size in TOKEN_TILES if tokens <= size), TOKEN_TILES[-1])
-    # The registers of a warp hold the sums of 16 rows of 128 tokens, and the products of one group.
-    rows, warps = (128, 8) if tokens > TOKEN_TILES[-1] and not paired else (64, 4)
-    if paired and bucket == TOKEN_TILES[-1]:
-        warps = 8
-    tiles = triton.cdiv(n, rows) * triton.cdiv(tokens, bucket)
-    splits = 1
-    while tiles * splits < 2 * MULTIPROCESSORS and k >= splits * 8 * TILE and splits < _MOST_SPLITS:
-        splits *= 2
-    early = _EARLY_BYTES if tokens <= bucket else 0
-    while not fits_scratch(tile := Skinny(rows, bucket, TILE, splits, 4, warps, early), tiles, paired):
-        splits //= 2
-    return tile
 
 
 def library_multiplies(weight: PackedWeight) -> bool:

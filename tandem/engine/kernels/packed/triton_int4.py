@@ -23,8 +23,8 @@ _GROUPS = tl.constexpr(16)
 def _unpacked(held, CENTRED: tl.constexpr, kind: tl.constexpr):
     """Return the codes of a tile of columns, bytes [rows, columns / 2] uint8, in order → [rows, columns].
 
-    If CENTRED they are CENTRED_UNIT · (code - CENTRE), int8. Else they are the codes 0 to 15, int8, or float8_e4m3fn and
-    then less by the factor FP8_UNIT. A thread unpacks four bytes at a time, which are four adjacent columns of each
+    If CENTRED they are CENTRED_UNIT · (code - CENTRE), int8. Else they are the codes 0 to 15, int8, or float8_e4m3fn
+    and then less by the factor FP8_UNIT. A thread unpacks four bytes at a time, which are four adjacent columns of each
     half of the tile, as a register of the tensor cores holds them.
     """
     ROWS: tl.constexpr = held.shape[0]
@@ -130,9 +130,8 @@ def int4_kernel(
     out [T, N]; x [T, K] int8 with a scale per token and group, or float8_e4m3fn with a scale per token, with memory for
     whole tiles of tokens, as x_scales and `totals` [K / GROUP, T] have; codes [N or, with GATE_UP, 2·N, K / 2] uint8
     with two codes per byte. The scale and offset of row r and group g are at r · row_stride + g · group_stride; without
-    OFFSETS the scales are read in their place. TILE columns, whose codes are packed together, are read at a time; GROUP is a
-    multiple of TILE.
-    partials and counters are as in `skinny_kernel`.
+    OFFSETS the scales are read in their place. TILE columns, whose codes are packed together, are read at a time; GROUP
+    is a multiple of TILE. partials and counters are as in `skinny_kernel`.
 
     With code = u, the product of token t and row r is Σ over groups of scale · Σ u · x + offset · total.
     """

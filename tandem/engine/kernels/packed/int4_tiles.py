@@ -1,0 +1,52 @@
+"""The tile of each product of a 4-bit weight and 8-bit inputs: a measured one for some shapes, a rule for all others.
+
+Nothing here needs torch or Triton.
+"""
+
+from functools import lru_cache
+
+from tandem.engine.kernels.linear.triton_linear_plan import MULTIPROCESSORS, fits_scratch
+from tandem.engine.kernels.linear.triton_linear_tiles import Skinny
+from tandem.engine.kernels.packed_weight import TILE
+
+TUNED: dict[tuple[str, int, int, bool], dict[int, Skinny]] = {}
+"""Measured tiles by (type of the inputs, rows, columns, True if the rows are gate and up) and by `bucket_of`.
+
+From `python -m benchmarks.kernels products --candidates`, for weights with one scale per 128 columns of a row.
+"""
+TOKEN_TILES = (16, 32, 64, 128)
+"""Possible numbers of tokens in a tile."""
+MANY_TOKENS = 256
+"""The bucket of all steps that need several tiles of tokens."""
+_EARLY_BYTES = 512
+_MOST_SPLITS = 8
+
+
+def bucket_of(tokens: int) -> int:
+    """Return the number of tokens under which the table lists the tile of a step."""
+    return next((size for size in TOKEN_TILES if tokens <= size), MANY_TOKENS)
+
+
+@lru_cache(maxsize=4096)
+def tile_for(inputs: str, tokens: int, n: int, k: int, paired: bool) -> Skinny:
+    """Return the tile for a step of `tokens` tokens and a weight [n, k]; `paired` is True if the rows are gate and up.
+
+    `inputs` is "int8" or "fp8".
+    """
+    bucket = bucket_of(tokens)
+    tuned = TUNED.get((inputs, n, k, paired), {}).get(bucket)
+    if tuned is not None:
+        return tuned
+    size = min(bucket, TOKEN_TILES[-1])
+    # The registers of a warp hold the sums of 16 rows of 128 tokens, and the products of one group.
+    rows, warps = (128, 8) if bucket == MANY_TOKENS and not paired else (64, 4)
+    if paired and size == TOKEN_TILES[-1]:
+        warps = 8
+    tiles = -(-(n // 2 if paired else n) // rows) * -(-tokens // size)
+    splits = 1
+    while tiles * splits < 2 * MULTIPROCESSORS and k >= splits * 8 * TILE and splits < _MOST_SPLITS:
+        splits *= 2
+    early = _EARLY_BYTES if tokens <= size else 0
+    while not fits_scratch(tile := Skinny(rows, size, TILE, splits, 3, warps, early), tiles, paired):
+        splits //= 2
+    return tile
