@@ -252,9 +252,7 @@ class Int4ByBytes(Packed):
             return times_us
 
         def by_library(weight: PackedWeight) -> None:
-            made = int4_products.library_product(
-                self._quantized(inputs, weight), weight, int4_products.widened(weight), torch.bfloat16
-            )
+            made = int4_products.library_product(self._quantized(inputs, weight), weight, None, torch.bfloat16)
             _finish(made, product, inputs.out)
 
         times_us["widen_us"] = us_of(int4_products.widened, weights)

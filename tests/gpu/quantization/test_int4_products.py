@@ -69,6 +69,5 @@ def test_the_library_multiplies_widened_codes() -> None:
     for tokens in TOKENS:
         x = torch.randn(tokens, 4096, device=CUDA).bfloat16()
         codes = int4_products.quantized(x, None, weight, torch.float8_e4m3fn, pdl=pdl)
-        widened = int4_products.widened(prepared)
-        made = int4_products.library_product(codes, prepared, widened, torch.bfloat16)
+        made = int4_products.library_product(codes, prepared, None, torch.bfloat16)
         check(made, values_of(codes) @ weight.dequantized(torch.float64).t(), torch.float8_e4m3fn, 4096)

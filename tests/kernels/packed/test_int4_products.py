@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from tandem.engine.kernels.layers import Norm
+from tandem.engine.kernels.layers import Linear, Norm
 from tandem.engine.kernels.linear.triton_linear import ADD, GATE_UP, STORE
 from tandem.engine.kernels.linear.triton_linear_tiles import Skinny
-from tandem.engine.kernels.packed import int4_products, packed_products
+from tandem.engine.kernels.packed import int4_products, packed_products, products
 from tandem.engine.kernels.packed.scaled_weight import QuantizedInput
 from tandem.engine.kernels.packed_weight import PackedWeight
 from tandem.engine.kernels.reference import activate, rms_norm
@@ -119,6 +119,41 @@ def test_a_number_that_is_none_stays_in_its_token(dtype: torch.dtype) -> None:
     assert out[[0, 2]].isfinite().all()
 
 
+@pytest.mark.parametrize("operation", ["norm_linear", "gelu_tanh", "linear_add"])
+@pytest.mark.parametrize("by_library", [True, False])
+def test_a_step_of_many_tokens_is_computed_with_8_bit_inputs(
+    operation: str, by_library: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer tokens, and float32, have products with the inputs as they are."""
+    weight, dtype = make_weight("int4", 32, 256, 128), torch.float16
+    prepared, bias = packed_products.prepared(weight), random(32, seed=5).to(dtype)
+    layer = Linear(prepared, bias)
+    monkeypatch.setattr(int4_products, "least_tokens", lambda *_: 5)
+    if by_library:
+        monkeypatch.setattr(int4_products, "uses_library", lambda *_: True)
+        monkeypatch.setattr(int4_products, "library_product", multiplied_by_pytorch)
+    few = products.products_of(prepared, 4, dtype)
+    assert few is products.products_of(prepared, 5, torch.float32) is packed_products
+    x, norm, hidden = (random(*sizes, seed=1).to(dtype) for sizes in ((5, 256), (256,), (5, 32)))
+    many, normed = products.products_of(prepared, 5, dtype), Norm(norm, EPS)
+    residual = hidden.double()
+    codes = int4_products.quantized(x, None if operation == "linear_add" else normed, weight, pdl=False)
+    exact = values_of(codes) @ weight.dequantized(torch.float64).t() + bias.double()
+    if operation == "norm_linear":
+        actual = many.norm_linear(x, normed, layer, pdl=False)
+    elif operation == "gelu_tanh":
+        actual = many.norm_gate_up(x, normed, layer, pdl=False, activation="gelu_tanh")
+        exact = activate(exact, "gelu_tanh")
+    else:
+        many.linear_add(x, layer, hidden, pdl=False)
+        actual, exact = hidden, exact + residual
+    assert ((actual.double() - exact).abs() <= exact.abs() * 2**-9 + 2e-2).all()
+
+
+def multiplied_by_pytorch(x: QuantizedInput, weight: PackedWeight, bias: Tensor, dtype: torch.dtype) -> Tensor:
+    return linear(values_of(x), weight.dequantized(torch.float64), bias.double()).to(dtype)
+
+
 def test_widened_codes_are_exact() -> None:
     weight = make_weight("int4", 16, 256, 128)
     widened = int4_products.widened(weight).double().view(16, 2, 128)
@@ -126,15 +161,16 @@ def test_widened_codes_are_exact() -> None:
     assert torch.equal(exact.view(16, 256), weight.dequantized(torch.float64))
 
 
-def test_the_library_s_product_has_the_form_that_pytorch_checks() -> None:
+def test_the_library_s_product_has_the_form_that_pytorch_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes and strides alone: there is none on CPUs."""
     codes = torch.empty(256, 640, dtype=torch.float8_e4m3fn, device="meta")
     weight = PackedWeight(
         torch.empty(256, 320, dtype=torch.uint8, device="meta"), torch.empty(5, 256, device="meta").t(), None, 128
     )
+    monkeypatch.setattr(int4_products, "widened", lambda _: codes)
     x = QuantizedInput(codes, torch.empty(1, 256, device="meta"), 200)
     assert int4_products.library_multiplies(weight)
-    assert int4_products.library_product(x, weight, codes, torch.bfloat16).shape == (200, 256)
+    assert int4_products.library_product(x, weight, None, torch.bfloat16).shape == (200, 256)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,9 @@ TUNED: dict[tuple[str, int, int, bool], dict[int, Skinny]] = {}
 
 From `python -m benchmarks.kernels products --candidates`, for weights with one scale per 128 columns of a row.
 """
+LEAST_TOKENS: dict[tuple[int, int], tuple[int, int]] = {}
+"""For (rows, columns) of a weight: the least tokens of a step with 8-bit inputs, and of one computed by the library."""
+_DEFAULT_LEAST_TOKENS = (64, 1024)
 TOKEN_TILES = (16, 32, 64, 128)
 """Possible numbers of tokens in a tile."""
 MANY_TOKENS = 256
@@ -25,6 +28,16 @@ _MOST_SPLITS = 8
 def bucket_of(tokens: int) -> int:
     """Return the number of tokens under which the table lists the tile of a step."""
     return next((size for size in TOKEN_TILES if tokens <= size), MANY_TOKENS)
+
+
+def least_tokens(rows: int, columns: int) -> int:
+    """Return the minimum number of tokens of a step that quantizes the inputs of a product."""
+    return LEAST_TOKENS.get((rows, columns), _DEFAULT_LEAST_TOKENS)[0]
+
+
+def library_tokens(rows: int, columns: int) -> int:
+    """Return the minimum number of tokens of a step for which the library is faster than Triton, with 8-bit inputs."""
+    return LEAST_TOKENS.get((rows, columns), _DEFAULT_LEAST_TOKENS)[1]
 
 
 @lru_cache(maxsize=4096)

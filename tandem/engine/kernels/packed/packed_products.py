@@ -23,6 +23,7 @@ from tandem.engine.kernels.linear.triton_linear import ADD, GATE_UP, STORE, earl
 from tandem.engine.kernels.linear.triton_linear_kernels import NO_NORM, NORM_LAST
 from tandem.engine.kernels.linear.triton_linear_plan import FUSED_NORM_TOKENS
 from tandem.engine.kernels.linear.triton_linear_tiles import Skinny
+from tandem.engine.kernels.packed import int4_products
 from tandem.engine.kernels.packed.float4_weight import word_scaled
 from tandem.engine.kernels.packed.packed_tiles import tile_for
 from tandem.engine.kernels.packed.triton_packed import dequantize_kernel, packed_kernel
@@ -80,6 +81,8 @@ def dequantized_for(tokens: int, linear: Linear, dtype: torch.dtype) -> Linear:
     """Return the linear layer with a dequantized weight if a step of `tokens` tokens needs one, else unchanged."""
     weight = linear.weight
     if type(weight) is not PackedWeight or weight.shape.numel() > SCRATCH_ITEMS or fuses(tokens, weight):
+        return linear
+    if int4_products.quantizes_inputs(tokens, weight, dtype):
         return linear
     matrix = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     dequantize(weight, matrix)
