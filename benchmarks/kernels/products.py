@@ -10,7 +10,8 @@ tandem/engine/kernels/packed. Weights rotate through memory far larger than L2.
 
 import argparse
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -68,6 +69,7 @@ def measure(options: argparse.Namespace) -> Measured:
     print(f"copy: {copy / 1e12:.3f} TB/s on {torch.cuda.get_device_name()}", flush=True)
     rows = [row for product in products for form in options.forms for row in _rows(product, form, working, copy)]
     _print_tables([row for row in rows if row["form"] in tuned])
+    _print_least_tokens(rows)
     _print_layers(rows)
     for row in rows:
         row["tile"] = str(row["tile"])
@@ -118,12 +120,39 @@ def _print_tables(rows: Sequence[Row]) -> None:
         print("}", *([f"\nSTREAMED_TOKENS = {streamed}"] if streamed else []))
 
 
+def _print_least_tokens(rows: Sequence[Row]) -> None:
+    """Print, for 4-bit weights, the sizes of steps from which 8-bit inputs are faster, and from which the library is.
+
+    A size counts if all measured larger sizes are faster, too; None if not even the largest is.
+    """
+
+    def least(shape: object, form: str, faster: Callable[[Row, Row], bool]) -> int | None:
+        found = None
+        for tokens in sorted({tokens for _, _, tokens in by_size}, reverse=True):
+            pair = by_size.get(("int4", shape, tokens)), by_size.get((form, shape, tokens))
+            if None in pair or not faster(*pair):  # type: ignore[arg-type]
+                break
+            found = tokens
+        return found
+
+    by_size = {(row["form"], row["shape"], row["tokens"]): row for row in rows}
+    for form in ("int4-int8", "int4-fp8"):
+        for shape in dict.fromkeys(row["shape"] for row in rows if row["form"] == form):
+            narrow = least(shape, form, lambda plain, row: _fastest(row) <= _fastest(plain))
+            library = least(shape, form, lambda _, row: row.get("library_us", math.inf) <= row["us"])
+            print(f"{form}: LEAST_TOKENS {shape[:2]}: ({narrow}, {library}),")
+
+
+def _fastest(row: Row) -> float:
+    return float(min(row["us"], *(row[way] for way in _OTHER_WAYS if way in row), row["us"]))
+
+
 def _print_layers(rows: Sequence[Row]) -> None:
     """Print the fastest way's time of each product and of a layer, without the output layer, by form and tokens."""
     layers: dict[tuple[str, int], dict[str, float]] = {}
     for row in rows:
-        fastest = min(row["us"], *(row[way] for way in _OTHER_WAYS if way in row), row["us"])
-        layers.setdefault((row["form"], row["tokens"]), {})[f"{row['product']} {row['shape']}"] = fastest
+        products = layers.setdefault((row["form"], row["tokens"]), {})
+        products[f"{row['product']} {row['shape']}"] = _fastest(row)
     print("\nform, tokens: µs of each product by its fastest way; of a layer; times as fast as bfloat16")
     for (form, tokens), products in layers.items():
         layer, plain = (
