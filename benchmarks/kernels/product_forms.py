@@ -24,7 +24,7 @@ from tandem.engine.kernels.linear import triton_linear
 from tandem.engine.kernels.linear.triton_activation import silu_mul
 from tandem.engine.kernels.linear.triton_linear_plan import FUSED_NORM_TOKENS, TOKEN_TILES, fits_scratch, tile_for
 from tandem.engine.kernels.linear.triton_linear_tiles import Skinny, Tile
-from tandem.engine.kernels.packed import int4_products, int4_tiles, packed_products, scaled_products
+from tandem.engine.kernels.packed import int4_products, int4_tiles, packed_products, scaled_products, scaled_tiles
 from tandem.engine.kernels.packed.library_products import library_product
 from tandem.engine.kernels.packed.scaled_weight import QuantizedInput, ScaledWeight
 from tandem.engine.kernels.packed_weight import PackedWeight
@@ -215,7 +215,7 @@ class Scaled:
         return times_us | {"library_us": us_of(by_library, weights)}
 
     def _tiles(self, product: Product, tokens: int) -> Iterator[Skinny]:
-        rule = scaled_products.tile_for(tokens, product.outputs, product.k, product.paired, self.group or product.k)
+        rule = scaled_tiles.tile_for(tokens, product.outputs, product.k, product.paired, self.group or product.k)
         yield rule
         if tokens > TOKEN_TILES[-1]:
             return

@@ -9,8 +9,6 @@ The memory of quantized inputs is padded to whole tiles of tokens, so that no ke
 Results for the padding are not stored.
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 from torch import Tensor
@@ -18,11 +16,11 @@ from torch import Tensor
 from tandem.engine.kernels.layers import DenseLayer, Linear, Norm
 from tandem.engine.kernels.linear.triton_activation import gelu_mul, silu_mul
 from tandem.engine.kernels.linear.triton_linear import ADD, GATE_UP, STORE, early_bytes, reserve_scratch
-from tandem.engine.kernels.linear.triton_linear_plan import MULTIPROCESSORS, fits_scratch
 from tandem.engine.kernels.linear.triton_linear_tiles import Skinny
 from tandem.engine.kernels.packed import int4_products, packed_products
 from tandem.engine.kernels.packed.input_codes import quantized_input
 from tandem.engine.kernels.packed.library_products import block_scales, library_product
+from tandem.engine.kernels.packed.scaled_tiles import tile_for
 from tandem.engine.kernels.packed.scaled_weight import QuantizedInput, ScaledWeight
 from tandem.engine.kernels.packed.triton_scaled import scaled_kernel
 from tandem.engine.kernels.packed_weight import PackedWeight
@@ -34,10 +32,6 @@ A layer of llama-3-8b on an H100, in µs, by Triton and by the library: 99 and 1
 """
 _LEAST_GROUP = 32
 """Minimum number of columns of 8-bit codes that the tensor cores multiply."""
-_STEP = 128
-_MOST_SPLITS = 8
-_EARLY_BYTES = 512
-"""Number of bytes of each weight row that are prefetched into L2 while the input is being quantized."""
 
 
 def multiplies(weight: PackedWeight) -> bool:
@@ -178,34 +172,6 @@ def launch(
         ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns, SPLITS=tile.splits, STAGES=tile.stages,
         EARLY=early_bytes(weight.codes, tile) if pdl else 0, PDL=pdl, num_warps=tile.warps, launch_pdl=pdl,
     )  # fmt: skip
-
-
-@lru_cache(maxsize=4096)
-def tile_for(tokens: int, n: int, k: int, paired: bool, group: int) -> Skinny:
-    """Return the tile for a step of `tokens` tokens, n outputs and k columns, `group` of which share a scale.
-
-    The rule follows from measurements with llama-3-8b on an H100: six stages, and for more than 32 tokens only as many
-    splits as are needed to keep two thirds of the multiprocessors busy.
-    """
-    grouped = group < k
-    columns = min(_STEP, group) if grouped else _STEP
-    # The registers of eight warps hold the sums of 256 tokens; with groups, a group's own sums take the place of half
-    # of them.
-    bucket = next((size for size in (16, 32, 64, 128) if tokens <= size), 128 if grouped else 256)
-    if bucket == 256:
-        return Skinny(64 if paired else 128, bucket, columns, splits=1, stages=4, warps=8)
-    rows, warps, stages = 64, 4, 6
-    if paired:  # twice the rows; two programs with up to 32 tokens, or with 128, fit on a multiprocessor
-        warps, stages = (8, 3) if bucket == 128 else (4, 5)
-    tiles = triton.cdiv(n, rows) * triton.cdiv(tokens, bucket)
-    least = 3 * MULTIPROCESSORS // 2 if bucket <= 32 else 2 * MULTIPROCESSORS // 3
-    splits = 1
-    while tiles * splits < least and k >= splits * 4 * _STEP and splits < _MOST_SPLITS:
-        splits *= 2
-    early = _EARLY_BYTES if tokens <= bucket else 0
-    while not fits_scratch(tile := Skinny(rows, bucket, columns, splits, stages, warps, early), tiles, paired):
-        splits //= 2
-    return tile
 
 
 def _packed(linear: Linear) -> PackedWeight:
