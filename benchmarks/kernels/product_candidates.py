@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from benchmarks.kernels.dense_layer import Product
 from tandem.engine.kernels.linear.triton_linear_plan import MULTIPROCESSORS, TOKEN_TILES, fits_scratch
 from tandem.engine.kernels.linear.triton_linear_tiles import Gemv, Skinny, Tile
-from tandem.engine.kernels.packed import int4_tiles
+from tandem.engine.kernels.packed import w4a8_tiles
 from tandem.engine.kernels.packed.packed_tiles import tile_for as packed_tile_for
 
 _SHARED_MEMORY = 227 << 10
@@ -27,7 +27,7 @@ _PACKED_TILES = {
     128: ((64, 3, 4), (64, 3, 8), (128, 3, 8), (128, 4, 8)),
 }
 """Candidates for packed weights, by tokens: (rows, stages, warps)."""
-_INT4_TILES = {
+_W4A8_TILES = {
     16: ((64, 4, 4), (64, 6, 4), (128, 4, 4)),
     32: ((64, 4, 4), (64, 6, 4), (128, 4, 4)),
     64: ((64, 3, 4), (64, 5, 4), (128, 4, 8)),
@@ -70,12 +70,12 @@ def packed_candidates(product: Product, tokens: int, bits: int, columns: int) ->
                 yield tile
 
 
-def int4_candidates(product: Product, tokens: int, inputs: str) -> Iterator[Skinny]:
+def w4a8_candidates(product: Product, tokens: int, inputs: str) -> Iterator[Skinny]:
     """Yield the engine's tile for a 4-bit weight and 8-bit `inputs`, "int8" or "fp8", then others."""
-    rule = int4_tiles.tile_for(inputs, tokens, product.n, product.k, product.paired)
+    rule = w4a8_tiles.tile_for(inputs, tokens, product.n, product.k, product.paired)
     yield rule
     factor = 2 if product.paired else 1
-    for most_rows, stages, warps in _INT4_TILES[int4_tiles.bucket_of(tokens)]:
+    for most_rows, stages, warps in _W4A8_TILES[w4a8_tiles.bucket_of(tokens)]:
         # Registers hold the sums, and the products of one group.
         rows = most_rows if most_rows * rule.tokens * factor <= _SUMS_PER_WARP * warps else most_rows // 2
         tiles = math.ceil(product.outputs / rows) * math.ceil(tokens / rule.tokens)

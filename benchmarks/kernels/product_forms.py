@@ -14,9 +14,9 @@ from benchmarks.kernels.dense_layer import Product
 from benchmarks.kernels.product_candidates import (
     bucket_of,
     candidates,
-    int4_candidates,
     packed_candidates,
     splits_of,
+    w4a8_candidates,
 )
 from tandem.engine.kernels.held_weight import step_bytes
 from tandem.engine.kernels.layers import Linear, Norm
@@ -24,7 +24,7 @@ from tandem.engine.kernels.linear import triton_linear
 from tandem.engine.kernels.linear.triton_activation import silu_mul
 from tandem.engine.kernels.linear.triton_linear_plan import FUSED_NORM_TOKENS, TOKEN_TILES, fits_scratch, tile_for
 from tandem.engine.kernels.linear.triton_linear_tiles import Skinny, Tile
-from tandem.engine.kernels.packed import int4_products, int4_tiles, packed_products, scaled_products, scaled_tiles
+from tandem.engine.kernels.packed import packed_products, scaled_products, scaled_tiles, w4a8_products, w4a8_tiles
 from tandem.engine.kernels.packed.library_products import library_product
 from tandem.engine.kernels.packed.scaled_weight import QuantizedInput, ScaledWeight
 from tandem.engine.kernels.packed_weight import PackedWeight
@@ -228,21 +228,21 @@ class Scaled:
 
 
 @dataclass(frozen=True)
-class Int4ByBytes(Packed):
+class W4A8(Packed):
     """4-bit weights whose inputs are quantized to 8 bits, `inputs_dtype`."""
 
     inputs_dtype: torch.dtype = torch.int8
 
     def tiles(self, product: Product, tokens: int, *, others: bool) -> list[Tile]:
         """Implement `Form.tiles`."""
-        tiles: list[Tile] = list(int4_candidates(product, tokens, "int8" if self.inputs_dtype == torch.int8 else "fp8"))
+        tiles: list[Tile] = list(w4a8_candidates(product, tokens, "int8" if self.inputs_dtype == torch.int8 else "fp8"))
         return tiles if others else tiles[:1]
 
     def launch(self, product: Product, inputs: Inputs, tile: Tile, weight: PackedWeight) -> None:
         """Quantize the input and launch the product's kernel."""
         assert isinstance(tile, Skinny)
         x = self._quantized(inputs, weight)
-        int4_products.launch(x, weight, None, inputs.out, product.op, pdl=overlaps_launches(), tile=tile)
+        w4a8_products.launch(x, weight, None, inputs.out, product.op, pdl=overlaps_launches(), tile=tile)
 
     def beside(self, product: Product, tokens: int, weights: Sequence[PackedWeight]) -> dict[str, float]:
         """Return the time to quantize the input, and of the library's product with codes widened to 8 bits."""
@@ -252,14 +252,14 @@ class Int4ByBytes(Packed):
             return times_us
 
         def by_library(weight: PackedWeight) -> None:
-            made = int4_products.library_product(self._quantized(inputs, weight), weight, None, torch.bfloat16)
+            made = w4a8_products.library_product(self._quantized(inputs, weight), weight, None, torch.bfloat16)
             _finish(made, product, inputs.out)
 
-        times_us["widen_us"] = us_of(int4_products.widened, weights)
+        times_us["widen_us"] = us_of(w4a8_products.widened, weights)
         return times_us | {"library_us": us_of(by_library, weights)}
 
     def _quantized(self, inputs: Inputs, weight: PackedWeight) -> QuantizedInput:
-        return int4_products.quantized(inputs.x, inputs.norm, weight, self.inputs_dtype, pdl=overlaps_launches())
+        return w4a8_products.quantized(inputs.x, inputs.norm, weight, self.inputs_dtype, pdl=overlaps_launches())
 
 
 def _finish(made: Tensor, product: Product, out: Tensor) -> None:
@@ -275,8 +275,8 @@ FORMS: Mapping[str, Form] = {
     "int8": Packed(torch.int8, 8),
     "fp8": Packed(torch.float8_e4m3fn, 8),
     "int4": Packed(torch.uint8, 4, group=128),
-    "int4-int8": Int4ByBytes(torch.uint8, 4, group=128),
-    "int4-fp8": Int4ByBytes(torch.uint8, 4, group=128, inputs_dtype=torch.float8_e4m3fn),
+    "int4-int8": W4A8(torch.uint8, 4, group=128),
+    "int4-fp8": W4A8(torch.uint8, 4, group=128, inputs_dtype=torch.float8_e4m3fn),
     "scaled-int8": Scaled(torch.int8),
     "scaled-fp8": Scaled(torch.float8_e4m3fn),
     "scaled-fp8-blocks": Scaled(torch.float8_e4m3fn, group=128),
@@ -300,8 +300,8 @@ class Job:
     @property
     def bucket(self) -> int:
         """The number of tokens under which the engine's tables list the tile; 1 for a step of one token in bfloat16."""
-        if isinstance(FORMS[self.form], Int4ByBytes):
-            return int4_tiles.bucket_of(self.tokens)
+        if isinstance(FORMS[self.form], W4A8):
+            return w4a8_tiles.bucket_of(self.tokens)
         return 1 if self.tokens == 1 and self.form == "bfloat16" else bucket_of(self.tokens)
 
     def __str__(self) -> str:

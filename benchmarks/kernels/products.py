@@ -4,7 +4,7 @@ For each product, form of weights and number of tokens, it prints the bandwidth 
 `--candidates`, of the fastest of several tiles) as a share of the copy bandwidth in the same run, and the times of
 other ways to compute the product. A last table has the time of a layer's products in each form and its ratio to that
 in bfloat16. With `--candidates` it prints lines for `TUNED` and `STREAMED_TOKENS` of
-tandem/engine/kernels/linear/triton_linear_tiles.py, and for `TUNED` of packed_tiles.py and int4_tiles.py in
+tandem/engine/kernels/linear/triton_linear_tiles.py, and for `TUNED` of packed_tiles.py and w4a8_tiles.py in
 tandem/engine/kernels/packed. Weights rotate through memory far larger than L2.
 """
 

@@ -30,7 +30,7 @@ from tandem.engine.weights.gguf import default_cache
 PARTS = {
     "attention": ("attention_kernel", "tile_ranges", "_rope"),
     "sampling": ("choice", "choose", "collect", "best", "weigh", "argmax", "reduce_kernel", "_merge_blocks"),
-    "products": ("gemv", "skinny", "packed_kernel", "scaled_kernel", "int4_kernel", "quantize", "nvjet", "gemm"),
+    "products": ("gemv", "skinny", "packed_kernel", "scaled_kernel", "w4a8_kernel", "quantize", "nvjet", "gemm"),
 }  # fmt: skip
 """Parts of a step, each with what the names of its kernels contain; all other kernels and copies are `other`."""
 WAITING = "waiting for the host"

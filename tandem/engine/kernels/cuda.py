@@ -42,7 +42,7 @@ from tandem.engine.kernels.linear.gated_product import GatedProduct
 from tandem.engine.kernels.linear.triton_activation import gelu_mul
 from tandem.engine.kernels.linear.triton_linear_plan import FUSED_NORM_TOKENS, streams
 from tandem.engine.kernels.packed import products, scaled_products
-from tandem.engine.kernels.packed.packed_products import dequantized_for
+from tandem.engine.kernels.packed.products import dequantized_for
 from tandem.engine.kernels.packed_weight import PackedWeight
 from tandem.engine.kernels.reference import activate
 from tandem.engine.kernels.rowwise import triton_rope

@@ -1,4 +1,4 @@
-"""Products with 8-bit inputs on GPUs, of weights of 8 bits or, see `int4_products`, 4 bits.
+"""Products with 8-bit inputs on GPUs, of weights of 8 bits or, see `w4a8_products`, 4 bits.
 
 One kernel applies the norm, if there is one, and quantizes the input token by token. The codes do not depend on the
 number of tokens in the step, so a token's output differs between steps only by the order of accumulation
@@ -17,7 +17,7 @@ from tandem.engine.kernels.layers import DenseLayer, Linear, Norm
 from tandem.engine.kernels.linear.triton_activation import gelu_mul, silu_mul
 from tandem.engine.kernels.linear.triton_linear import ADD, GATE_UP, STORE, early_bytes, reserve_scratch
 from tandem.engine.kernels.linear.triton_linear_tiles import Skinny
-from tandem.engine.kernels.packed import int4_products, packed_products
+from tandem.engine.kernels.packed import packed_products, w4a8_products
 from tandem.engine.kernels.packed.input_codes import quantized_input
 from tandem.engine.kernels.packed.library_products import block_scales, library_product
 from tandem.engine.kernels.packed.scaled_tiles import tile_for
@@ -54,7 +54,7 @@ def uses_library(tokens: int, weight: PackedWeight, dtype: torch.dtype) -> bool:
     row or with scales in blocks, and both dimensions are multiples of 16.
     """
     if not isinstance(weight, ScaledWeight):
-        return int4_products.uses_library(tokens, weight, dtype)
+        return w4a8_products.uses_library(tokens, weight, dtype)
     rows, columns = weight.shape
     served = (
         weight.codes.dtype == torch.float8_e4m3fn
@@ -125,7 +125,7 @@ def _add(x: QuantizedInput, linear: Linear, hidden: Tensor, *, pdl: bool) -> Non
 def _library_product(x: QuantizedInput, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     if isinstance(weight, ScaledWeight):
         return library_product(x, weight, bias, dtype)
-    return int4_products.library_product(x, weight, bias, dtype)
+    return w4a8_products.library_product(x, weight, bias, dtype)
 
 
 def quantized(
@@ -137,7 +137,7 @@ def quantized(
     |value| / largest code.
     """
     if weight.bits == 4:
-        return int4_products.quantized(x, norm, weight, pdl=pdl, activation=activation)
+        return w4a8_products.quantized(x, norm, weight, pdl=pdl, activation=activation)
     columns, dtype = weight.shape[-1], weight.codes.dtype
     return quantized_input(x, norm, columns, dtype, weight.group, None, pdl=pdl, activation=activation)
 
@@ -158,7 +158,7 @@ def launch(
     A tile's `tokens` must divide `ROW_TILE`, and its `columns` those of `tile_for`.
     """
     if weight.bits == 4:
-        int4_products.launch(x, weight, bias, out, op, pdl=pdl, gelu=gelu, tile=tile)
+        w4a8_products.launch(x, weight, bias, out, op, pdl=pdl, gelu=gelu, tile=tile)
         return
     tokens, n, k = len(out), out.shape[1], weight.shape[1]
     if tile is None:

@@ -5,8 +5,11 @@ shift, of four codes at a time. Inputs are quantized token by token, as in `scal
 group of the weight, or to float8_e4m3fn with a scale per token. The products of a group are summed before they are
 scaled, in int32 or float32.
 
-For the longest steps the codes are widened once to float8_e4m3fn, which represents -8 to 7 exactly, in scratch memory,
-and PyTorch's library multiplies them with a scale per row and group.
+For the longest steps the codes are widened once to float8_e4m3fn in scratch memory, for PyTorch's library. Those of
+integers, -8 to 7, keep their scales per row and group. Those of MXFP4 are multiplied by their scales, which are powers
+of two, and by a power of two for each row. This is exact for scales of at least 2⁻¹⁴ of the largest of the row; others
+lose bits below 2⁻¹⁵ of it. MXFP4 has no product of its own: a group of 32 columns is a single instruction of the tensor
+cores, whose result would have to be scaled before the next.
 """
 
 import torch
@@ -16,10 +19,13 @@ from torch import Tensor
 from tandem.engine.kernels.layers import Norm
 from tandem.engine.kernels.linear.triton_linear import GATE_UP, early_bytes, reserve_scratch
 from tandem.engine.kernels.linear.triton_linear_tiles import Skinny
+from tandem.engine.kernels.packed.float4_weight import SCALES_A_WORD, WordScaledWeight
 from tandem.engine.kernels.packed.input_codes import quantized_input
-from tandem.engine.kernels.packed.int4_tiles import least_tokens, library_tokens, tile_for
-from tandem.engine.kernels.packed.scaled_weight import BLOCK, QuantizedInput
-from tandem.engine.kernels.packed.triton_int4 import int4_kernel, widen_kernel
+from tandem.engine.kernels.packed.library_products import library_product as row_product
+from tandem.engine.kernels.packed.packed_products import dequantize
+from tandem.engine.kernels.packed.scaled_weight import BLOCK, QuantizedInput, ScaledWeight
+from tandem.engine.kernels.packed.triton_w4a8 import w4a8_kernel
+from tandem.engine.kernels.packed.w4a8_tiles import least_tokens, library_tokens, tile_for
 from tandem.engine.kernels.packed_weight import TILE, Float4Weight, PackedWeight
 from tandem.engine.kernels.triton_launch import INTERPRETED, overlaps_launches
 
@@ -28,7 +34,12 @@ INPUTS = torch.float8_e4m3fn
 _MOST_WIDENED = 1 << 28
 """Maximum number of elements of a weight whose widened codes are kept in scratch memory: 256 MiB."""
 _INPUTS = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
-_WIDENED_COLUMNS = 1024
+_MXFP4_GROUP = 32
+_ONE, _TOP = 253, 6
+"""The exponent of a scale byte of 0 (`float4_weight`), and that of the largest scale of a row of widened codes.
+
+The largest E2M1 number, 6, becomes 384; the largest number of float8_e4m3fn is 448.
+"""
 
 
 def multiplies(weight: PackedWeight) -> bool:
@@ -43,7 +54,8 @@ def quantizes_inputs(tokens: int, weight: PackedWeight, dtype: torch.dtype) -> b
     That is from `least_tokens` on, for 16-bit inputs on GPUs whose tensor cores multiply 8 bits twice as fast.
     """
     fast = INTERPRETED or (weight.device.type == "cuda" and overlaps_launches())
-    return fast and dtype != torch.float32 and multiplies(weight) and tokens >= least_tokens(*weight.shape)
+    many = multiplies(weight) and tokens >= least_tokens(*weight.shape)
+    return fast and dtype != torch.float32 and (many or uses_library(tokens, weight, dtype))
 
 
 def quantized(
@@ -62,7 +74,8 @@ def quantized(
     """
     columns = weight.shape[-1]
     group = weight.group if dtype == torch.int8 else columns
-    return quantized_input(x, norm, columns, dtype, group, weight.group, pdl=pdl, activation=activation)
+    total = weight.group if multiplies(weight) else None
+    return quantized_input(x, norm, columns, dtype, group, total, pdl=pdl, activation=activation)
 
 
 def launch(
@@ -87,7 +100,7 @@ def launch(
         tile = tile_for(_INPUTS[x.codes.dtype], tokens, len(weight), k, op == GATE_UP.value)
     grid = (triton.cdiv(tokens, tile.tokens), triton.cdiv(n, tile.rows), tile.splits)
     partials, counters = (out, out) if tile.splits == 1 else reserve_scratch(out.device)
-    int4_kernel[grid](
+    w4a8_kernel[grid](
         x.codes, x.scales, x.totals, weight.codes, weight.scales,
         weight.scales if weight.offsets is None else weight.offsets, out if bias is None else bias, out,
         partials, counters, tokens, n, x.totals.stride(0), *weight.scales.stride(),
@@ -105,20 +118,25 @@ def uses_library(tokens: int, weight: PackedWeight, dtype: torch.dtype) -> bool:
 
 
 def library_multiplies(weight: PackedWeight) -> bool:
-    """Return True if PyTorch's library multiplies the widened codes: a scale per `BLOCK` columns, and no offsets."""
-    rows = weight.shape[0]
-    return multiplies(weight) and weight.group == BLOCK and weight.offsets is None and rows % 16 == 0
+    """Return True if PyTorch's library multiplies the widened codes.
+
+    It multiplies integers without offsets, with a scale per `BLOCK` columns, and MXFP4; dimensions are multiples of 16.
+    """
+    if weight.bits != 4 or len(weight.shape) != 2 or weight.shape[0] % 16 or weight.shape[1] % 16:
+        return False
+    if isinstance(weight, Float4Weight):
+        return weight.group == _MXFP4_GROUP
+    return weight.group == BLOCK and weight.offsets is None
 
 
 def library_product(x: QuantizedInput, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return x · weightᵀ + bias [T, N] in `dtype`, for float8 inputs; `library_multiplies` must be True.
-
-    The library wants a scale for each group of a token, so the token's scale is repeated.
-    """
+    """Return x · weightᵀ + bias [T, N] in `dtype`, for float8 inputs; `library_multiplies` must be True."""
+    if isinstance(weight, Float4Weight):
+        return row_product(x, widened_float4(weight), bias, dtype)
     from torch.nn.functional import ScalingType, scaled_mm
 
+    # The library wants a scale for each group of a token, and all rows of the memory: their number is the stride.
     scales = x.scales.expand(weight.scales.shape[1], -1).contiguous()
-    # All rows of the memory, because the scales are column-major and have that stride.
     out = scaled_mm(
         x.codes, widened(weight).t(), scales.t(), ScalingType.BlockWise1x128,
         weight.scales, ScalingType.BlockWise1x128, output_dtype=dtype,
@@ -127,10 +145,19 @@ def library_product(x: QuantizedInput, weight: PackedWeight, bias: Tensor | None
 
 
 def widened(weight: PackedWeight) -> Tensor:
-    """Return the codes of a weight without offsets, minus 8, as float8_e4m3fn [N, K]."""
+    """Return the codes of integers without offsets, minus 8, as float8_e4m3fn [N, K]."""
     rows, columns = weight.shape
     out = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=weight.device)
-    widen_kernel[(rows, triton.cdiv(columns // 2, _WIDENED_COLUMNS))](
-        weight.codes, out, K=columns, TILE=TILE, COLUMNS=_WIDENED_COLUMNS
-    )
+    dequantize(PackedWeight(weight.codes, weight.scales.new_ones(1, 1).expand(rows, 1), None, columns), out)
     return out
+
+
+def widened_float4(weight: Float4Weight) -> ScaledWeight:
+    """Return an MXFP4 weight that `packed_products.prepared` returned with float8_e4m3fn codes and a scale per row."""
+    rows, columns = weight.shape
+    held = weight.scales.t().contiguous().view(torch.uint8).view(-1, rows, SCALES_A_WORD)
+    # With the scale byte b, a code of 1 is 2 ** (b - _ONE); the largest group's becomes 2 ** _TOP.
+    powers = torch.exp2((_ONE + _TOP - held.amax((0, 2)).float()).clamp(max=127))
+    codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=weight.device)
+    dequantize(WordScaledWeight(weight.codes, weight.scales, None, weight.group, powers), codes)
+    return ScaledWeight(codes, (weight.factors / powers)[:, None], None, columns, None)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.kernels.linear.triton_linear import GATE_UP, STORE, reserve_scratch
-from tandem.engine.kernels.packed import int4_products, packed_products
+from tandem.engine.kernels.packed import packed_products, w4a8_products
 from tandem.engine.kernels.packed.scaled_weight import QuantizedInput
 from tandem.engine.kernels.triton_launch import overlaps_launches
 from tests.kernels.packed_cases import make_packed, on_device
@@ -40,13 +40,13 @@ def test_products_of_any_number_of_tokens(dtype: torch.dtype, kind: str, shape: 
     weight, pdl = on_device(make_packed(kind, (rows, k), group), CUDA), overlaps_launches()
     prepared, exact_weight = packed_products.prepared(weight), weight.dequantized(torch.float64)
     for tokens in TOKENS:
-        x = int4_products.quantized(torch.randn(tokens, k, device=CUDA).bfloat16(), None, weight, dtype, pdl=pdl)
+        x = w4a8_products.quantized(torch.randn(tokens, k, device=CUDA).bfloat16(), None, weight, dtype, pdl=pdl)
         exact = values_of(x) @ exact_weight.t()
         out = exact.new_empty(tokens, rows, dtype=torch.bfloat16)
-        int4_products.launch(x, prepared, None, out, STORE.value, pdl=pdl)
+        w4a8_products.launch(x, prepared, None, out, STORE.value, pdl=pdl)
         check(out, exact, dtype, k)
         again = torch.empty_like(out)
-        int4_products.launch(x, prepared, None, again, STORE.value, pdl=pdl)
+        w4a8_products.launch(x, prepared, None, again, STORE.value, pdl=pdl)
         assert torch.equal(out, again)
 
 
@@ -55,19 +55,19 @@ def test_gate_and_up(dtype: torch.dtype) -> None:
     reserve_scratch(CUDA)
     weight, pdl = on_device(make_packed("int4", (1024, 4096), 128), CUDA), overlaps_launches()
     for tokens in (1, 64, 128, 300):
-        x = int4_products.quantized(torch.randn(tokens, 4096, device=CUDA).bfloat16(), None, weight, dtype, pdl=pdl)
+        x = w4a8_products.quantized(torch.randn(tokens, 4096, device=CUDA).bfloat16(), None, weight, dtype, pdl=pdl)
         gate, up = (values_of(x) @ weight.dequantized(torch.float64).t()).chunk(2, dim=1)
         out = gate.new_empty(tokens, 512, dtype=torch.bfloat16)
-        int4_products.launch(x, packed_products.prepared(weight), None, out, GATE_UP.value, pdl=pdl)
+        w4a8_products.launch(x, packed_products.prepared(weight), None, out, GATE_UP.value, pdl=pdl)
         check(out, torch.nn.functional.silu(gate) * up, dtype, 8192)
 
 
 def test_the_library_multiplies_widened_codes() -> None:
     weight, pdl = on_device(make_packed("int4", (512, 4096), 128), CUDA), overlaps_launches()
     prepared = packed_products.prepared(weight)
-    assert int4_products.library_multiplies(prepared)
+    assert w4a8_products.library_multiplies(prepared)
     for tokens in TOKENS:
         x = torch.randn(tokens, 4096, device=CUDA).bfloat16()
-        codes = int4_products.quantized(x, None, weight, torch.float8_e4m3fn, pdl=pdl)
-        made = int4_products.library_product(codes, prepared, None, torch.bfloat16)
+        codes = w4a8_products.quantized(x, None, weight, torch.float8_e4m3fn, pdl=pdl)
+        made = w4a8_products.library_product(codes, prepared, None, torch.bfloat16)
         check(made, values_of(codes) @ weight.dequantized(torch.float64).t(), torch.float8_e4m3fn, 4096)

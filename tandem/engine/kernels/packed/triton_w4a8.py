@@ -1,4 +1,4 @@
-"""The kernels of `int4_products`: products of 4-bit codes with 8-bit codes, and 4-bit codes widened to 8 bits."""
+"""The kernel of `w4a8_products`: products of 4-bit codes with 8-bit codes."""
 
 import triton
 import triton.language as tl
@@ -95,7 +95,7 @@ def _add_offsets(
 
 
 @triton.jit(do_not_specialize=["T"])
-def int4_kernel(
+def w4a8_kernel(
     x,
     x_scales,
     totals,
@@ -199,17 +199,3 @@ def int4_kernel(
         sums, sums_up, no_squares, bias, out, partials, counters, rows, tokens, split, T, N, 0.0,
         K, OP, GELU, NO_NORM, BIAS, ROWS, TOKENS, SPLITS,
     )  # fmt: skip
-
-
-@triton.jit
-def widen_kernel(codes, out, K: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr):
-    """Program (row, part) widens COLUMNS bytes of 4-bit codes of a row, minus `CENTRE`, to out [N, K] float8_e4m3fn."""
-    BYTES: tl.constexpr = K // 2
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = at < BYTES
-    held = tl.load(codes + row * BYTES + at, mask=inside, other=0)
-    column = at // (TILE // 2) * TILE + at % (TILE // 2)
-    for part in tl.static_range(2):
-        code = ((held >> (4 * part)) & 15).to(tl.float32) - CENTRE
-        tl.store(out + row * K + column + part * (TILE // 2), code.to(out.dtype.element_ty), mask=inside)

@@ -1,5 +1,7 @@
 """Products of 4-bit codes with 8-bit codes in Triton, and the 8-bit codes of 4-bit weights that PyTorch multiplies."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,7 +10,7 @@ from torch.nn.functional import linear
 from tandem.engine.kernels.layers import Linear, Norm
 from tandem.engine.kernels.linear.triton_linear import ADD, GATE_UP, STORE
 from tandem.engine.kernels.linear.triton_linear_tiles import Skinny
-from tandem.engine.kernels.packed import int4_products, packed_products, products
+from tandem.engine.kernels.packed import packed_products, products, w4a8_products
 from tandem.engine.kernels.packed.scaled_weight import QuantizedInput
 from tandem.engine.kernels.packed_weight import PackedWeight
 from tandem.engine.kernels.reference import activate, rms_norm
@@ -57,10 +59,10 @@ def check(
     """Compares a product with PyTorch's in float32, both against float64, on the numbers that the codes stand for."""
     weight, x, bias = make_weight(kind, rows, k, group), random(tokens, k, seed=1), random(rows, seed=2)
     residual = random(tokens, rows // 2 if op == GATE_UP.value else rows, seed=3)
-    codes = int4_products.quantized(x, None, weight, dtype, pdl=False)
+    codes = w4a8_products.quantized(x, None, weight, dtype, pdl=False)
     ours = residual.clone()
     prepared = packed_products.prepared(weight)
-    int4_products.launch(codes, prepared, bias, ours, op, pdl=False, gelu=gelu, tile=tile)
+    w4a8_products.launch(codes, prepared, bias, ours, op, pdl=False, gelu=gelu, tile=tile)
     exact, baseline = (
         finished(
             linear(values_of(codes).to(wide), weight.dequantized(wide), bias.to(wide)), op, residual.to(wide), gelu
@@ -97,7 +99,7 @@ def test_the_tile_of_the_rule(op: int) -> None:
 def test_totals_are_those_of_the_codes(dtype: torch.dtype) -> None:
     weight, norm = make_weight("int4", 16, 384, 128), Norm(random(384, seed=2), EPS)
     x = random(3, 384, seed=1)
-    codes = int4_products.quantized(x, norm, weight, dtype, pdl=False)
+    codes = w4a8_products.quantized(x, norm, weight, dtype, pdl=False)
     assert codes.totals is not None
     sums = values_of(codes).view(3, 3, 128).sum(-1)
     assert (codes.totals[:, :3].t().double() - sums).abs().max() <= 1e-6 * sums.abs().max()
@@ -112,8 +114,8 @@ def test_a_number_that_is_none_stays_in_its_token(dtype: torch.dtype) -> None:
     weight, x = packed_products.prepared(make_weight("int4", 32, 256, 128)), random(3, 256, seed=1)
     x[1, 200] = float("nan")
     out = x.new_empty(3, 32)
-    int4_products.launch(
-        int4_products.quantized(x, None, weight, dtype, pdl=False), weight, None, out, STORE.value, pdl=False, tile=TILE
+    w4a8_products.launch(
+        w4a8_products.quantized(x, None, weight, dtype, pdl=False), weight, None, out, STORE.value, pdl=False, tile=TILE
     )
     assert out[1].isnan().all()
     assert out[[0, 2]].isfinite().all()
@@ -128,16 +130,16 @@ def test_a_step_of_many_tokens_is_computed_with_8_bit_inputs(
     weight, dtype = make_weight("int4", 32, 256, 128), torch.float16
     prepared, bias = packed_products.prepared(weight), random(32, seed=5).to(dtype)
     layer = Linear(prepared, bias)
-    monkeypatch.setattr(int4_products, "least_tokens", lambda *_: 5)
+    monkeypatch.setattr(w4a8_products, "least_tokens", lambda *_: 5)
     if by_library:
-        monkeypatch.setattr(int4_products, "uses_library", lambda *_: True)
-        monkeypatch.setattr(int4_products, "library_product", multiplied_by_pytorch)
+        monkeypatch.setattr(w4a8_products, "uses_library", lambda tokens, *_: tokens >= 5)
+        monkeypatch.setattr(w4a8_products, "library_product", multiplied_by_pytorch)
     few = products.products_of(prepared, 4, dtype)
     assert few is products.products_of(prepared, 5, torch.float32) is packed_products
     x, norm, hidden = (random(*sizes, seed=1).to(dtype) for sizes in ((5, 256), (256,), (5, 32)))
     many, normed = products.products_of(prepared, 5, dtype), Norm(norm, EPS)
     residual = hidden.double()
-    codes = int4_products.quantized(x, None if operation == "linear_add" else normed, weight, pdl=False)
+    codes = w4a8_products.quantized(x, None if operation == "linear_add" else normed, weight, pdl=False)
     exact = values_of(codes) @ weight.dequantized(torch.float64).t() + bias.double()
     if operation == "norm_linear":
         actual = many.norm_linear(x, normed, layer, pdl=False)
@@ -156,9 +158,42 @@ def multiplied_by_pytorch(x: QuantizedInput, weight: PackedWeight, bias: Tensor,
 
 def test_widened_codes_are_exact() -> None:
     weight = make_weight("int4", 16, 256, 128)
-    widened = int4_products.widened(weight).double().view(16, 2, 128)
+    widened = w4a8_products.widened(weight).double().view(16, 2, 128)
     exact = widened * weight.scales.double()[..., None]
     assert torch.equal(exact.view(16, 256), weight.dequantized(torch.float64))
+
+
+def test_widened_mxfp4_is_exact_within_the_range_of_a_row() -> None:
+    """Scales from 2⁻¹⁴ of the row's largest on; of smaller ones, numbers keep the bits down to 2⁻¹⁵ of the largest."""
+    weight = make_weight("mxfp4", 3, 256, 32)
+    scales = weight.scales.view(torch.uint8)
+    scales[0, :4], scales[1, :4] = torch.tensor([109, 123, 112, 116], dtype=torch.uint8), 120
+    scales[2, 0], scales[2, 1:] = 120, 100
+    weight = replace(weight, factors=torch.tensor([1.5, 0.75, 1.0]).to(DEVICE))
+    widened = w4a8_products.widened_float4(packed_products.prepared(weight)).dequantized(torch.float64)
+    exact = weight.dequantized(torch.float64)
+    assert torch.equal(widened[:2], exact[:2])
+    assert not torch.equal(widened[2], exact[2])
+    assert (widened[2] - exact[2]).abs().max() <= 2.0 ** (120 - 127 - 16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "served"), [("mxfp4", True), ("nvfp4", False), ("int4", True), ("int4_offsets", False)]
+)
+def test_weights_that_the_library_multiplies(kind: str, served: bool) -> None:
+    weight = packed_products.prepared(make_weight(kind, 32, 256, 128))
+    assert w4a8_products.library_multiplies(weight) == served
+    product = w4a8_products.quantized(random(5, 256, seed=1), None, weight, pdl=False)
+    assert (product.totals is None) == (kind in {"mxfp4", "nvfp4"})
+
+
+def test_the_library_s_product_of_mxfp4() -> None:
+    weight = make_weight("mxfp4", 32, 256, 32)
+    x, bias = random(40, 256, seed=1).bfloat16(), random(32, seed=2).bfloat16()
+    codes = w4a8_products.quantized(x, None, weight, pdl=False)
+    made = w4a8_products.library_product(codes, packed_products.prepared(weight), bias, torch.bfloat16)
+    exact = values_of(codes) @ weight.dequantized(torch.float64).t() + bias.double()
+    assert ((made.double() - exact).abs() <= exact.abs() * 2**-7 + 0.02).all()
 
 
 def test_the_library_s_product_has_the_form_that_pytorch_checks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,10 +202,10 @@ def test_the_library_s_product_has_the_form_that_pytorch_checks(monkeypatch: pyt
     weight = PackedWeight(
         torch.empty(256, 320, dtype=torch.uint8, device="meta"), torch.empty(5, 256, device="meta").t(), None, 128
     )
-    monkeypatch.setattr(int4_products, "widened", lambda _: codes)
+    monkeypatch.setattr(w4a8_products, "widened", lambda _: codes)
     x = QuantizedInput(codes, torch.empty(1, 256, device="meta"), 200)
-    assert int4_products.library_multiplies(weight)
-    assert int4_products.library_product(x, weight, None, torch.bfloat16).shape == (200, 256)
+    assert w4a8_products.library_multiplies(weight)
+    assert w4a8_products.library_product(x, weight, None, torch.bfloat16).shape == (200, 256)
 
 
 @pytest.mark.parametrize(
@@ -178,4 +213,4 @@ def test_the_library_s_product_has_the_form_that_pytorch_checks(monkeypatch: pyt
     [("int4", 256, 128, True), ("int4", 256, 64, False), ("int8", 256, 128, False), ("mxfp4", 256, 32, False)],
 )
 def test_weights_that_are_multiplied(kind: str, k: int, group: int, multiplied: bool) -> None:
-    assert int4_products.multiplies(make_weight(kind, 16, k, group)) == multiplied
+    assert w4a8_products.multiplies(make_weight(kind, 16, k, group)) == multiplied
