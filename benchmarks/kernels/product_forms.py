@@ -36,8 +36,14 @@ EARLY = 512
 _EPS = 1e-5
 _DEQUANTIZED_FROM = 128
 """Minimum number of tokens for which the product with a dequantized weight is measured as well."""
-_SCALED_TILES = ((64, 128, 6, 4), (64, 256, 4, 4), (128, 128, 4, 4), (128, 128, 4, 8))
-"""Candidates for 8-bit codes with 8-bit inputs: (rows, columns, stages, warps)."""
+_SCALED_TILES = (
+    (64, 128, 6, 4, EARLY),
+    (64, 128, 6, 4, 4 * EARLY),
+    (64, 256, 4, 4, EARLY),
+    (128, 128, 4, 4, EARLY),
+    (128, 128, 4, 8, EARLY),
+)
+"""Candidates for 8-bit codes with 8-bit inputs: (rows, columns, stages, warps, bytes prefetched into L2)."""
 _ROTATED_BYTES = 256 << 20
 """Minimum total size of the weights in a timed graph: five times L2."""
 
@@ -219,10 +225,10 @@ class Scaled:
         yield rule
         if tokens > TOKEN_TILES[-1]:
             return
-        for rows, columns, stages, warps in _SCALED_TILES:
+        for rows, columns, stages, warps, early in _SCALED_TILES:
             tiles = math.ceil(product.outputs / rows)
             for splits in splits_of(tiles, product.k // columns):
-                tile = Skinny(rows, rule.tokens, columns, splits, stages, warps, rule.early)
+                tile = Skinny(rows, rule.tokens, columns, splits, stages, warps, early)
                 if tile != rule and fits_scratch(tile, tiles, product.paired) and columns <= (self.group or product.k):
                     yield tile
 

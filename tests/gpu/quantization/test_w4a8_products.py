@@ -71,3 +71,13 @@ def test_the_library_multiplies_widened_codes() -> None:
         codes = w4a8_products.quantized(x, None, weight, torch.float8_e4m3fn, pdl=pdl)
         made = w4a8_products.library_product(codes, prepared, None, torch.bfloat16)
         check(made, values_of(codes) @ weight.dequantized(torch.float64).t(), torch.float8_e4m3fn, 4096)
+
+
+def test_the_library_multiplies_mxfp4() -> None:
+    weight, pdl = on_device(make_packed("mxfp4", (512, 4096), 32), CUDA), overlaps_launches()
+    prepared = packed_products.prepared(weight)
+    for tokens in TOKENS:
+        x = torch.randn(tokens, 4096, device=CUDA).bfloat16()
+        codes = w4a8_products.quantized(x, None, weight, pdl=pdl)
+        made = w4a8_products.library_product(codes, prepared, None, torch.bfloat16)
+        check(made, values_of(codes) @ weight.dequantized(torch.float64).t(), torch.float8_e4m3fn, 4096)
