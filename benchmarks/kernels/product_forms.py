@@ -304,6 +304,11 @@ class Job:
         form.launch(self.product, form.inputs(self.product, self.tokens), self.tile, form.weight(self.product))
 
     @property
+    def kernel(self) -> tuple[Product, str, Tile]:
+        """What the variant is compiled for: everything but the number of tokens."""
+        return self.product, self.form, self.tile
+
+    @property
     def bucket(self) -> int:
         """The number of tokens under which the engine's tables list the tile; 1 for a step of one token in bfloat16."""
         if isinstance(FORMS[self.form], W4A8):

@@ -64,7 +64,10 @@ def measure(options: argparse.Namespace) -> Measured:
         for tokens in options.tokens
         for tile in FORMS[form].tiles(product, tokens, others=form in tuned)
     ]
-    working = compiled(jobs, options.workers)
+    # A kernel is the same for all numbers of tokens with the same tile, so it is compiled once.
+    kernels = {job.kernel: job for job in jobs}
+    compiling = {job.kernel for job in compiled(list(kernels.values()), options.workers)}
+    working = [job for job in jobs if job.kernel in compiling]
     copy = copy_bandwidth()
     print(f"copy: {copy / 1e12:.3f} TB/s on {torch.cuda.get_device_name()}", flush=True)
     rows = [row for product in products for form in options.forms for row in _rows(product, form, working, copy)]
