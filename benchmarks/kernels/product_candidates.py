@@ -28,13 +28,13 @@ _PACKED_TILES = {
 }
 """Candidates for packed weights, by tokens: (rows, stages, warps)."""
 _W4A8_TILES = {
-    16: ((64, 4, 4), (64, 6, 4), (128, 4, 4)),
-    32: ((64, 4, 4), (64, 6, 4), (128, 4, 4)),
-    64: ((64, 3, 4), (64, 5, 4), (128, 4, 8)),
-    128: ((64, 3, 4), (64, 4, 4), (128, 3, 8), (128, 4, 8)),
-    256: ((64, 3, 4), (128, 3, 8), (128, 4, 8)),
+    16: ((64, 4, 4, 512), (64, 6, 4, 512), (64, 6, 4, 2048), (128, 4, 4, 512)),
+    32: ((64, 4, 4, 512), (64, 6, 4, 512), (64, 6, 4, 2048), (128, 4, 4, 512)),
+    64: ((64, 3, 4, 512), (64, 5, 4, 512), (128, 4, 8, 512)),
+    128: ((64, 3, 4, 512), (64, 4, 4, 512), (128, 3, 8, 512), (128, 4, 8, 512)),
+    256: ((64, 3, 4, 0), (128, 3, 8, 0), (128, 4, 8, 0)),
 }
-"""Candidates for 4-bit weights with 8-bit inputs, by tokens: (rows, stages, warps)."""
+"""Candidates for 4-bit weights with 8-bit inputs, by tokens: (rows, stages, warps, bytes prefetched into L2)."""
 
 
 def bucket_of(tokens: int) -> int:
@@ -75,12 +75,12 @@ def w4a8_candidates(product: Product, tokens: int, inputs: str) -> Iterator[Skin
     rule = w4a8_tiles.tile_for(inputs, tokens, product.n, product.k, product.paired)
     yield rule
     factor = 2 if product.paired else 1
-    for most_rows, stages, warps in _W4A8_TILES[w4a8_tiles.bucket_of(tokens)]:
+    for most_rows, stages, warps, early in _W4A8_TILES[w4a8_tiles.bucket_of(tokens)]:
         # Registers hold the sums, and the products of one group.
         rows = most_rows if most_rows * rule.tokens * factor <= _SUMS_PER_WARP * warps else most_rows // 2
         tiles = math.ceil(product.outputs / rows) * math.ceil(tokens / rule.tokens)
         for splits in splits_of(tiles, product.k // rule.columns)[-2:] if tokens <= rule.tokens else (1,):
-            tile = Skinny(rows, rule.tokens, rule.columns, splits, stages, warps, rule.early)
+            tile = Skinny(rows, rule.tokens, rule.columns, splits, stages, warps, early)
             if tile != rule and fits_scratch(tile, tiles, product.paired):
                 yield tile
 
