@@ -70,9 +70,9 @@ def packed_candidates(product: Product, tokens: int, bits: int, columns: int) ->
                 yield tile
 
 
-def w4a8_candidates(product: Product, tokens: int, inputs: str) -> Iterator[Skinny]:
-    """Yield the engine's tile for a 4-bit weight and 8-bit `inputs`, "int8" or "fp8", then others."""
-    rule = w4a8_tiles.tile_for(inputs, tokens, product.n, product.k, product.paired)
+def w4a8_candidates(product: Product, tokens: int) -> Iterator[Skinny]:
+    """Yield the engine's tile for a 4-bit weight and 8-bit inputs, then others."""
+    rule = w4a8_tiles.tile_for(tokens, product.n, product.k, product.paired)
     yield rule
     factor = 2 if product.paired else 1
     for most_rows, stages, warps, early in _W4A8_TILES[w4a8_tiles.bucket_of(tokens)]:

@@ -235,13 +235,13 @@ class Scaled:
 
 @dataclass(frozen=True)
 class W4A8(Packed):
-    """4-bit weights whose inputs are quantized to 8 bits, `inputs_dtype`."""
+    """4-bit weights whose inputs are quantized to FP8, with a scale per token or, if `grouped`, also per group."""
 
-    inputs_dtype: torch.dtype = torch.int8
+    grouped: bool = False
 
     def tiles(self, product: Product, tokens: int, *, others: bool) -> list[Tile]:
         """Implement `Form.tiles`."""
-        tiles: list[Tile] = list(w4a8_candidates(product, tokens, "int8" if self.inputs_dtype == torch.int8 else "fp8"))
+        tiles: list[Tile] = list(w4a8_candidates(product, tokens))
         return tiles if others else tiles[:1]
 
     def launch(self, product: Product, inputs: Inputs, tile: Tile, weight: PackedWeight) -> None:
@@ -254,7 +254,7 @@ class W4A8(Packed):
         """Return the time to quantize the input, and of the library's product with codes widened to 8 bits."""
         inputs = self.inputs(product, tokens)
         times_us = {"quantize_us": us_of(partial(self._quantized, inputs), weights)}
-        if tokens < _DEQUANTIZED_FROM or self.inputs_dtype != torch.float8_e4m3fn:
+        if tokens < _DEQUANTIZED_FROM:
             return times_us
 
         def by_library(weight: PackedWeight) -> None:
@@ -265,7 +265,7 @@ class W4A8(Packed):
         return times_us | {"library_us": us_of(by_library, weights)}
 
     def _quantized(self, inputs: Inputs, weight: PackedWeight) -> QuantizedInput:
-        return w4a8_products.quantized(inputs.x, inputs.norm, weight, self.inputs_dtype, pdl=overlaps_launches())
+        return w4a8_products.quantized(inputs.x, inputs.norm, weight, pdl=overlaps_launches(), grouped=self.grouped)
 
 
 def _finish(made: Tensor, product: Product, out: Tensor) -> None:
@@ -281,8 +281,8 @@ FORMS: Mapping[str, Form] = {
     "int8": Packed(torch.int8, 8),
     "fp8": Packed(torch.float8_e4m3fn, 8),
     "int4": Packed(torch.uint8, 4, group=128),
-    "int4-int8": W4A8(torch.uint8, 4, group=128),
-    "int4-fp8": W4A8(torch.uint8, 4, group=128, inputs_dtype=torch.float8_e4m3fn),
+    "w4a8": W4A8(torch.uint8, 4, group=128),
+    "w4a8-groups": W4A8(torch.uint8, 4, group=128, grouped=True),
     "scaled-int8": Scaled(torch.int8),
     "scaled-fp8": Scaled(torch.float8_e4m3fn),
     "scaled-fp8-blocks": Scaled(torch.float8_e4m3fn, group=128),

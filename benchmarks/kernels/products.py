@@ -26,7 +26,7 @@ from benchmarks.results import run_facts
 from tandem.engine.kernels.linear.triton_linear import reserve_scratch
 
 TOKENS = (1, 16, 32, 64, 128)
-_TUNED = ("bfloat16", "int8", "int4", "int4-int8", "int4-fp8", "scaled-fp8")
+_TUNED = ("bfloat16", "int8", "int4", "w4a8", "w4a8-groups", "scaled-fp8")
 """The forms that the engine's tables are tuned with; fp8 uses the tiles of int8."""
 _OTHER_WAYS = ("cublas_us", "dequantized_us", "library_us")
 """Times of other ways to compute the same product."""
@@ -139,7 +139,7 @@ def _print_least_tokens(rows: Sequence[Row]) -> None:
         return found
 
     by_size = {(row["form"], row["shape"], row["tokens"]): row for row in rows}
-    for form in ("int4-int8", "int4-fp8"):
+    for form in ("w4a8", "w4a8-groups"):
         for shape in dict.fromkeys(row["shape"] for row in rows if row["form"] == form):
             narrow = least(shape, form, lambda plain, row: _fastest(row) <= _fastest(plain))
             library = least(shape, form, lambda _, row: row.get("library_us", math.inf) <= row["us"])

@@ -18,7 +18,6 @@ from tests.kernels.packed_cases import make_packed, on_device
 from tests.kernels.product_cases import DEVICE, EPS
 from tests.kernels.steps import assert_as_good
 
-INPUTS = [torch.int8, torch.float8_e4m3fn]
 KINDS = ["int4", "int4_offsets"]
 TILE = Skinny(rows=32, tokens=16, columns=128, splits=1, stages=2, warps=4)
 
@@ -46,7 +45,6 @@ def finished(product: Tensor, op: int, residual: Tensor, gelu: bool) -> Tensor:
 
 def check(
     kind: str,
-    dtype: torch.dtype,
     op: int,
     *,
     tokens: int,
@@ -55,11 +53,12 @@ def check(
     group: int,
     tile: Skinny | None = None,
     gelu: bool = False,
+    grouped: bool = False,
 ) -> None:
     """Compares a product with PyTorch's in float32, both against float64, on the numbers that the codes stand for."""
     weight, x, bias = make_weight(kind, rows, k, group), random(tokens, k, seed=1), random(rows, seed=2)
     residual = random(tokens, rows // 2 if op == GATE_UP.value else rows, seed=3)
-    codes = w4a8_products.quantized(x, None, weight, dtype, pdl=False)
+    codes = w4a8_products.quantized(x, None, weight, pdl=False, grouped=grouped)
     ours = residual.clone()
     prepared = packed_products.prepared(weight)
     w4a8_products.launch(codes, prepared, bias, ours, op, pdl=False, gelu=gelu, tile=tile)
@@ -69,54 +68,52 @@ def check(
         )
         for wide in (torch.float64, torch.float32)
     )
-    if DEVICE.type == "cuda" and dtype != torch.int8:  # tensor cores sum FP8 with some 13 bits beside the largest term
+    if DEVICE.type == "cuda":  # tensor cores sum FP8 with some 13 bits beside the largest term
         assert (ours.double() - exact).abs().max() <= 2**-6 * exact.abs().max()
     else:
         assert_as_good(ours, baseline, exact)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", INPUTS)
+@pytest.mark.parametrize("grouped", [True, False])
 @pytest.mark.parametrize("op", [STORE.value, GATE_UP.value, ADD.value])
-def test_a_product_is_that_of_the_numbers_that_codes_stand_for(kind: str, dtype: torch.dtype, op: int) -> None:
-    check(kind, dtype, op, tokens=5, rows=96, k=384, group=128, tile=TILE)
+def test_a_product_is_that_of_the_numbers_that_codes_stand_for(kind: str, grouped: bool, op: int) -> None:
+    check(kind, op, tokens=5, rows=96, k=384, group=128, tile=TILE, grouped=grouped)
 
 
-@pytest.mark.parametrize("dtype", INPUTS)
+@pytest.mark.parametrize("grouped", [True, False])
 @pytest.mark.parametrize(("k", "group", "splits"), [(512, 256, 2), (384, 128, 2), (2304, 128, 1), (512, 512, 1)])
-def test_groups_of_tiles_and_programs_that_share_them(dtype: torch.dtype, k: int, group: int, splits: int) -> None:
+def test_groups_of_tiles_and_programs_that_share_them(grouped: bool, k: int, group: int, splits: int) -> None:
     """A group of two tiles, a last program with less columns, more groups than are summed at a time, and one group."""
     tile = Skinny(rows=32, tokens=16, columns=128, splits=splits, stages=2, warps=4)
-    check("int4_offsets", dtype, STORE.value, tokens=17, rows=40, k=k, group=group, tile=tile)
+    check("int4_offsets", STORE.value, tokens=17, rows=40, k=k, group=group, tile=tile, grouped=grouped)
 
 
 @pytest.mark.parametrize("op", [STORE.value, GATE_UP.value])
 def test_the_tile_of_the_rule(op: int) -> None:
-    check("int4", torch.int8, op, tokens=33, rows=64, k=256, group=128, gelu=True)
+    check("int4", op, tokens=33, rows=64, k=256, group=128, gelu=True)
 
 
-@pytest.mark.parametrize("dtype", INPUTS)
-def test_totals_are_those_of_the_codes(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("grouped", [True, False])
+def test_totals_are_those_of_the_codes(grouped: bool) -> None:
     weight, norm = make_weight("int4", 16, 384, 128), Norm(random(384, seed=2), EPS)
     x = random(3, 384, seed=1)
-    codes = w4a8_products.quantized(x, norm, weight, dtype, pdl=False)
+    codes = w4a8_products.quantized(x, norm, weight, pdl=False, grouped=grouped)
     assert codes.totals is not None
     sums = values_of(codes).view(3, 3, 128).sum(-1)
     assert (codes.totals[:, :3].t().double() - sums).abs().max() <= 1e-6 * sums.abs().max()
     exact = rms_norm(x.double(), norm.weight.double(), EPS)
-    step = exact.abs().amax() / (127 if dtype == torch.int8 else 16)
-    assert (values_of(codes) - exact).abs().max() <= step
+    assert (values_of(codes) - exact).abs().max() <= exact.abs().amax() / 16
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # by the interpreter
-@pytest.mark.parametrize("dtype", INPUTS)
-def test_a_number_that_is_none_stays_in_its_token(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("grouped", [True, False])
+def test_a_number_that_is_none_stays_in_its_token(grouped: bool) -> None:
     weight, x = packed_products.prepared(make_weight("int4", 32, 256, 128)), random(3, 256, seed=1)
     x[1, 200] = float("nan")
     out = x.new_empty(3, 32)
-    w4a8_products.launch(
-        w4a8_products.quantized(x, None, weight, dtype, pdl=False), weight, None, out, STORE.value, pdl=False, tile=TILE
-    )
+    codes = w4a8_products.quantized(x, None, weight, pdl=False, grouped=grouped)
+    w4a8_products.launch(codes, weight, None, out, STORE.value, pdl=False, tile=TILE)
     assert out[1].isnan().all()
     assert out[[0, 2]].isfinite().all()
 

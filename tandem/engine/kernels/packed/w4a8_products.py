@@ -1,9 +1,8 @@
 """Products of 4-bit weights and 8-bit inputs on GPUs (W4A8), for steps with so many tokens that arithmetic binds.
 
-The tensor cores multiply 8-bit codes twice as fast as 16-bit numbers, and 4-bit codes become 8-bit ones by a mask and a
-shift, of four codes at a time. Inputs are quantized token by token, as in `scaled_products`: to int8 with a scale per
-group of the weight, or to float8_e4m3fn with a scale per token. The products of a group are summed before they are
-scaled, in int32 or float32.
+The tensor cores multiply FP8 twice as fast as 16-bit numbers, and 4-bit codes become FP8 by a mask and a shift, of four
+codes at a time. Inputs are quantized token by token, as in `scaled_products`. The products of a group are summed before
+they are scaled, in float32.
 
 For the longest steps the codes are widened once to float8_e4m3fn in scratch memory, for PyTorch's library. Those of
 integers, -8 to 7, keep their scales per row and group. Those of MXFP4 are multiplied by their scales, which are powers
@@ -29,11 +28,10 @@ from tandem.engine.kernels.packed.w4a8_tiles import least_tokens, library_tokens
 from tandem.engine.kernels.packed_weight import TILE, Float4Weight, PackedWeight
 from tandem.engine.kernels.triton_launch import INTERPRETED, overlaps_launches
 
-INPUTS = torch.float8_e4m3fn
-"""The codes of inputs."""
+GROUPED = False
+"""True if inputs have a scale per token and group, False if they have one per token."""
 _MOST_WIDENED = 1 << 28
 """Maximum number of elements of a weight whose widened codes are kept in scratch memory: 256 MiB."""
-_INPUTS = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 _MXFP4_GROUP = 32
 _ONE, _TOP = 253, 6
 """The exponent of a scale byte of 0 (`float4_weight`), and that of the largest scale of a row of widened codes.
@@ -62,20 +60,19 @@ def quantized(
     x: Tensor,
     norm: Norm | None,
     weight: PackedWeight,
-    dtype: torch.dtype = INPUTS,
     *,
     pdl: bool,
     activation: str | None = None,
+    grouped: bool = GROUPED,
 ) -> QuantizedInput:
-    """Quantize an input as `scaled_products.quantized` does, to codes of `dtype`, int8 or float8_e4m3fn.
+    """Quantize an input as `scaled_products.quantized` does, to float8_e4m3fn.
 
-    int8 codes have a scale per token and group of the weight, as their steps are equal; float8 codes have one per
-    token.
+    There is one scale per token or, if `grouped`, per token and group of an integer weight.
     """
     columns = weight.shape[-1]
-    group = weight.group if dtype == torch.int8 else columns
     total = weight.group if multiplies(weight) else None
-    return quantized_input(x, norm, columns, dtype, group, total, pdl=pdl, activation=activation)
+    group = total if grouped and total else columns
+    return quantized_input(x, norm, columns, torch.float8_e4m3fn, group, total, pdl=pdl, activation=activation)
 
 
 def launch(
@@ -97,14 +94,15 @@ def launch(
     tokens, n, k = len(out), out.shape[1], weight.shape[1]
     assert x.totals is not None
     if tile is None:
-        tile = tile_for(_INPUTS[x.codes.dtype], tokens, len(weight), k, op == GATE_UP.value)
+        tile = tile_for(tokens, len(weight), k, op == GATE_UP.value)
     grid = (triton.cdiv(tokens, tile.tokens), triton.cdiv(n, tile.rows), tile.splits)
     partials, counters = (out, out) if tile.splits == 1 else reserve_scratch(out.device)
     w4a8_kernel[grid](
         x.codes, x.scales, x.totals, weight.codes, weight.scales,
         weight.scales if weight.offsets is None else weight.offsets, out if bias is None else bias, out,
         partials, counters, tokens, n, x.totals.stride(0), *weight.scales.stride(),
-        K=k, GROUP=weight.group, OFFSETS=weight.offsets is not None, OP=op, GELU=gelu, BIAS=bias is not None,
+        K=k, GROUP=weight.group, GROUPED=x.scales.shape[0] > 1, OFFSETS=weight.offsets is not None,
+        OP=op, GELU=gelu, BIAS=bias is not None,
         ROWS=tile.rows, TOKENS=tile.tokens, TILE=TILE, SPLITS=tile.splits, STAGES=tile.stages,
         EARLY=early_bytes(weight.codes, tile) if pdl else 0, PDL=pdl, num_warps=tile.warps, launch_pdl=pdl,
     )  # fmt: skip
@@ -113,8 +111,7 @@ def launch(
 def uses_library(tokens: int, weight: PackedWeight, dtype: torch.dtype) -> bool:
     """Return True if PyTorch's library computes the product of a step, with results in `dtype`, and not Triton."""
     long = tokens >= library_tokens(*weight.shape) and weight.shape.numel() <= _MOST_WIDENED
-    served = INPUTS.is_floating_point and dtype == torch.bfloat16 and weight.device.type == "cuda"
-    return long and served and library_multiplies(weight)
+    return long and dtype == torch.bfloat16 and weight.device.type == "cuda" and library_multiplies(weight)
 
 
 def library_multiplies(weight: PackedWeight) -> bool:
@@ -130,7 +127,7 @@ def library_multiplies(weight: PackedWeight) -> bool:
 
 
 def library_product(x: QuantizedInput, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return x · weightᵀ + bias [T, N] in `dtype`, for float8 inputs; `library_multiplies` must be True."""
+    """Return x · weightᵀ + bias [T, N] in `dtype`; `library_multiplies` must be True."""
     if isinstance(weight, Float4Weight):
         return row_product(x, widened_float4(weight), bias, dtype)
     from torch.nn.functional import ScalingType, scaled_mm

@@ -6,11 +6,11 @@ Nothing here needs torch or Triton.
 from functools import lru_cache
 
 from tandem.engine.kernels.linear.triton_linear_plan import MULTIPROCESSORS, fits_scratch
-from tandem.engine.kernels.linear.triton_linear_tiles import Skinny
+from tandem.engine.kernels.linear.triton_linear_tiles import Shape, Skinny
 from tandem.engine.kernels.packed_weight import TILE
 
-TUNED: dict[tuple[str, int, int, bool], dict[int, Skinny]] = {}
-"""Measured tiles by (type of the inputs, rows, columns, True if the rows are gate and up) and by `bucket_of`.
+TUNED: dict[Shape, dict[int, Skinny]] = {}
+"""Measured tiles by shape and by `bucket_of`.
 
 From `python -m benchmarks.kernels products --candidates`, for weights with one scale per 128 columns of a row.
 """
@@ -41,13 +41,10 @@ def library_tokens(rows: int, columns: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def tile_for(inputs: str, tokens: int, n: int, k: int, paired: bool) -> Skinny:
-    """Return the tile for a step of `tokens` tokens and a weight [n, k]; `paired` is True if the rows are gate and up.
-
-    `inputs` is "int8" or "fp8".
-    """
+def tile_for(tokens: int, n: int, k: int, paired: bool) -> Skinny:
+    """Return the tile for a step of `tokens` tokens and a weight [n, k]; `paired`: the rows are gate and up."""
     bucket = bucket_of(tokens)
-    tuned = TUNED.get((inputs, n, k, paired), {}).get(bucket)
+    tuned = TUNED.get((n, k, paired), {}).get(bucket)
     if tuned is not None:
         return tuned
     size = min(bucket, TOKEN_TILES[-1])
