@@ -45,9 +45,9 @@ def quantize_kernel(
     digit depends on the order of a sum.
 
     x [T, K], norm [K], codes [T, K]; the scale of token t and group g is at g · stride + t. BLOCK columns, the smallest
-    power of two from K on, are divided into GROUPs; GROUP = BLOCK means that a row is one group. With TOTAL > 0 the sum
-    of each TOTAL numbers that the codes stand for is stored in `totals`, in the same order as the scales; TOTAL is
-    GROUP, or a row is one group.
+    power of two from K on, are divided into GROUPs; GROUP = BLOCK means that a row is one group. With TOTAL > 0 the
+    sum of each TOTAL codes is stored in `totals`, in the same order as the scales; TOTAL is GROUP, or a row is one
+    group.
     """
     launch_dependents(PDL)
     column = tl.arange(0, BLOCK)
@@ -68,20 +68,28 @@ def quantize_kernel(
         root = tl.rsqrt(tl.sum(values * values, axis=0) / K + eps)
         values *= weight
     largest: tl.constexpr = LARGEST_FP8 if FP8 else LARGEST_INT8
-    grouped = tl.reshape(values, (BLOCK // GROUP, GROUP))
+    # A row that is one group is divided like its totals, so that a warp has the numbers of its sums.
+    PART: tl.constexpr = TOTAL if TOTAL else GROUP
+    PARTS: tl.constexpr = BLOCK // PART
+    grouped = tl.reshape(values, (PARTS, PART))
     # The maximum of the bits, because a maximum of numbers ignores NaN. The scale of a NaN becomes NaN, whatever its
     # code is.
-    most = tl.max(tl.abs(grouped).to(tl.int32, bitcast=True), axis=1).to(tl.float32, bitcast=True)
-    scaled = tl.reshape(grouped * _to_codes(most, largest)[:, None], (BLOCK,))
+    bits = tl.max(tl.abs(grouped).to(tl.int32, bitcast=True), axis=1)
+    if GROUP != PART:
+        bits = tl.zeros_like(bits) + tl.max(bits, axis=0)
+    most = bits.to(tl.float32, bitcast=True)
+    scaled = grouped * _to_codes(most, largest)[:, None]
     rounded = as_codes(scaled, largest, codes.dtype.element_ty)
-    tl.store(codes + token * K + column, rounded, mask=inside)
-    groups = tl.arange(0, BLOCK // GROUP)
+    tl.store(codes + token * K + column, tl.reshape(rounded, (BLOCK,)), mask=inside)
+    parts = tl.arange(0, PARTS)
     group_scales = tl.div_rn(most, tl.zeros_like(most) + largest) * root
-    tl.store(scales + groups * stride + token, group_scales, mask=groups * GROUP < K)
+    if GROUP == PART:
+        tl.store(scales + parts * stride + token, group_scales, mask=parts * PART < K)
+    else:
+        tl.store(scales + parts * stride + token, group_scales, mask=parts == 0)
     if TOTAL:
-        parts = tl.arange(0, BLOCK // TOTAL)
-        total = tl.sum(tl.reshape(rounded.to(tl.float32), (BLOCK // TOTAL, TOTAL)), axis=1) * group_scales
-        tl.store(totals + parts * stride + token, total, mask=parts * TOTAL < K)
+        total = tl.sum(rounded.to(tl.float32), axis=1)
+        tl.store(totals + parts * stride + token, total, mask=parts * PART < K)
 
 
 @triton.jit

@@ -7,12 +7,12 @@ from tandem.engine.kernels.linear.triton_linear_kernels import GATE_UP, NO_NORM,
 from tandem.engine.kernels.packed.triton_codes import CENTRE, WIDE
 from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
+_GROUPS = tl.constexpr(16)
+"""Number of groups whose offsets are multiplied at a time."""
 FP8_UNIT = tl.constexpr(2.0**9)
 """Read as float8_e4m3fn, a byte n ≤ 16 is the number n / FP8_UNIT: the subnormals and the first normal numbers."""
 _LOWER = tl.constexpr("and.b32 $0, $1, 0x0F0F0F0F;")
 _UPPER = tl.constexpr("{ .reg .b32 t; shr.u32 t, $1, 4; and.b32 $0, t, 0x0F0F0F0F; }")
-_GROUPS = tl.constexpr(16)
-"""Number of groups whose offsets are multiplied at a time: the least number of columns of a product."""
 
 
 @triton.jit
@@ -51,31 +51,37 @@ def _add_group(sums, held, right, scale, token_scale, GROUPED: tl.constexpr):
 
 
 @triton.jit
-def _parts(numbers):
-    """Split float32 numbers into two parts that tensor cores multiply as they are: 11 bits each (TF32)."""
-    first = (numbers.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-    return first, numbers - first
+def _load_offsets(offsets_at, first, group_stride, GROUPS: tl.constexpr, OFFSETS: tl.constexpr):
+    """Load the offsets of _GROUPS groups from group `first` on → [rows, _GROUPS], 0 after the last of GROUPS groups."""
+    group = first + tl.arange(0, _GROUPS)
+    offset = tl.load(offsets_at[:, None] + group[None, :] * group_stride, mask=(group < GROUPS)[None, :], other=0.0)
+    if not OFFSETS:
+        offset *= -CENTRE
+    return offset
 
 
 @triton.jit
-def _add_offsets(
-    sums, offsets_at, totals, tokens, split, group_stride, token_stride,
-    GROUPS: tl.constexpr, OFFSETS: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Add offset · total of each group, for the groups that fall to this split."""
-    for first in tl.range(split * _GROUPS, GROUPS, SPLITS * _GROUPS, num_stages=1):
-        group = first + tl.arange(0, _GROUPS)
-        inside = group < GROUPS
-        offset = tl.load(offsets_at[:, None] + group[None, :] * group_stride, mask=inside[None, :], other=0.0)
-        if not OFFSETS:
-            offset *= -CENTRE
-        total = tl.load(totals + group[:, None] * token_stride + tokens[None, :], mask=inside[:, None], other=0.0)
-        offset, offset_rest = _parts(offset)
-        total, total_rest = _parts(total)
-        sums = tl.dot(offset_rest, total, sums, input_precision="tf32")
-        sums = tl.dot(offset, total_rest, sums, input_precision="tf32")
-        sums = tl.dot(offset, total, sums, input_precision="tf32")
-    return sums
+def _load_totals(totals_at, scales_at, first, token_stride, GROUPS: tl.constexpr, GROUPED: tl.constexpr):
+    """Load the totals of _GROUPS groups from group `first` on → [_GROUPS, tokens], scaled if GROUPED."""
+    group = first + tl.arange(0, _GROUPS)
+    inside = (group < GROUPS)[:, None]
+    total = tl.load(totals_at[None, :] + group[:, None] * token_stride, mask=inside, other=0.0)
+    if GROUPED:
+        total *= tl.load(scales_at[None, :] + group[:, None] * token_stride, mask=inside, other=0.0)
+    return total
+
+
+@triton.jit
+def _add_offsets(sums, offset, total):
+    """Return sums + offset · total in float32.
+
+    Tensor cores multiply the first 11 bits of a number (TF32), so each operand is split into two numbers.
+    """
+    first_offset = (offset.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    first_total = (total.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    sums = tl.dot(offset - first_offset, first_total, sums, input_precision="tf32")
+    sums = tl.dot(first_offset, total - first_total, sums, input_precision="tf32")
+    return tl.dot(first_offset, first_total, sums, input_precision="tf32")
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -96,7 +102,6 @@ def w4a8_kernel(
     row_stride,
     group_stride,
     K: tl.constexpr,
-    GROUP: tl.constexpr,
     GROUPED: tl.constexpr,
     OFFSETS: tl.constexpr,
     OP: tl.constexpr,
@@ -113,12 +118,12 @@ def w4a8_kernel(
     """Multiply 8-bit codes of some tokens by 4-bit codes; grid (ceil(T / TOKENS), ceil(N / ROWS), SPLITS).
 
     out [T, N]; x [T, K] float8e4nv with a scale per token or, if GROUPED, per token and group, with memory for whole
-    tiles of tokens, as x_scales and `totals` [K / GROUP, T] have; codes [N or, with GATE_UP, 2·N, K / 2] uint8 with two
+    tiles of tokens, as x_scales and `totals` [K / TILE, T] have; codes [N or, with GATE_UP, 2·N, K / 2] uint8 with two
     codes per byte. The scale and offset of row r and group g are at r · row_stride + g · group_stride; without OFFSETS
-    the scales are read in their place. TILE columns, whose codes are packed together, are read at a time; GROUP is a
-    multiple of TILE. partials and counters are as in `skinny_kernel`.
+    the scales are read in their place. TILE columns, whose codes are packed together, are a group. partials and
+    counters are as in `skinny_kernel`.
 
-    With code = u, the product of token t and row r is Σ over groups of scale · Σ u · x + offset · total.
+    The product of token t and row r is the sum over groups of scale · Σ code · x + offset · total.
     """
     BYTES: tl.constexpr = K // 2
     HALF: tl.constexpr = TILE // 2
@@ -131,13 +136,21 @@ def w4a8_kernel(
     held_rows = tl.minimum(rows, N - 1).to(tl.int64)
     up_rows = held_rows + N
     rows_at, up_rows_at = codes + held_rows * BYTES, codes + up_rows * BYTES
+    scales_at, up_scales_at = scales + held_rows * row_stride, scales + up_rows * row_stride
+    offsets_at, up_offsets_at = offsets + held_rows * row_stride, offsets + up_rows * row_stride
     begin = split * STEPS
     if EARLY:
         call_into_l2(rows_at, begin * HALF, BYTES, EARLY)
         if OP == GATE_UP:
             call_into_l2(up_rows_at, begin * HALF, BYTES, EARLY)
+    offset = _load_offsets(offsets_at, split * _GROUPS, group_stride, K // TILE, OFFSETS)
+    offset_up = offset
+    if OP == GATE_UP:
+        offset_up = _load_offsets(up_offsets_at, split * _GROUPS, group_stride, K // TILE, OFFSETS)
     wait_for_inputs(PDL)
     x_at = x + tokens.to(tl.int64)[:, None] * K
+    # Offsets are divided among the splits, and the first of them are loaded here, not where the program would wait.
+    total = _load_totals(totals + tokens, x_scales + tokens, split * _GROUPS, token_stride, K // TILE, GROUPED)
     sums = tl.zeros((ROWS, TOKENS), tl.float32)
     sums_up = tl.zeros((ROWS, TOKENS), tl.float32)
     for step in tl.range(begin, begin + STEPS, num_stages=STAGES):
@@ -148,28 +161,28 @@ def w4a8_kernel(
         else:
             taken = tl.load(x_at + at[None, :], mask=(at < K)[None, :], other=0.0, eviction_policy="evict_last")
         right = tl.trans(taken)
-        group = tl.minimum(step * TILE // GROUP, K // GROUP - 1)
+        group = tl.minimum(step, K // TILE - 1)
         token_scale = 0.0
         if GROUPED:
             token_scale = tl.load(x_scales + group * token_stride + tokens)
-        scale = tl.load(scales + held_rows * row_stride + group * group_stride)
-        sums = _add_group(sums, held, right, scale, token_scale, GROUPED)
+        sums = _add_group(sums, held, right, tl.load(scales_at + group * group_stride), token_scale, GROUPED)
         if OP == GATE_UP:
             held_up = _load_bytes(up_rows_at, step * HALF, HALF, BYTES, EVEN)
-            scale_up = tl.load(scales + up_rows * row_stride + group * group_stride)
+            scale_up = tl.load(up_scales_at + group * group_stride)
             sums_up = _add_group(sums_up, held_up, right, scale_up, token_scale, GROUPED)
-    factor = FP8_UNIT
-    if not GROUPED:
-        factor *= tl.load(x_scales + tokens)[None, :]
-    sums = _add_offsets(
-        sums * factor, offsets + held_rows * row_stride, totals, tokens, split, group_stride, token_stride,
-        K // GROUP, OFFSETS, SPLITS,
-    )  # fmt: skip
+    sums = _add_offsets(sums * FP8_UNIT, offset, total)
     if OP == GATE_UP:
-        sums_up = _add_offsets(
-            sums_up * factor, offsets + up_rows * row_stride, totals, tokens, split, group_stride, token_stride,
-            K // GROUP, OFFSETS, SPLITS,
-        )  # fmt: skip
+        sums_up = _add_offsets(sums_up * FP8_UNIT, offset_up, total)
+    for first in tl.range((split + SPLITS) * _GROUPS, K // TILE, SPLITS * _GROUPS, num_stages=1):
+        total = _load_totals(totals + tokens, x_scales + tokens, first, token_stride, K // TILE, GROUPED)
+        sums = _add_offsets(sums, _load_offsets(offsets_at, first, group_stride, K // TILE, OFFSETS), total)
+        if OP == GATE_UP:
+            offset_up = _load_offsets(up_offsets_at, first, group_stride, K // TILE, OFFSETS)
+            sums_up = _add_offsets(sums_up, offset_up, total)
+    if not GROUPED:
+        factor = tl.load(x_scales + tokens)[None, :]
+        sums *= factor
+        sums_up *= factor
     no_squares = tl.zeros((TOKENS,), tl.float32)
     finish_split(
         sums, sums_up, no_squares, bias, out, partials, counters, rows, tokens, split, T, N, 0.0,

@@ -41,9 +41,9 @@ The largest E2M1 number, 6, becomes 384; the largest number of float8_e4m3fn is 
 
 
 def multiplies(weight: PackedWeight) -> bool:
-    """Return True if the kernel multiplies the weight: 4-bit integers, with groups of whole tiles of columns."""
+    """Return True if the kernel multiplies the weight: 4-bit integers in groups of the columns packed together."""
     integers = weight.bits == 4 and not isinstance(weight, Float4Weight)
-    return integers and len(weight.shape) == 2 and weight.group % TILE == 0
+    return integers and len(weight.shape) == 2 and weight.group == TILE
 
 
 def quantizes_inputs(tokens: int, weight: PackedWeight, dtype: torch.dtype) -> bool:
@@ -101,7 +101,7 @@ def launch(
         x.codes, x.scales, x.totals, weight.codes, weight.scales,
         weight.scales if weight.offsets is None else weight.offsets, out if bias is None else bias, out,
         partials, counters, tokens, n, x.totals.stride(0), *weight.scales.stride(),
-        K=k, GROUP=weight.group, GROUPED=x.scales.shape[0] > 1, OFFSETS=weight.offsets is not None,
+        K=k, GROUPED=x.scales.shape[0] > 1, OFFSETS=weight.offsets is not None,
         OP=op, GELU=gelu, BIAS=bias is not None,
         ROWS=tile.rows, TOKENS=tile.tokens, TILE=TILE, SPLITS=tile.splits, STAGES=tile.stages,
         EARLY=early_bytes(weight.codes, tile) if pdl else 0, PDL=pdl, num_warps=tile.warps, launch_pdl=pdl,
