@@ -28,11 +28,11 @@ _PACKED_TILES = {
 }
 """Candidates for packed weights, by tokens: (rows, stages, warps)."""
 _W4A8_TILES = {
-    16: ((64, 4, 4, 512), (64, 6, 4, 512), (64, 6, 4, 2048), (128, 4, 4, 512)),
-    32: ((64, 4, 4, 512), (64, 6, 4, 512), (64, 6, 4, 2048), (128, 4, 4, 512)),
-    64: ((64, 3, 4, 512), (64, 5, 4, 512), (128, 4, 8, 512)),
-    128: ((64, 3, 4, 512), (64, 4, 4, 512), (128, 3, 8, 512), (128, 4, 8, 512)),
-    256: ((64, 3, 4, 0), (128, 3, 8, 0), (128, 4, 8, 0)),
+    16: ((64, 4, 4, 512), (64, 6, 4, 2048), (128, 6, 4, 2048)),
+    32: ((64, 4, 4, 512), (64, 6, 4, 2048), (128, 6, 4, 2048)),
+    64: ((64, 5, 4, 512), (64, 5, 4, 2048), (128, 4, 8, 2048)),
+    128: ((64, 4, 4, 512), (64, 4, 4, 2048), (128, 4, 8, 2048)),
+    256: ((64, 3, 4, 0), (64, 4, 4, 0), (128, 3, 8, 0)),
 }
 """Candidates for 4-bit weights with 8-bit inputs, by tokens: (rows, stages, warps, bytes prefetched into L2)."""
 
@@ -79,7 +79,10 @@ def w4a8_candidates(product: Product, tokens: int) -> Iterator[Skinny]:
         # Registers hold the sums, and the products of one group.
         rows = most_rows if most_rows * rule.tokens * factor <= _SUMS_PER_WARP * warps else most_rows // 2
         tiles = math.ceil(product.outputs / rows) * math.ceil(tokens / rule.tokens)
-        for splits in splits_of(tiles, product.k // rule.columns)[-2:] if tokens <= rule.tokens else (1,):
+        splits_tried: Sequence[int] = (1, 2) if tokens <= rule.tokens else (1,)
+        if rule.tokens <= TOKEN_TILES[1]:
+            splits_tried = splits_of(tiles, product.k // rule.columns)[-2:]
+        for splits in splits_tried:
             tile = Skinny(rows, rule.tokens, rule.columns, splits, stages, warps, early)
             if tile != rule and fits_scratch(tile, tiles, product.paired):
                 yield tile

@@ -44,8 +44,8 @@ _SCALED_TILES = (
     (128, 128, 4, 8, EARLY),
 )
 """Candidates for 8-bit codes with 8-bit inputs: (rows, columns, stages, warps, bytes prefetched into L2)."""
-_ROTATED_BYTES = 256 << 20
-"""Minimum total size of the weights in a timed graph: five times L2."""
+_ROTATED_BYTES = 160 << 20
+"""Minimum total size of the weights in a timed graph: three times L2."""
 
 
 @dataclass(frozen=True)
