@@ -16,14 +16,15 @@ From `python -m benchmarks.kernels products --candidates`, for weights with one 
 """
 LEAST_TOKENS: dict[tuple[int, int], tuple[int, int]] = {
     (6144, 4096): (32, 1024),
-    (4096, 4096): (64, 1024),
+    (4096, 4096): (1024, 1024),
     (28672, 4096): (1, 1024),
 }
 """For (rows, columns) of a weight: the least tokens of a step with 8-bit inputs, and of one computed by the library.
 
-On an H200, in µs with 8-bit and with 16-bit inputs: [28672, 4096] 29 and 40 for 1 token, 36 and 57 for 64, 118 and 186
-for 256, 593 and 713 for 2,048; [6144, 4096] 10.6 and 10.4 for 1, 12.1 and 13.8 for 32; [4096, 4096] 11.3 and 9.9 for
-32, 12.8 and 13.2 for 64.
+On an H200, in µs with 8-bit and with 16-bit inputs, less the time by which quantizing took longer than it does since:
+[28672, 4096] 31 and 40 for 1 token, 39 and 57 for 64, 113 and 186 for 256, 568 and 713 for 2,048; [6144, 4096] 12.3 and
+13.8 for 32, 31 and 42 for 256, 128 and 153 for 2,048; [4096, 4096] 15.2 and 13.2 for 64, 31 and 28 for 256, 100 and 102
+for 2,048.
 """
 _DEFAULT_LEAST_TOKENS = (32, 1024)
 TOKEN_TILES = (16, 32, 64, 128)
