@@ -28,13 +28,13 @@ _PACKED_TILES = {
 }
 """Candidates for packed weights, by tokens: (rows, stages, warps)."""
 _W4A8_TILES = {
-    16: ((64, 4, 4, 512), (64, 6, 4, 2048), (128, 6, 4, 2048)),
-    32: ((64, 4, 4, 512), (64, 6, 4, 2048), (128, 6, 4, 2048)),
-    64: ((64, 5, 4, 512), (64, 5, 4, 2048), (128, 4, 8, 2048)),
-    128: ((64, 4, 4, 512), (64, 4, 4, 2048), (128, 4, 8, 2048)),
-    256: ((64, 3, 4, 0), (64, 4, 4, 0), (128, 3, 8, 0)),
+    16: ((64, 16, 4, 4, 512), (64, 16, 6, 4, 2048), (128, 16, 6, 4, 2048)),
+    32: ((64, 32, 4, 4, 512), (64, 32, 6, 4, 2048), (128, 32, 6, 4, 2048)),
+    64: ((64, 64, 5, 4, 512), (64, 64, 4, 4, 2048), (64, 32, 4, 4, 512)),
+    128: ((64, 128, 4, 4, 512), (64, 64, 4, 4, 512), (64, 64, 4, 4, 2048), (128, 64, 4, 8, 512)),
+    256: ((64, 128, 3, 4, 0), (64, 64, 4, 4, 0), (64, 64, 4, 4, 512), (128, 64, 4, 8, 512)),
 }
-"""Candidates for 4-bit weights with 8-bit inputs, by tokens: (rows, stages, warps, bytes prefetched into L2)."""
+"""Candidates for 4-bit weights with 8-bit inputs, by tokens: (rows, tokens, stages, warps, bytes to prefetch)."""
 
 
 def bucket_of(tokens: int) -> int:
@@ -75,15 +75,15 @@ def w4a8_candidates(product: Product, tokens: int) -> Iterator[Skinny]:
     rule = w4a8_tiles.tile_for(tokens, product.n, product.k, product.paired)
     yield rule
     factor = 2 if product.paired else 1
-    for most_rows, stages, warps, early in _W4A8_TILES[w4a8_tiles.bucket_of(tokens)]:
-        # Registers hold the sums, and the products of one group.
-        rows = most_rows if most_rows * rule.tokens * factor <= _SUMS_PER_WARP * warps else most_rows // 2
-        tiles = math.ceil(product.outputs / rows) * math.ceil(tokens / rule.tokens)
-        splits_tried: Sequence[int] = (1, 2) if tokens <= rule.tokens else (1,)
-        if rule.tokens <= TOKEN_TILES[1]:
+    for rows, size, stages, warps, early in _W4A8_TILES[w4a8_tiles.bucket_of(tokens)]:
+        if rows * size * factor > 2 * _SUMS_PER_WARP * warps:  # besides the sums, registers hold a group's products
+            continue
+        tiles = math.ceil(product.outputs / rows) * math.ceil(tokens / size)
+        splits_tried = [count for count in (1, 2, 4) if tiles * count <= 4 * MULTIPROCESSORS] or [1]
+        if size <= TOKEN_TILES[1]:
             splits_tried = splits_of(tiles, product.k // rule.columns)[-2:]
         for splits in splits_tried:
-            tile = Skinny(rows, rule.tokens, rule.columns, splits, stages, warps, early)
+            tile = Skinny(rows, size, rule.columns, splits, stages, warps, early)
             if tile != rule and fits_scratch(tile, tiles, product.paired):
                 yield tile
 

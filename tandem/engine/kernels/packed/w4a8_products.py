@@ -105,7 +105,19 @@ def launch(
         OP=op, GELU=gelu, BIAS=bias is not None,
         ROWS=tile.rows, TOKENS=tile.tokens, TILE=TILE, SPLITS=tile.splits, STAGES=tile.stages,
         EARLY=early_bytes(weight.codes, tile) if pdl else 0, PDL=pdl, num_warps=tile.warps, launch_pdl=pdl,
+        maxnreg=_registers(tile, paired=op == GATE_UP.value),
     )  # fmt: skip
+
+
+def _registers(tile: Skinny, *, paired: bool) -> int | None:
+    """Return the maximum number of registers per thread, or None if there is no limit.
+
+    The limits let three or four programs run on a multiprocessor, so that some compute while others wait; the loop's
+    numbers still fit, as the compiler's output shows. Programs of 128 tokens would move numbers to memory.
+    """
+    if tile.rows > 64 or tile.tokens > 64:
+        return None
+    return 168 if paired and tile.tokens == 64 else 128
 
 
 def uses_library(tokens: int, weight: PackedWeight, dtype: torch.dtype) -> bool:
