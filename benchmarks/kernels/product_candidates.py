@@ -49,7 +49,7 @@ def candidates(product: Product, tokens: int, early: Sequence[int]) -> list[Tile
     into L2.
     """
     if tokens == 1:
-        return list(_gemv_candidates(product))
+        return list(gemv_candidates(product))
     return [tile for ahead in early for tile in _skinny_candidates(product, tokens, ahead)]
 
 
@@ -94,7 +94,8 @@ def splits_of(tiles: int, steps: int) -> list[int]:
     return [s for s in fitting if s == fitting[-1] or tiles * s >= 0.9 * MULTIPROCESSORS][-3:]
 
 
-def _gemv_candidates(product: Product) -> Iterable[Gemv]:
+def gemv_candidates(product: Product) -> Iterable[Gemv]:
+    """Yield tiles for one token, whose threads hold 32 to 128 elements of the weight."""
     widest = 1 << (product.k - 1).bit_length()
     factor = 2 if product.paired else 1
     for warps in (2, 4, 8):

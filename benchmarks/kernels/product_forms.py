@@ -14,6 +14,7 @@ from benchmarks.kernels.dense_layer import Product
 from benchmarks.kernels.product_candidates import (
     bucket_of,
     candidates,
+    gemv_candidates,
     packed_candidates,
     splits_of,
     w4a8_candidates,
@@ -23,7 +24,7 @@ from tandem.engine.kernels.layers import Linear, Norm
 from tandem.engine.kernels.linear import triton_linear
 from tandem.engine.kernels.linear.triton_activation import silu_mul
 from tandem.engine.kernels.linear.triton_linear_plan import FUSED_NORM_TOKENS, TOKEN_TILES, fits_scratch, tile_for
-from tandem.engine.kernels.linear.triton_linear_tiles import Skinny, Tile
+from tandem.engine.kernels.linear.triton_linear_tiles import Gemv, Skinny, Tile
 from tandem.engine.kernels.packed import packed_products, scaled_products, scaled_tiles, w4a8_products, w4a8_tiles
 from tandem.engine.kernels.packed.library_products import library_product
 from tandem.engine.kernels.packed.scaled_weight import QuantizedInput, ScaledWeight
@@ -44,6 +45,8 @@ _SCALED_TILES = (
     (128, 128, 4, 8, EARLY),
 )
 """Candidates for 8-bit codes with 8-bit inputs: (rows, columns, stages, warps, bytes prefetched into L2)."""
+_LEAST_GEMV_COLUMNS = 4096
+"""Minimum number of columns of 8-bit codes that a program for one token reads at a time."""
 _ROTATED_BYTES = 160 << 20
 """Minimum total size of the weights in a timed graph: three times L2."""
 
@@ -202,7 +205,6 @@ class Scaled:
 
     def launch(self, product: Product, inputs: Inputs, tile: Tile, weight: ScaledWeight) -> None:
         """Quantize the input and launch the product's kernel."""
-        assert isinstance(tile, Skinny)
         pdl = overlaps_launches()
         x = scaled_products.quantized(inputs.x, inputs.norm, weight, pdl=pdl)
         scaled_products.launch(x, weight, None, inputs.out, product.op, pdl=pdl, tile=tile)
@@ -220,15 +222,17 @@ class Scaled:
 
         return times_us | {"library_us": us_of(by_library, weights)}
 
-    def _tiles(self, product: Product, tokens: int) -> Iterator[Skinny]:
+    def _tiles(self, product: Product, tokens: int) -> Iterator[Tile]:
         rule = scaled_tiles.tile_for(tokens, product.outputs, product.k, product.paired, self.group or product.k)
         yield rule
         if tokens > TOKEN_TILES[-1]:
             return
+        if tokens == 1 and self.dtype == torch.float8_e4m3fn and not self.group:
+            yield from (tile for tile in gemv_candidates(product) if tile.columns >= _LEAST_GEMV_COLUMNS)
         for rows, columns, stages, warps, early in _SCALED_TILES:
             tiles = math.ceil(product.outputs / rows)
             for splits in splits_of(tiles, product.k // columns):
-                tile = Skinny(rows, rule.tokens, columns, splits, stages, warps, early)
+                tile = Skinny(rows, bucket_of(tokens), columns, splits, stages, warps, early)
                 if tile != rule and fits_scratch(tile, tiles, product.paired) and columns <= (self.group or product.k):
                     yield tile
 
@@ -310,10 +314,10 @@ class Job:
 
     @property
     def bucket(self) -> int:
-        """The number of tokens under which the engine's tables list the tile; 1 for a step of one token in bfloat16."""
+        """The number of tokens under which the engine's tables list the tile."""
         if isinstance(FORMS[self.form], W4A8):
             return w4a8_tiles.bucket_of(self.tokens)
-        return 1 if self.tokens == 1 and self.form == "bfloat16" else bucket_of(self.tokens)
+        return 1 if isinstance(self.tile, Gemv) else bucket_of(self.tokens)
 
     def __str__(self) -> str:
         return f"{self.product.name} {self.product.n}x{self.product.k} {self.form} {self.tile}"

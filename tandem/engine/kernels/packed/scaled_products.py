@@ -16,13 +16,13 @@ from torch import Tensor
 from tandem.engine.kernels.layers import DenseLayer, Linear, Norm
 from tandem.engine.kernels.linear.triton_activation import gelu_mul, silu_mul
 from tandem.engine.kernels.linear.triton_linear import ADD, GATE_UP, STORE, early_bytes, reserve_scratch
-from tandem.engine.kernels.linear.triton_linear_tiles import Skinny
+from tandem.engine.kernels.linear.triton_linear_tiles import Gemv, Tile
 from tandem.engine.kernels.packed import packed_products, w4a8_products
 from tandem.engine.kernels.packed.input_codes import quantized_input
 from tandem.engine.kernels.packed.library_products import block_scales, library_product
 from tandem.engine.kernels.packed.scaled_tiles import tile_for
 from tandem.engine.kernels.packed.scaled_weight import QuantizedInput, ScaledWeight
-from tandem.engine.kernels.packed.triton_scaled import scaled_kernel
+from tandem.engine.kernels.packed.triton_scaled import scaled_gemv_kernel, scaled_kernel
 from tandem.engine.kernels.packed_weight import PackedWeight
 
 LIBRARY_TOKENS = 128
@@ -151,18 +151,29 @@ def launch(
     *,
     pdl: bool,
     gelu: bool = False,
-    tile: Skinny | None = None,
+    tile: Tile | None = None,
 ) -> None:
     """Launch Triton's product into `out`, for `op` STORE, GATE_UP or ADD; `tile` None = that of `tile_for`.
 
-    A tile's `tokens` must divide `ROW_TILE`, and its `columns` those of `tile_for`.
+    A tile's `tokens` must divide `ROW_TILE`, and its `columns` those of `tile_for`. A `Gemv` is for one token and FP8
+    codes with one scale per row.
     """
     if weight.bits == 4:
+        assert not isinstance(tile, Gemv)
         w4a8_products.launch(x, weight, bias, out, op, pdl=pdl, gelu=gelu, tile=tile)
         return
     tokens, n, k = len(out), out.shape[1], weight.shape[1]
     if tile is None:
-        tile = tile_for(tokens, n, k, op == GATE_UP.value, weight.group)
+        # The sums of int8 codes would not be exact without tensor cores, so a single token has the tile of two.
+        least = 1 if weight.codes.is_floating_point() else 2
+        tile = tile_for(max(tokens, least), n, k, op == GATE_UP.value, weight.group)
+    if isinstance(tile, Gemv):
+        scaled_gemv_kernel[(triton.cdiv(n, tile.rows),)](
+            x.codes, x.scales, weight.codes, weight.scales, out if bias is None else bias, out, n,
+            weight.scales.stride(0), K=k, OP=op, GELU=gelu, BIAS=bias is not None, ROWS=tile.rows,
+            COLUMNS=tile.columns, VECTOR=16, PDL=pdl, num_warps=tile.warps, launch_pdl=pdl,
+        )  # fmt: skip
+        return
     grid = (triton.cdiv(tokens, tile.tokens), triton.cdiv(n, tile.rows), tile.splits)
     partials, counters = (out, out) if tile.splits == 1 else reserve_scratch(out.device)
     scaled_kernel[grid](
