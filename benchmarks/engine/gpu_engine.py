@@ -63,20 +63,13 @@ class GpuEngine:
 
         Yields after each launch and the read that follows it; the last step is read when the iterator ends.
         """
-        pages = self._pages_of([(first, first + steps)] * batch)
+        first_rows = self.decode_rows(batch, first, steps)
         pending: PendingStep | None = None
         for number in range(steps):
             running = pending is not None
             rows = [
-                StepRow(
-                    [1000 + row],
-                    first + number,
-                    pages[row],
-                    _draw(sampled, row, number),
-                    row if running else None,
-                    adapter=self._adapter(row),
-                )
-                for row in range(batch)
+                held._replace(start=first + number, draw=_draw(sampled, row, number), source=row if running else None)
+                for row, held in enumerate(first_rows)
             ]
             launched = self.runner.launch(StepBatch(rows))
             if pending is not None:
@@ -85,6 +78,11 @@ class GpuEngine:
             yield
         if pending is not None:
             pending()
+
+    def decode_rows(self, batch: int, first: int, positions: int) -> list[StepRow]:
+        """Return `batch` rows of one token at position `first`, with pages for `positions` positions from there on."""
+        pages = self._pages_of([(first, first + positions)] * batch)
+        return [StepRow([1000 + row], first, pages[row], _GREEDY, adapter=self._adapter(row)) for row in range(batch)]
 
     def decode_spans(self, batch: int, context: int, steps: int = 16, warm: int = 8) -> Sequence[Span]:
         """Return the device's work in `steps` steps, after `warm` steps that fill the pipeline."""

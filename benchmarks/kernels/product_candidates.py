@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from benchmarks.kernels.dense_layer import Product
 from tandem.engine.kernels.linear.triton_linear_plan import MULTIPROCESSORS, TOKEN_TILES, fits_scratch
 from tandem.engine.kernels.linear.triton_linear_tiles import Gemv, Skinny, Tile
+from tandem.engine.kernels.packed import w4a8_tiles
 from tandem.engine.kernels.packed.packed_tiles import tile_for as packed_tile_for
 
 _SHARED_MEMORY = 227 << 10
@@ -26,6 +27,14 @@ _PACKED_TILES = {
     128: ((64, 3, 4), (64, 3, 8), (128, 3, 8), (128, 4, 8)),
 }
 """Candidates for packed weights, by tokens: (rows, stages, warps)."""
+_W4A8_TILES = {
+    16: ((64, 16, 4, 4, 512), (64, 16, 6, 4, 2048), (128, 16, 6, 4, 2048)),
+    32: ((64, 32, 4, 4, 512), (64, 32, 6, 4, 2048), (128, 32, 6, 4, 2048)),
+    64: ((64, 64, 5, 4, 512), (64, 64, 4, 4, 2048), (64, 32, 4, 4, 512)),
+    128: ((64, 128, 4, 4, 512), (64, 64, 4, 4, 512), (64, 64, 4, 4, 2048), (128, 64, 4, 8, 512)),
+    256: ((64, 128, 3, 4, 0), (64, 64, 4, 4, 0), (64, 64, 4, 4, 512), (128, 64, 4, 8, 512)),
+}
+"""Candidates for 4-bit weights with 8-bit inputs, by tokens: (rows, tokens, stages, warps, bytes to prefetch)."""
 
 
 def bucket_of(tokens: int) -> int:
@@ -40,7 +49,7 @@ def candidates(product: Product, tokens: int, early: Sequence[int]) -> list[Tile
     into L2.
     """
     if tokens == 1:
-        return list(_gemv_candidates(product))
+        return list(gemv_candidates(product))
     return [tile for ahead in early for tile in _skinny_candidates(product, tokens, ahead)]
 
 
@@ -55,14 +64,38 @@ def packed_candidates(product: Product, tokens: int, bits: int, columns: int) ->
         if shared > _SHARED_MEMORY or rows * bucket * factor > _SUMS_PER_WARP * warps:
             continue
         tiles = math.ceil(product.outputs / rows) * math.ceil(tokens / bucket)
-        fitting = _splits(tiles, product.k * bits // 8 // columns)
-        for splits in [s for s in fitting if s == fitting[-1] or tiles * s >= 0.9 * MULTIPROCESSORS][-3:]:
+        for splits in splits_of(tiles, product.k * bits // 8 // columns):
             tile = Skinny(rows, bucket, columns, splits, stages, warps, early=512)
             if tile != rule and fits_scratch(tile, tiles, product.paired):
                 yield tile
 
 
-def _gemv_candidates(product: Product) -> Iterable[Gemv]:
+def w4a8_candidates(product: Product, tokens: int) -> Iterator[Skinny]:
+    """Yield the engine's tile for a 4-bit weight and 8-bit inputs, then others."""
+    rule = w4a8_tiles.tile_for(tokens, product.n, product.k, product.paired)
+    yield rule
+    factor = 2 if product.paired else 1
+    for rows, size, stages, warps, early in _W4A8_TILES[w4a8_tiles.bucket_of(tokens)]:
+        if rows * size * factor > 2 * _SUMS_PER_WARP * warps:  # besides the sums, registers hold a group's products
+            continue
+        tiles = math.ceil(product.outputs / rows) * math.ceil(tokens / size)
+        splits_tried = [count for count in (1, 2, 4) if tiles * count <= 4 * MULTIPROCESSORS] or [1]
+        if size <= TOKEN_TILES[1]:
+            splits_tried = splits_of(tiles, product.k // rule.columns)[-2:]
+        for splits in splits_tried:
+            tile = Skinny(rows, size, rule.columns, splits, stages, warps, early)
+            if tile != rule and fits_scratch(tile, tiles, product.paired):
+                yield tile
+
+
+def splits_of(tiles: int, steps: int) -> list[int]:
+    """Return up to three numbers of splits that are tried for a product of `tiles` tiles and `steps` steps along K."""
+    fitting = _splits(tiles, steps)
+    return [s for s in fitting if s == fitting[-1] or tiles * s >= 0.9 * MULTIPROCESSORS][-3:]
+
+
+def gemv_candidates(product: Product) -> Iterable[Gemv]:
+    """Yield tiles for one token, whose threads hold 32 to 128 elements of the weight."""
     widest = 1 << (product.k - 1).bit_length()
     factor = 2 if product.paired else 1
     for warps in (2, 4, 8):

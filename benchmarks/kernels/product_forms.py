@@ -11,17 +11,25 @@ from torch import Tensor
 
 from benchmarks.gpu_timing import graph_seconds
 from benchmarks.kernels.dense_layer import Product
-from benchmarks.kernels.product_candidates import bucket_of, candidates, packed_candidates
+from benchmarks.kernels.product_candidates import (
+    bucket_of,
+    candidates,
+    gemv_candidates,
+    packed_candidates,
+    splits_of,
+    w4a8_candidates,
+)
 from tandem.engine.kernels.held_weight import step_bytes
 from tandem.engine.kernels.layers import Linear, Norm
 from tandem.engine.kernels.linear import triton_linear
 from tandem.engine.kernels.linear.triton_activation import silu_mul
 from tandem.engine.kernels.linear.triton_linear_plan import FUSED_NORM_TOKENS, TOKEN_TILES, fits_scratch, tile_for
-from tandem.engine.kernels.linear.triton_linear_tiles import Skinny, Tile
-from tandem.engine.kernels.packed import packed_products, scaled_products
+from tandem.engine.kernels.linear.triton_linear_tiles import Gemv, Skinny, Tile
+from tandem.engine.kernels.packed import packed_products, scaled_products, scaled_tiles, w4a8_products, w4a8_tiles
 from tandem.engine.kernels.packed.library_products import library_product
-from tandem.engine.kernels.packed.scaled_weight import ScaledWeight
+from tandem.engine.kernels.packed.scaled_weight import QuantizedInput, ScaledWeight
 from tandem.engine.kernels.packed_weight import PackedWeight
+from tandem.engine.kernels.rowwise.triton_norm import rms_norm
 from tandem.engine.kernels.triton_launch import overlaps_launches
 
 EARLY = 512
@@ -29,8 +37,18 @@ EARLY = 512
 _EPS = 1e-5
 _DEQUANTIZED_FROM = 128
 """Minimum number of tokens for which the product with a dequantized weight is measured as well."""
-_ROTATED_BYTES = 256 << 20
-"""Minimum total size of the weights in a timed graph: five times L2."""
+_SCALED_TILES = (
+    (64, 128, 6, 4, EARLY),
+    (64, 128, 6, 4, 4 * EARLY),
+    (64, 256, 4, 4, EARLY),
+    (128, 128, 4, 4, EARLY),
+    (128, 128, 4, 8, EARLY),
+)
+"""Candidates for 8-bit codes with 8-bit inputs: (rows, columns, stages, warps, bytes prefetched into L2)."""
+_LEAST_GEMV_COLUMNS = 4096
+"""Minimum number of columns of 8-bit codes that a program for one token reads at a time."""
+_ROTATED_BYTES = 160 << 20
+"""Minimum total size of the weights in a timed graph: three times L2."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +147,7 @@ class Packed:
 
     def inputs(self, product: Product, tokens: int) -> Inputs:
         """Implement `Form.inputs`."""
-        return make_inputs(product, tokens, normed=product.normed and tokens <= FUSED_NORM_TOKENS)
+        return make_inputs(product, tokens, normed=product.normed)
 
     def tiles(self, product: Product, tokens: int, *, others: bool) -> list[Tile]:
         """Implement `Form.tiles`."""
@@ -140,11 +158,12 @@ class Packed:
         return tiles if others and tokens <= TOKEN_TILES[-1] else tiles[:1]
 
     def launch(self, product: Product, inputs: Inputs, tile: Tile, weight: PackedWeight) -> None:
-        """Implement `Form.launch`."""
+        """Launch the norm, if the product does not apply it, and the product's kernel."""
         assert isinstance(tile, Skinny)
-        packed_products.launch(
-            inputs.x, inputs.norm, Linear(weight), inputs.out, product.op, pdl=overlaps_launches(), tile=tile
-        )
+        x, norm, pdl = inputs.x, inputs.norm, overlaps_launches()
+        if norm is not None and len(x) > FUSED_NORM_TOKENS:
+            x, norm = rms_norm(x, norm, pdl=pdl), None
+        packed_products.launch(x, norm, Linear(weight), inputs.out, product.op, pdl=pdl, tile=tile)
 
     def beside(self, product: Product, tokens: int, weights: Sequence[PackedWeight]) -> dict[str, float]:
         """Return the time of the product with a dequantized weight, for many tokens."""
@@ -186,7 +205,6 @@ class Scaled:
 
     def launch(self, product: Product, inputs: Inputs, tile: Tile, weight: ScaledWeight) -> None:
         """Quantize the input and launch the product's kernel."""
-        assert isinstance(tile, Skinny)
         pdl = overlaps_launches()
         x = scaled_products.quantized(inputs.x, inputs.norm, weight, pdl=pdl)
         scaled_products.launch(x, weight, None, inputs.out, product.op, pdl=pdl, tile=tile)
@@ -200,25 +218,66 @@ class Scaled:
             return times_us
 
         def by_library(weight: ScaledWeight) -> None:
-            made = library_product(quantize(weight), weight, None, torch.bfloat16)
-            if product.paired:
-                silu_mul(made, pdl=pdl)
-            elif product.op == triton_linear.ADD.value:
-                inputs.out.add_(made)
+            _finish(library_product(quantize(weight), weight, None, torch.bfloat16), product, inputs.out)
 
         return times_us | {"library_us": us_of(by_library, weights)}
 
-    def _tiles(self, product: Product, tokens: int) -> Iterator[Skinny]:
-        rule = scaled_products.tile_for(tokens, product.outputs, product.k, product.paired, self.group or product.k)
+    def _tiles(self, product: Product, tokens: int) -> Iterator[Tile]:
+        rule = scaled_tiles.tile_for(tokens, product.outputs, product.k, product.paired, self.group or product.k)
         yield rule
-        for rows, warps in ((64, 4), (128, 4), (64, 8), (128, 8)):
-            for bucket in {min(rule.tokens, 128), rule.tokens}:
-                for splits in (1, 2, 4) if tokens <= bucket else (1,):
-                    for stages in (3, 4, 6):
-                        tile = Skinny(rows, bucket, rule.columns, splits, stages, warps, rule.early)
-                        tiles = math.ceil(product.outputs / rows) * math.ceil(tokens / bucket)
-                        if tile != rule and fits_scratch(tile, tiles, product.paired):
-                            yield tile
+        if tokens > TOKEN_TILES[-1]:
+            return
+        if tokens == 1 and self.dtype == torch.float8_e4m3fn and not self.group:
+            yield from (tile for tile in gemv_candidates(product) if tile.columns >= _LEAST_GEMV_COLUMNS)
+        for rows, columns, stages, warps, early in _SCALED_TILES:
+            tiles = math.ceil(product.outputs / rows)
+            for splits in splits_of(tiles, product.k // columns):
+                tile = Skinny(rows, bucket_of(tokens), columns, splits, stages, warps, early)
+                if tile != rule and fits_scratch(tile, tiles, product.paired) and columns <= (self.group or product.k):
+                    yield tile
+
+
+@dataclass(frozen=True)
+class W4A8(Packed):
+    """4-bit weights whose inputs are quantized to FP8, with a scale per token or, if `grouped`, also per group."""
+
+    grouped: bool = False
+
+    def tiles(self, product: Product, tokens: int, *, others: bool) -> list[Tile]:
+        """Implement `Form.tiles`."""
+        tiles: list[Tile] = list(w4a8_candidates(product, tokens))
+        return tiles if others else tiles[:1]
+
+    def launch(self, product: Product, inputs: Inputs, tile: Tile, weight: PackedWeight) -> None:
+        """Quantize the input and launch the product's kernel."""
+        assert isinstance(tile, Skinny)
+        x = self._quantized(inputs, weight)
+        w4a8_products.launch(x, weight, None, inputs.out, product.op, pdl=overlaps_launches(), tile=tile)
+
+    def beside(self, product: Product, tokens: int, weights: Sequence[PackedWeight]) -> dict[str, float]:
+        """Return the time to quantize the input, and of the library's product with codes widened to 8 bits."""
+        inputs = self.inputs(product, tokens)
+        times_us = {"quantize_us": us_of(partial(self._quantized, inputs), weights)}
+        if tokens < _DEQUANTIZED_FROM:
+            return times_us
+
+        def by_library(weight: PackedWeight) -> None:
+            made = w4a8_products.library_product(self._quantized(inputs, weight), weight, None, torch.bfloat16)
+            _finish(made, product, inputs.out)
+
+        times_us["widen_us"] = us_of(w4a8_products.widened, weights)
+        return times_us | {"library_us": us_of(by_library, weights)}
+
+    def _quantized(self, inputs: Inputs, weight: PackedWeight) -> QuantizedInput:
+        return w4a8_products.quantized(inputs.x, inputs.norm, weight, pdl=overlaps_launches(), grouped=self.grouped)
+
+
+def _finish(made: Tensor, product: Product, out: Tensor) -> None:
+    """Apply what Triton's products include: the activation, or the sum with the output."""
+    if product.paired:
+        silu_mul(made, pdl=overlaps_launches())
+    elif product.op == triton_linear.ADD.value:
+        out.add_(made)
 
 
 FORMS: Mapping[str, Form] = {
@@ -226,6 +285,8 @@ FORMS: Mapping[str, Form] = {
     "int8": Packed(torch.int8, 8),
     "fp8": Packed(torch.float8_e4m3fn, 8),
     "int4": Packed(torch.uint8, 4, group=128),
+    "w4a8": W4A8(torch.uint8, 4, group=128),
+    "w4a8-groups": W4A8(torch.uint8, 4, group=128, grouped=True),
     "scaled-int8": Scaled(torch.int8),
     "scaled-fp8": Scaled(torch.float8_e4m3fn),
     "scaled-fp8-blocks": Scaled(torch.float8_e4m3fn, group=128),
@@ -247,9 +308,16 @@ class Job:
         form.launch(self.product, form.inputs(self.product, self.tokens), self.tile, form.weight(self.product))
 
     @property
+    def kernel(self) -> tuple[Product, str, Tile]:
+        """What the variant is compiled for: everything but the number of tokens."""
+        return self.product, self.form, self.tile
+
+    @property
     def bucket(self) -> int:
-        """The number of tokens under which the engine's tables list the tile; 1 for a step of one token in bfloat16."""
-        return 1 if self.tokens == 1 and self.form == "bfloat16" else bucket_of(self.tokens)
+        """The number of tokens under which the engine's tables list the tile."""
+        if isinstance(FORMS[self.form], W4A8):
+            return w4a8_tiles.bucket_of(self.tokens)
+        return 1 if isinstance(self.tile, Gemv) else bucket_of(self.tokens)
 
     def __str__(self) -> str:
         return f"{self.product.name} {self.product.n}x{self.product.k} {self.form} {self.tile}"

@@ -2,14 +2,16 @@
 
 For each product, form of weights and number of tokens, it prints the bandwidth of the engine's tile (with
 `--candidates`, of the fastest of several tiles) as a share of the copy bandwidth in the same run, and the times of
-other ways to compute the product. With `--candidates` it prints lines for `TUNED` and `STREAMED_TOKENS` of
-tandem/engine/kernels/linear/triton_linear_tiles.py, and for `TUNED` of tandem/engine/kernels/packed/packed_tiles.py.
-Weights rotate through memory far larger than L2.
+other ways to compute the product. A last table has the time of a layer's products in each form and its ratio to that
+in bfloat16. With `--candidates` it prints lines for `TUNED` and `STREAMED_TOKENS` of
+tandem/engine/kernels/linear/triton_linear_tiles.py, and for `TUNED` of packed_tiles.py and w4a8_tiles.py in
+tandem/engine/kernels/packed. Weights rotate through memory far larger than L2.
 """
 
 import argparse
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,8 +26,10 @@ from benchmarks.results import run_facts
 from tandem.engine.kernels.linear.triton_linear import reserve_scratch
 
 TOKENS = (1, 16, 32, 64, 128)
-_TUNED = ("bfloat16", "int8", "int4")
+_TUNED = ("bfloat16", "int8", "int4", "w4a8", "w4a8-groups", "scaled-fp8")
 """The forms that the engine's tables are tuned with; fp8 uses the tiles of int8."""
+_OTHER_WAYS = ("cublas_us", "dequantized_us", "library_us")
+"""Times of other ways to compute the same product."""
 
 Row = dict[str, Any]
 
@@ -37,7 +41,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--products", nargs="+", help="qkv, o, gate_up, down, head (all)")
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--tensor-parallel-size", type=at_least(1), default=1, help="ranks that divide the model")
-    parser.add_argument("--candidates", action="store_true", help="also other tiles than the engine's")
+    parser.add_argument(
+        "--candidates", nargs="*", choices=list(FORMS), help="also other tiles than the engine's, of these forms (all)"
+    )
     parser.add_argument("--workers", type=int, default=12, help="processes that compile")
 
 
@@ -50,19 +56,24 @@ def measure(options: argparse.Namespace) -> Measured:
         for product in model_of(name, rank_shape(name, options.tensor_parallel_size)).products
         if not options.products or product.name in options.products
     )
+    tuned = options.forms if options.candidates == [] else options.candidates or []
     jobs = [
         Job(product, form, tokens, tile)
         for product in products
         for form in options.forms
         for tokens in options.tokens
-        for tile in FORMS[form].tiles(product, tokens, others=options.candidates)
+        for tile in FORMS[form].tiles(product, tokens, others=form in tuned)
     ]
-    working = compiled(jobs, options.workers)
+    # A kernel is the same for all numbers of tokens with the same tile, so it is compiled once.
+    kernels = {job.kernel: job for job in jobs}
+    compiling = {job.kernel for job in compiled(list(kernels.values()), options.workers)}
+    working = [job for job in jobs if job.kernel in compiling]
     copy = copy_bandwidth()
     print(f"copy: {copy / 1e12:.3f} TB/s on {torch.cuda.get_device_name()}", flush=True)
     rows = [row for product in products for form in options.forms for row in _rows(product, form, working, copy)]
-    if options.candidates:
-        _print_tables(rows)
+    _print_tables([row for row in rows if row["form"] in tuned])
+    _print_least_tokens(rows)
+    _print_layers(rows)
     for row in rows:
         row["tile"] = str(row["tile"])
     facts = {"models": options.models, "dtype": "-".join(options.forms), **run_facts("cuda")}
@@ -98,7 +109,7 @@ def _rows(product: Product, form: str, jobs: Sequence[Job], copy: float) -> list
 
 def _print_tables(rows: Sequence[Row]) -> None:
     """Print the fastest tiles by shape and bucket. If several steps share a bucket, the largest step decides."""
-    for form in _TUNED:
+    for form in dict.fromkeys(row["form"] for row in rows if row["form"] in _TUNED):
         tuned: dict[tuple[int, int, bool], dict[int, Any]] = {}
         streamed: dict[tuple[int, int], int] = {}
         for row in (row for row in rows if row["form"] == form):
@@ -110,3 +121,46 @@ def _print_tables(rows: Sequence[Row]) -> None:
             tiles = "\n".join(f"        {bucket}: {tile}," for bucket, tile in by_bucket.items())
             print(f"    {shape}: {{\n{tiles}\n    }},")
         print("}", *([f"\nSTREAMED_TOKENS = {streamed}"] if streamed else []))
+
+
+def _print_least_tokens(rows: Sequence[Row]) -> None:
+    """Print, for 4-bit weights, the sizes of steps from which 8-bit inputs are faster, and from which the library is.
+
+    A size counts if all measured larger sizes are faster, too; None if not even the largest is.
+    """
+
+    def least(shape: object, form: str, faster: Callable[[Row, Row], bool]) -> int | None:
+        found = None
+        for tokens in sorted({tokens for _, _, tokens in by_size}, reverse=True):
+            pair = by_size.get(("int4", shape, tokens)), by_size.get((form, shape, tokens))
+            if None in pair or not faster(*pair):  # type: ignore[arg-type]
+                break
+            found = tokens
+        return found
+
+    by_size = {(row["form"], row["shape"], row["tokens"]): row for row in rows}
+    for form in ("w4a8", "w4a8-groups"):
+        for shape in dict.fromkeys(row["shape"] for row in rows if row["form"] == form):
+            narrow = least(shape, form, lambda plain, row: _fastest(row) <= _fastest(plain))
+            library = least(shape, form, lambda _, row: row.get("library_us", math.inf) <= row["us"])
+            print(f"{form}: LEAST_TOKENS {shape[:2]}: ({narrow}, {library}),")
+
+
+def _fastest(row: Row) -> float:
+    return float(min(row["us"], *(row[way] for way in _OTHER_WAYS if way in row), row["us"]))
+
+
+def _print_layers(rows: Sequence[Row]) -> None:
+    """Print the fastest way's time of each product and of a layer, without the output layer, by form and tokens."""
+    layers: dict[tuple[str, int], dict[str, float]] = {}
+    for row in rows:
+        products = layers.setdefault((row["form"], row["tokens"]), {})
+        products[f"{row['product']} {row['shape']}"] = _fastest(row)
+    print("\nform, tokens: µs of each product by its fastest way; of a layer; times as fast as bfloat16")
+    for (form, tokens), products in layers.items():
+        layer, plain = (
+            sum(time for name, time in one.items() if not name.startswith("head"))
+            for one in (products, layers.get(("bfloat16", tokens), {}))
+        )
+        times = ", ".join(f"{name.split()[0]} {time:.1f}" for name, time in products.items())
+        print(f"{form}, {tokens}: {times}; layer {layer:.1f}; {plain / layer if plain and layer else 0:.2f}")

@@ -42,8 +42,7 @@ from tandem.engine.kernels.linear.gated_product import GatedProduct
 from tandem.engine.kernels.linear.triton_activation import gelu_mul
 from tandem.engine.kernels.linear.triton_linear_plan import FUSED_NORM_TOKENS, streams
 from tandem.engine.kernels.packed import products, scaled_products
-from tandem.engine.kernels.packed.packed_products import dequantized_for
-from tandem.engine.kernels.packed.scaled_weight import ScaledWeight
+from tandem.engine.kernels.packed.products import dequantized_for
 from tandem.engine.kernels.packed_weight import PackedWeight
 from tandem.engine.kernels.reference import activate
 from tandem.engine.kernels.rowwise import triton_rope
@@ -216,7 +215,9 @@ class CudaKernels(Kernels):
         """
         linear = dequantized_for(len(hidden), linear, self._dtype)
         if isinstance(linear.weight, PackedWeight):
-            return products.products_of(linear.weight).norm_linear(hidden, norm, linear, pdl=self._pdl)
+            return products.products_of(linear.weight, len(hidden), hidden.dtype).norm_linear(
+                hidden, norm, linear, pdl=self._pdl
+            )
         x, due = self._normed(hidden, norm, linear)
         if _streams(x, linear):
             return triton_linear.norm_linear(x, due, linear, pdl=self._pdl)
@@ -226,7 +227,7 @@ class CudaKernels(Kernels):
         """Compute RMSNorm and the gated product; the kernel is chosen as in `norm_linear`."""
         gate_up = dequantized_for(len(hidden), gate_up, self._dtype)
         if isinstance(gate_up.weight, PackedWeight):
-            packed = products.products_of(gate_up.weight)
+            packed = products.products_of(gate_up.weight, len(hidden), hidden.dtype)
             return packed.norm_gate_up(hidden, norm, gate_up, pdl=self._pdl, activation=activation)
         x, due = self._normed(hidden, norm, gate_up)
         if _streams(x, gate_up):
@@ -243,7 +244,7 @@ class CudaKernels(Kernels):
         """Compute the product and add it to `hidden`; the kernel is chosen as in `norm_linear`."""
         linear = dequantized_for(len(x), linear, self._dtype)
         if isinstance(linear.weight, PackedWeight):
-            products.products_of(linear.weight).linear_add(x, linear, hidden, pdl=self._pdl)
+            products.products_of(linear.weight, len(x), x.dtype).linear_add(x, linear, hidden, pdl=self._pdl)
             return
         if _streams(x, linear):
             triton_linear.linear_add(x, linear, hidden, pdl=self._pdl)
@@ -254,7 +255,8 @@ class CudaKernels(Kernels):
 
     def feed_forward(self, hidden: Tensor, layer: DenseLayer) -> None:
         """Compute the feed-forward network. With 8-bit inputs, the activation's kernel also quantizes the result."""
-        if isinstance(layer.gate_up.weight, ScaledWeight) and isinstance(layer.down.weight, ScaledWeight):
+        weights = layer.gate_up.weight, layer.down.weight
+        if all(products.quantizes_inputs(weight, len(hidden), hidden.dtype) for weight in weights):
             scaled_products.feed_forward(hidden, layer, pdl=self._pdl)
         else:
             super().feed_forward(hidden, layer)
@@ -315,7 +317,7 @@ class CudaKernels(Kernels):
     def norms_apart(self, hidden: Tensor, linear: Linear) -> bool:
         """Return True unless the product's kernel applies the norm: a streaming one, with few tokens or in float32."""
         if isinstance(linear.weight, PackedWeight):
-            return products.products_of(linear.weight).norms_apart(hidden)
+            return products.products_of(linear.weight, len(hidden), hidden.dtype).norms_apart(hidden)
         fused = len(hidden) <= FUSED_NORM_TOKENS or hidden.dtype == torch.float32
         return not (fused and _streams(hidden, linear))
 

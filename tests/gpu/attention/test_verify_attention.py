@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.speculation.draft_rows import with_drafts
 from benchmarks.speculation.local_worker import LocalWorker
 from benchmarks.speculation.oracle import OracleProposer
 from decode_worker.request import DecodeRequest
@@ -27,7 +28,6 @@ from tandem.engine.steps.batch import StepBatch, StepRow
 from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.messages import SamplingParams
 from tandem.protocol.speculation_method import SpeculationMethod
-from tests.draft_rows import with_drafts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from triton.runtime.interpreter import TensorHandle, interpreter_builder
 
+from benchmarks.speculation.draft_rows import with_drafts
 from tandem.engine.config.attention import AttentionShape
 from tandem.engine.kernels.attention.triton_attention_plan import group_rows, make_group_plan, make_plan
 from tandem.engine.steps.batch import StepRow, TokenRows
 from tandem.engine.steps.draft_groups import DraftGroupSizes, fill_draft_groups, groups_needed
 from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.messages import SamplingParams
-from tests.draft_rows import with_drafts
 from tests.kernels.decode_cases import DEVICE, NO_PAGE, ON_GPU, REFERENCE, SHAPES, attention_of, fixed, torch_of
 from tests.kernels.quantized_kv.quantized_caches import moved, quantized
 from tests.kernels.steps import LAYER, Step, assert_as_good, heads, make_step, with_sinks

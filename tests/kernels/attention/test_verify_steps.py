@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.speculation.draft_rows import with_drafts
 from tandem.engine.config import EngineConfig
 from tandem.engine.cuda.sampler_cuda import DeviceSampler
 from tandem.engine.cuda.verify_graphs import VerifyGraphs, VerifySize
@@ -24,7 +25,6 @@ from tandem.engine.steps.batch import StepBatch, StepRow
 from tandem.engine.steps.draft_groups import fill_draft_groups
 from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.messages import SamplingParams
-from tests.draft_rows import with_drafts
 from tests.soak import soak
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tandem.engine.kernels.cuda import CudaKernels
 from tandem.engine.kernels.layers import Linear, Norm
-from tandem.engine.kernels.packed import packed_products
+from tandem.engine.kernels.packed import packed_products, products
 from tandem.engine.kernels.packed_weight import PackedWeight
 from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.models.load_spec import load_spec
@@ -46,8 +46,8 @@ def test_each_product(kind: str, most_items: int, kernels: CudaKernels, monkeypa
 def test_weights_of_few_tokens_and_plain_ones_stay_as_they_are() -> None:
     packed = Linear(make_packed("int8", (ROWS, HIDDEN), HIDDEN))
     plain = Linear(torch.zeros(ROWS, HIDDEN))
-    assert packed_products.dequantized_for(packed_products.FUSED_TOKENS, packed, torch.float32) is packed
-    assert packed_products.dequantized_for(1 << 20, plain, torch.float32) is plain
+    assert products.dequantized_for(packed_products.FUSED_TOKENS, packed, torch.float32) is packed
+    assert products.dequantized_for(1 << 20, plain, torch.float32) is plain
 
 
 def results(kernels: CudaKernels | ReferenceKernels, linear: Linear) -> list[Tensor]:

@@ -7,7 +7,7 @@ from torch import Tensor
 from tandem.engine.kernels.kv_cache import quantize_kv
 from tandem.engine.kernels.layers import DenseLayer, Linear, Norm
 from tandem.engine.kernels.linear.triton_activation import gelu_mul, silu_mul
-from tandem.engine.kernels.linear.triton_linear_tiles import Skinny
+from tandem.engine.kernels.linear.triton_linear_tiles import Gemv, Skinny
 from tandem.engine.kernels.packed import scaled_products
 from tandem.engine.kernels.packed.library_products import library_product
 from tandem.engine.kernels.packed.scaled_weight import QuantizedInput, ScaledWeight
@@ -171,6 +171,13 @@ def test_programs_share_the_columns(
     tile = Skinny(rows=32, tokens=16, columns=64, splits=2, stages=2, warps=4)
     monkeypatch.setattr(scaled_products, "tile_for", lambda *_: tile)
     check(kind, operation, torch.float32, [(tokens, 64, 320, group)])
+
+
+@pytest.mark.parametrize("operation", ["norm_linear", "gelu_tanh", "linear_add"])
+def test_one_token_without_tensor_cores(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that no program fills, and columns in two rounds, the second of which has fewer."""
+    monkeypatch.setattr(scaled_products, "tile_for", lambda *_: Gemv(rows=4, columns=128, warps=4))
+    check("fp8", operation, torch.float32, [(1, 70, 192, 192), (1, 64, 256, 256)])
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # by the interpreter

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.speculation.draft_rows import with_drafts
 from tandem.engine.config.model import StateLayer
 from tandem.engine.kernels.base import RowChains, StepLayout
 from tandem.engine.kernels.kv_cache import StateCache
@@ -19,7 +20,6 @@ from tandem.engine.kernels.states.row_chains import accepting, verifying
 from tandem.engine.kernels.states.state_kernels import StateKernels
 from tandem.engine.kernels.triton_launch import overlaps_launches
 from tandem.engine.steps.draft_groups import DRAFTS_MAX, fill_chains
-from tests.draft_rows import with_drafts
 from tests.factories import row
 from tests.kernels.steps import assert_as_good
 

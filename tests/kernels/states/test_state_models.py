@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.speculation.draft_rows import with_drafts
 from tandem.engine.config import EngineConfig
 from tandem.engine.cuda.sampler_cuda import DeviceSampler
 from tandem.engine.cuda.verify_graphs import VerifyGraphs, VerifySize
@@ -18,7 +19,6 @@ from tandem.engine.model_runner import ModelRunner
 from tandem.engine.models.load_spec import load_spec
 from tandem.engine.steps.batch import StepBatch, StepRow
 from tandem.engine.steps.draft_groups import accepted_in, fill_draft_groups
-from tests.draft_rows import with_drafts
 from tests.factories import draw, write_tiny_model
 from tests.soak import soak
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.speculation.draft_rows import with_drafts
 from tandem.engine.steps.batch import FROM_HOST, RowColumns, StepBatch, StepRow, TokenRows
 from tandem.engine.steps.sampling_metadata import SamplingInput, SamplingMetadata
 from tandem.engine.steps.step_buffer import StepLimits, StepSizes
@@ -14,7 +15,6 @@ from tandem.engine.steps.step_packer import PackedStep, StepPacker, unpack, view
 from tandem.protocol.errors import Internal
 from tandem.protocol.kv_pages import STATE
 from tandem.protocol.messages import SamplingParams
-from tests.draft_rows import with_drafts
 from tests.soak import seeds
 
 LIMITS = StepLimits(vocab_size=50, max_context=64, pages=9, page_tokens=4)

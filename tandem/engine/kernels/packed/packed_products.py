@@ -3,8 +3,8 @@
 Up to FUSED_TOKENS tokens, the codes are unpacked in registers, as the left operand of the tensor cores. With few tokens
 this saves time because codes are read instead of 16-bit numbers; with some dozens, because the tokens of a tile share
 the unpacking. For more tokens the weight is dequantized into scratch memory for the products of plain weights
-(`dequantized_for`). A weight of more than SCRATCH_ITEMS elements is dequantized some rows at a time, for the library's
-product.
+(`products.dequantized_for`). A weight of more than SCRATCH_ITEMS elements is dequantized some rows at a time, for the
+library's product.
 
 Activations stay in the model's dtype. The products of a group are summed before they are scaled, in float32. The same
 inputs give the same bits in every run; a token's bits are the same in all steps with the same tile (`tile_for`).
@@ -76,16 +76,6 @@ def fuses(tokens: int, weight: PackedWeight) -> bool:
 def norms_apart(hidden: Tensor) -> bool:
     """Return True for many tokens, and for float16, which cannot represent x ∘ norm for every x."""
     return len(hidden) > FUSED_NORM_TOKENS or hidden.dtype == torch.float16
-
-
-def dequantized_for(tokens: int, linear: Linear, dtype: torch.dtype) -> Linear:
-    """Return the linear layer with a dequantized weight if a step of `tokens` tokens needs one, else unchanged."""
-    weight = linear.weight
-    if type(weight) is not PackedWeight or weight.shape.numel() > SCRATCH_ITEMS or fuses(tokens, weight):
-        return linear
-    matrix = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    dequantize(weight, matrix)
-    return Linear(matrix, linear.bias)
 
 
 def norm_linear(hidden: Tensor, norm: Norm | None, linear: Linear, *, pdl: bool) -> Tensor:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from tandem.engine.kernels.layers import Linear, Norm
-from tandem.engine.kernels.packed import packed_products, scaled_products
+from tandem.engine.kernels.packed import packed_products, scaled_products, w4a8_products
 from tandem.engine.kernels.packed.scaled_weight import ScaledWeight
-from tandem.engine.kernels.packed_weight import PackedWeight
+from tandem.engine.kernels.packed_weight import PackedWeight, Weight
 from tandem.engine.kernels.unpacked import unpacked
 
 
@@ -31,9 +31,16 @@ class PackedProducts(Protocol):
         """Return True if the products launch the norm of `hidden` as a kernel of its own."""
 
 
-def products_of(weight: PackedWeight) -> PackedProducts:
-    """Return the products for a weight that `prepared` has returned."""
-    return scaled_products if isinstance(weight, ScaledWeight) else packed_products
+def products_of(weight: PackedWeight, tokens: int, dtype: torch.dtype) -> PackedProducts:
+    """Return the products of a step of `tokens` tokens in `dtype`, for a weight that `prepared` has returned."""
+    return scaled_products if quantizes_inputs(weight, tokens, dtype) else packed_products
+
+
+def quantizes_inputs(weight: Weight, tokens: int, dtype: torch.dtype) -> bool:
+    """Return True if a step of `tokens` tokens in `dtype` quantizes the inputs of this weight's products."""
+    if not isinstance(weight, PackedWeight):
+        return False
+    return isinstance(weight, ScaledWeight) or w4a8_products.quantizes_inputs(tokens, weight, dtype)
 
 
 def prepared(linear: Linear, dtype: torch.dtype) -> Linear:
@@ -44,3 +51,15 @@ def prepared(linear: Linear, dtype: torch.dtype) -> Linear:
             if products.multiplies(weight):
                 return replace(linear, weight=products.prepared(weight))
     return unpacked(linear, dtype)
+
+
+def dequantized_for(tokens: int, linear: Linear, dtype: torch.dtype) -> Linear:
+    """Return the linear layer with a dequantized weight if a step of `tokens` tokens needs one, else unchanged."""
+    weight = linear.weight
+    if type(weight) is not PackedWeight or weight.shape.numel() > packed_products.SCRATCH_ITEMS:
+        return linear
+    if packed_products.fuses(tokens, weight) or quantizes_inputs(weight, tokens, dtype):
+        return linear
+    matrix = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    packed_products.dequantize(weight, matrix)
+    return Linear(matrix, linear.bias)

@@ -1,4 +1,4 @@
-"""Products of 8-bit weights and 8-bit inputs on GPUs: FP8 or INT8 codes, multiplied by the tensor cores.
+"""Products with 8-bit inputs on GPUs, of weights of 8 bits or, see `w4a8_products`, 4 bits.
 
 One kernel applies the norm, if there is one, and quantizes the input token by token. The codes do not depend on the
 number of tokens in the step, so a token's output differs between steps only by the order of accumulation
@@ -9,8 +9,6 @@ The memory of quantized inputs is padded to whole tiles of tokens, so that no ke
 Results for the padding are not stored.
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 from torch import Tensor
@@ -18,12 +16,13 @@ from torch import Tensor
 from tandem.engine.kernels.layers import DenseLayer, Linear, Norm
 from tandem.engine.kernels.linear.triton_activation import gelu_mul, silu_mul
 from tandem.engine.kernels.linear.triton_linear import ADD, GATE_UP, STORE, early_bytes, reserve_scratch
-from tandem.engine.kernels.linear.triton_linear_plan import MULTIPROCESSORS, fits_scratch
-from tandem.engine.kernels.linear.triton_linear_tiles import Skinny
-from tandem.engine.kernels.packed import packed_products
+from tandem.engine.kernels.linear.triton_linear_tiles import Gemv, Tile
+from tandem.engine.kernels.packed import packed_products, w4a8_products
+from tandem.engine.kernels.packed.input_codes import quantized_input
 from tandem.engine.kernels.packed.library_products import block_scales, library_product
-from tandem.engine.kernels.packed.scaled_weight import ROW_TILE, QuantizedInput, ScaledWeight
-from tandem.engine.kernels.packed.triton_scaled import quantize_kernel, scaled_kernel
+from tandem.engine.kernels.packed.scaled_tiles import tile_for
+from tandem.engine.kernels.packed.scaled_weight import QuantizedInput, ScaledWeight
+from tandem.engine.kernels.packed.triton_scaled import scaled_gemv_kernel, scaled_kernel
 from tandem.engine.kernels.packed_weight import PackedWeight
 
 LIBRARY_TOKENS = 128
@@ -33,12 +32,6 @@ A layer of llama-3-8b on an H100, in µs, by Triton and by the library: 99 and 1
 """
 _LEAST_GROUP = 32
 """Minimum number of columns of 8-bit codes that the tensor cores multiply."""
-_STEP = 128
-_MOST_SPLITS = 8
-_EARLY_BYTES = 512
-"""Number of bytes of each weight row that are prefetched into L2 while the input is being quantized."""
-_ELEMENTS_PER_WARP = 512
-_MOST_WARPS = 16
 
 
 def multiplies(weight: PackedWeight) -> bool:
@@ -54,12 +47,14 @@ def prepared(weight: PackedWeight) -> ScaledWeight:
     return ScaledWeight(weight.codes, scales, None, weight.group, block_scales(weight.codes, scales, weight.group))
 
 
-def uses_library(tokens: int, weight: ScaledWeight, dtype: torch.dtype) -> bool:
+def uses_library(tokens: int, weight: PackedWeight, dtype: torch.dtype) -> bool:
     """Return True if PyTorch's library computes the product with results in `dtype`, and not Triton.
 
     The library computes bfloat16 results for more than LIBRARY_TOKENS tokens, if the codes are FP8 with one scale per
     row or with scales in blocks, and both dimensions are multiples of 16.
     """
+    if not isinstance(weight, ScaledWeight):
+        return w4a8_products.uses_library(tokens, weight, dtype)
     rows, columns = weight.shape
     served = (
         weight.codes.dtype == torch.float8_e4m3fn
@@ -72,10 +67,10 @@ def uses_library(tokens: int, weight: ScaledWeight, dtype: torch.dtype) -> bool:
 
 def norm_linear(hidden: Tensor, norm: Norm | None, linear: Linear, *, pdl: bool) -> Tensor:
     """Return RMSNorm(hidden) · weightᵀ + bias → [T, N]; without `norm` the plain product."""
-    weight = _scaled(linear)
+    weight = _packed(linear)
     x = quantized(hidden, norm, weight, pdl=pdl)
     if uses_library(x.tokens, weight, hidden.dtype):
-        return library_product(x, weight, linear.bias, hidden.dtype)
+        return _library_product(x, weight, linear.bias, hidden.dtype)
     out = hidden.new_empty(len(hidden), len(weight))
     launch(x, weight, linear.bias, out, STORE.value, pdl=pdl)
     return out
@@ -84,10 +79,10 @@ def norm_linear(hidden: Tensor, norm: Norm | None, linear: Linear, *, pdl: bool)
 def norm_gate_up(hidden: Tensor, norm: Norm | None, gate_up: Linear, *, pdl: bool, activation: str = "silu") -> Tensor:
     """Return activation(g) · u with [g | u] = RMSNorm(hidden) · weightᵀ + bias, gate rows first → [T, I]."""
     gelu = activation == "gelu_tanh"
-    weight = _scaled(gate_up)
+    weight = _packed(gate_up)
     x = quantized(hidden, norm, weight, pdl=pdl)
     if uses_library(x.tokens, weight, hidden.dtype):
-        both = library_product(x, weight, gate_up.bias, hidden.dtype)
+        both = _library_product(x, weight, gate_up.bias, hidden.dtype)
         return gelu_mul(both, pdl=pdl) if gelu else silu_mul(both, pdl=pdl)
     out = hidden.new_empty(len(hidden), len(weight) // 2)
     launch(x, weight, gate_up.bias, out, GATE_UP.value, pdl=pdl, gelu=gelu)
@@ -96,7 +91,7 @@ def norm_gate_up(hidden: Tensor, norm: Norm | None, gate_up: Linear, *, pdl: boo
 
 def linear_add(x: Tensor, linear: Linear, hidden: Tensor, *, pdl: bool) -> None:
     """Add x · weightᵀ + bias to hidden [T, N] in place."""
-    _add(quantized(x, None, _scaled(linear), pdl=pdl), linear, hidden, pdl=pdl)
+    _add(quantized(x, None, _packed(linear), pdl=pdl), linear, hidden, pdl=pdl)
 
 
 def norms_apart(hidden: Tensor) -> bool:
@@ -110,21 +105,27 @@ def feed_forward(hidden: Tensor, layer: DenseLayer, *, pdl: bool) -> None:
     If the library computes gate and up, one launch computes the activation and quantizes it.
     """
     gate_up, down, activation = layer.gate_up, layer.down, layer.activation
-    weight = _scaled(gate_up)
+    weight = _packed(gate_up)
     if not uses_library(len(hidden), weight, hidden.dtype):
         active = norm_gate_up(hidden, layer.norm, gate_up, pdl=pdl, activation=activation)
         linear_add(active, down, hidden, pdl=pdl)
         return
-    both = library_product(quantized(hidden, layer.norm, weight, pdl=pdl), weight, gate_up.bias, hidden.dtype)
-    _add(quantized(both, None, _scaled(down), pdl=pdl, activation=activation), down, hidden, pdl=pdl)
+    both = _library_product(quantized(hidden, layer.norm, weight, pdl=pdl), weight, gate_up.bias, hidden.dtype)
+    _add(quantized(both, None, _packed(down), pdl=pdl, activation=activation), down, hidden, pdl=pdl)
 
 
 def _add(x: QuantizedInput, linear: Linear, hidden: Tensor, *, pdl: bool) -> None:
-    weight = _scaled(linear)
+    weight = _packed(linear)
     if uses_library(x.tokens, weight, hidden.dtype):
-        hidden += library_product(x, weight, linear.bias, hidden.dtype)
+        hidden += _library_product(x, weight, linear.bias, hidden.dtype)
     else:
         launch(x, weight, linear.bias, hidden, ADD.value, pdl=pdl)
+
+
+def _library_product(x: QuantizedInput, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if isinstance(weight, ScaledWeight):
+        return library_product(x, weight, bias, dtype)
+    return w4a8_products.library_product(x, weight, bias, dtype)
 
 
 def quantized(
@@ -135,40 +136,44 @@ def quantized(
     With `activation` the input is activation(g) · u of x = [g | u] [T, 2·K]. It is computed in float32; scale = max
     |value| / largest code.
     """
-    tokens, columns = len(x), weight.shape[-1]
-    memory = triton.cdiv(tokens, ROW_TILE) * ROW_TILE
-    # Zeros for the interpreter on CPUs, which warns of arithmetic with undefined numbers.
-    empty = torch.empty if x.is_cuda else torch.zeros
-    codes = empty(memory, columns, dtype=weight.codes.dtype, device=x.device)
-    scales = empty(columns // weight.group, memory, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(columns)
-    quantize_kernel[(tokens,)](
-        x, x if norm is None else norm.weight, codes, scales, 0.0 if norm is None else norm.eps, memory,
-        K=columns, GROUP=block if weight.group == columns else weight.group, NORM=norm is not None,
-        GATED=activation is not None, GELU=activation == "gelu_tanh", FP8=codes.dtype == torch.float8_e4m3fn,
-        BLOCK=block, PDL=pdl, num_warps=min(max(block // _ELEMENTS_PER_WARP, 1), _MOST_WARPS), launch_pdl=pdl,
-    )  # fmt: skip
-    return QuantizedInput(codes, scales, tokens)
+    if weight.bits == 4:
+        return w4a8_products.quantized(x, norm, weight, pdl=pdl, activation=activation)
+    columns, dtype = weight.shape[-1], weight.codes.dtype
+    return quantized_input(x, norm, columns, dtype, weight.group, None, pdl=pdl, activation=activation)
 
 
 def launch(
     x: QuantizedInput,
-    weight: ScaledWeight,
+    weight: PackedWeight,
     bias: Tensor | None,
     out: Tensor,
     op: int,
     *,
     pdl: bool,
     gelu: bool = False,
-    tile: Skinny | None = None,
+    tile: Tile | None = None,
 ) -> None:
     """Launch Triton's product into `out`, for `op` STORE, GATE_UP or ADD; `tile` None = that of `tile_for`.
 
-    A tile's `tokens` must divide `ROW_TILE`, and its `columns` those of `tile_for`.
+    A tile's `tokens` must divide `ROW_TILE`, and its `columns` those of `tile_for`. A `Gemv` is for one token and FP8
+    codes with one scale per row.
     """
+    if weight.bits == 4:
+        assert not isinstance(tile, Gemv)
+        w4a8_products.launch(x, weight, bias, out, op, pdl=pdl, gelu=gelu, tile=tile)
+        return
     tokens, n, k = len(out), out.shape[1], weight.shape[1]
     if tile is None:
-        tile = tile_for(tokens, n, k, op == GATE_UP.value, weight.group)
+        # The sums of int8 codes would not be exact without tensor cores, so a single token has the tile of two.
+        least = 1 if weight.codes.is_floating_point() else 2
+        tile = tile_for(max(tokens, least), n, k, op == GATE_UP.value, weight.group)
+    if isinstance(tile, Gemv):
+        scaled_gemv_kernel[(triton.cdiv(n, tile.rows),)](
+            x.codes, x.scales, weight.codes, weight.scales, out if bias is None else bias, out, n,
+            weight.scales.stride(0), K=k, OP=op, GELU=gelu, BIAS=bias is not None, ROWS=tile.rows,
+            COLUMNS=tile.columns, VECTOR=16, PDL=pdl, num_warps=tile.warps, launch_pdl=pdl,
+        )  # fmt: skip
+        return
     grid = (triton.cdiv(tokens, tile.tokens), triton.cdiv(n, tile.rows), tile.splits)
     partials, counters = (out, out) if tile.splits == 1 else reserve_scratch(out.device)
     scaled_kernel[grid](
@@ -180,34 +185,6 @@ def launch(
     )  # fmt: skip
 
 
-@lru_cache(maxsize=4096)
-def tile_for(tokens: int, n: int, k: int, paired: bool, group: int) -> Skinny:
-    """Return the tile for a step of `tokens` tokens, n outputs and k columns, `group` of which share a scale.
-
-    The rule follows from measurements with llama-3-8b on an H100: six stages, and for more than 32 tokens only as many
-    splits as are needed to keep two thirds of the multiprocessors busy.
-    """
-    grouped = group < k
-    columns = min(_STEP, group) if grouped else _STEP
-    # The registers of eight warps hold the sums of 256 tokens; with groups, a group's own sums take the place of half
-    # of them.
-    bucket = next((size for size in (16, 32, 64, 128) if tokens <= size), 128 if grouped else 256)
-    if bucket == 256:
-        return Skinny(64 if paired else 128, bucket, columns, splits=1, stages=4, warps=8)
-    rows, warps, stages = 64, 4, 6
-    if paired:  # twice the rows; two programs with up to 32 tokens, or with 128, fit on a multiprocessor
-        warps, stages = (8, 3) if bucket == 128 else (4, 5)
-    tiles = triton.cdiv(n, rows) * triton.cdiv(tokens, bucket)
-    least = 3 * MULTIPROCESSORS // 2 if bucket <= 32 else 2 * MULTIPROCESSORS // 3
-    splits = 1
-    while tiles * splits < least and k >= splits * 4 * _STEP and splits < _MOST_SPLITS:
-        splits *= 2
-    early = _EARLY_BYTES if tokens <= bucket else 0
-    while not fits_scratch(tile := Skinny(rows, bucket, columns, splits, stages, warps, early), tiles, paired):
-        splits //= 2
-    return tile
-
-
-def _scaled(linear: Linear) -> ScaledWeight:
-    assert isinstance(linear.weight, ScaledWeight)
+def _packed(linear: Linear) -> PackedWeight:
+    assert isinstance(linear.weight, PackedWeight)
     return linear.weight

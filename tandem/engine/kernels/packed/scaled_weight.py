@@ -30,8 +30,10 @@ class QuantizedInput:
 
     codes   [rows, K] of the weight's dtype; rows from `tokens` on, up to a multiple of `ROW_TILE`, are undefined
     scales  [groups, rows] float32
+    totals  [K / group of the weight, rows] float32, the sum of the codes of each group; None for weights of 8 bits
     """
 
     codes: Tensor
     scales: Tensor
     tokens: int
+    totals: Tensor | None = None

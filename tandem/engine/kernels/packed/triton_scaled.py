@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from tandem.engine.kernels.linear.triton_activation import gated
-from tandem.engine.kernels.linear.triton_linear_kernels import GATE_UP, NO_NORM, call_into_l2, finish_split
+from tandem.engine.kernels.linear.triton_linear_kernels import ADD, GATE_UP, NO_NORM, call_into_l2, finish_split, fold
 from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 from tandem.engine.kernels.triton_math import LARGEST_FP8, LARGEST_INT8, as_codes
 
@@ -24,10 +24,12 @@ def quantize_kernel(
     norm,
     codes,
     scales,
+    totals,
     eps,
     stride,
     K: tl.constexpr,
     GROUP: tl.constexpr,
+    TOTAL: tl.constexpr,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
@@ -43,7 +45,9 @@ def quantize_kernel(
     digit depends on the order of a sum.
 
     x [T, K], norm [K], codes [T, K]; the scale of token t and group g is at g · stride + t. BLOCK columns, the smallest
-    power of two from K on, are divided into GROUPs; GROUP = BLOCK means that a row is one group.
+    power of two from K on, are divided into GROUPs; GROUP = BLOCK means that a row is one group. With TOTAL > 0 the
+    sum of each TOTAL codes is stored in `totals`, in the same order as the scales; TOTAL is GROUP, or a row is one
+    group.
     """
     launch_dependents(PDL)
     column = tl.arange(0, BLOCK)
@@ -64,15 +68,28 @@ def quantize_kernel(
         root = tl.rsqrt(tl.sum(values * values, axis=0) / K + eps)
         values *= weight
     largest: tl.constexpr = LARGEST_FP8 if FP8 else LARGEST_INT8
-    grouped = tl.reshape(values, (BLOCK // GROUP, GROUP))
+    # A row that is one group is divided like its totals, so that a warp has the numbers of its sums.
+    PART: tl.constexpr = TOTAL if TOTAL else GROUP
+    PARTS: tl.constexpr = BLOCK // PART
+    grouped = tl.reshape(values, (PARTS, PART))
     # The maximum of the bits, because a maximum of numbers ignores NaN. The scale of a NaN becomes NaN, whatever its
     # code is.
-    most = tl.max(tl.abs(grouped).to(tl.int32, bitcast=True), axis=1).to(tl.float32, bitcast=True)
-    scaled = tl.reshape(grouped * _to_codes(most, largest)[:, None], (BLOCK,))
-    tl.store(codes + token * K + column, as_codes(scaled, largest, codes.dtype.element_ty), mask=inside)
-    groups = tl.arange(0, BLOCK // GROUP)
+    bits = tl.max(tl.abs(grouped).to(tl.int32, bitcast=True), axis=1)
+    if GROUP != PART:
+        bits = tl.zeros_like(bits) + tl.max(bits, axis=0)
+    most = bits.to(tl.float32, bitcast=True)
+    scaled = grouped * _to_codes(most, largest)[:, None]
+    rounded = as_codes(scaled, largest, codes.dtype.element_ty)
+    tl.store(codes + token * K + column, tl.reshape(rounded, (BLOCK,)), mask=inside)
+    parts = tl.arange(0, PARTS)
     group_scales = tl.div_rn(most, tl.zeros_like(most) + largest) * root
-    tl.store(scales + groups * stride + token, group_scales, mask=groups * GROUP < K)
+    if GROUP == PART:
+        tl.store(scales + parts * stride + token, group_scales, mask=parts * PART < K)
+    else:
+        tl.store(scales + parts * stride + token, group_scales, mask=parts == 0)
+    if TOTAL:
+        total = tl.sum(rounded.to(tl.float32), axis=1)
+        tl.store(totals + parts * stride + token, total, mask=parts * PART < K)
 
 
 @triton.jit
@@ -179,3 +196,75 @@ def scaled_kernel(
         total, total_up, no_squares, bias, out, partials, counters, rows, tokens, split, T, N, 0.0,
         K, OP, GELU, NO_NORM, BIAS, ROWS, TOKENS, SPLITS,
     )  # fmt: skip
+
+
+@triton.jit
+def scaled_gemv_kernel(
+    x,
+    x_scales,
+    codes,
+    scales,
+    bias,
+    out,
+    N,
+    row_stride,
+    K: tl.constexpr,
+    OP: tl.constexpr,
+    GELU: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Multiply codes of one token by codes of a weight, without tensor cores and splits; grid (ceil(N / ROWS),).
+
+    The arguments are those of `scaled_kernel` with one scale per row; COLUMNS columns are read at a time, VECTOR of
+    them by one thread.
+    """
+    EVEN: tl.constexpr = K % COLUMNS == 0
+    launch_dependents(PDL)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = rows < N
+    held_rows = tl.minimum(rows, N - 1).to(tl.int64)
+    columns = tl.arange(0, COLUMNS)
+    first = codes + held_rows[:, None] * K + columns[None, :]
+    second = codes + (held_rows + N)[:, None] * K + columns[None, :]
+    held = load_columns(first, columns < K, EVEN, "evict_first")
+    scale = tl.load(scales + held_rows * row_stride)
+    held_up, scale_up = held, scale
+    if OP == GATE_UP:
+        held_up = load_columns(second, columns < K, EVEN, "evict_first")
+        scale_up = tl.load(scales + (held_rows + N) * row_stride)
+    wait_for_inputs(PDL)
+    sums = tl.zeros((ROWS, COLUMNS // VECTOR), tl.float32)
+    sums_up = tl.zeros((ROWS, COLUMNS // VECTOR), tl.float32)
+    for start in tl.range(0, K, COLUMNS):
+        # The codes of the next round are loaded before this round's are multiplied, so that loads are always in flight.
+        # Whole rounds are loaded without a mask, for which the last one is loaded twice.
+        coming, coming_up = held, held_up
+        if K > COLUMNS:
+            later = start + COLUMNS
+            if EVEN:
+                later = tl.minimum(later, K - COLUMNS)
+            coming = load_columns(first + later, later + columns < K, EVEN, "evict_first")
+            if OP == GATE_UP:
+                coming_up = load_columns(second + later, later + columns < K, EVEN, "evict_first")
+        at = start + columns
+        taken = load_columns(x + at[None, :], at < K, EVEN, "evict_last").to(tl.float32)
+        sums += fold(held.to(tl.float32) * taken, VECTOR)
+        if OP == GATE_UP:
+            sums_up += fold(held_up.to(tl.float32) * taken, VECTOR)
+        held, held_up = coming, coming_up
+    token_scale = tl.load(x_scales)
+    total = tl.sum(sums, axis=1) * (scale * token_scale)
+    if BIAS:
+        total += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
+    if OP == GATE_UP:
+        total_up = tl.sum(sums_up, axis=1) * (scale_up * token_scale)
+        if BIAS:
+            total_up += tl.load(bias + N + rows, mask=inside, other=0.0).to(tl.float32)
+        total = gated(total, total_up, GELU)
+    if OP == ADD:
+        total += tl.load(out + rows, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + rows, total.to(out.dtype.element_ty), mask=inside)

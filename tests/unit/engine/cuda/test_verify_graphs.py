@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import pytest
 
+from benchmarks.speculation.draft_rows import with_drafts
 from tandem.engine.cuda.step_graph import StepGraph
 from tandem.engine.cuda.verify_graphs import DRAFTS, MOST_ROWS, VerifyGraphs, VerifySize, most_groups, verify_sizes
 from tandem.engine.kernels.base import Kernels
@@ -13,7 +14,6 @@ from tandem.engine.steps.draft_groups import groups_needed
 from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.engine.steps.step_buffer import StepSizes
 from tandem.protocol.messages import SamplingParams
-from tests.draft_rows import with_drafts
 
 DRAW = SamplingInput(SamplingParams(max_tokens=1, temperature=0.0), 0)
 NOTHING = cast(Any, None)

@@ -1,0 +1,74 @@
+"""The tile of each product of a 4-bit weight and 8-bit inputs: a measured one for some shapes, a rule for all others.
+
+Nothing here needs torch or Triton.
+"""
+
+from functools import lru_cache
+
+from tandem.engine.kernels.linear.triton_linear_plan import MULTIPROCESSORS, fits_scratch
+from tandem.engine.kernels.linear.triton_linear_tiles import Shape, Skinny
+from tandem.engine.kernels.packed_weight import TILE
+
+TUNED: dict[Shape, dict[int, Skinny]] = {}
+"""Measured tiles by shape and by `bucket_of`.
+
+From `python -m benchmarks.kernels products --candidates`, for weights with one scale per 128 columns of a row.
+"""
+LEAST_TOKENS: dict[tuple[int, int], tuple[int, int]] = {
+    (6144, 4096): (32, 1024),
+    (4096, 4096): (1024, 1024),
+    (28672, 4096): (1, 1024),
+}
+"""For (rows, columns) of a weight: the least tokens of a step with 8-bit inputs, and of one computed by the library.
+
+On an H200, in µs with 8-bit and with 16-bit inputs, less the time by which quantizing took longer than it does since:
+[28672, 4096] 31 and 40 for 1 token, 39 and 57 for 64, 113 and 186 for 256, 568 and 713 for 2,048; [6144, 4096] 12.3 and
+13.8 for 32, 31 and 42 for 256, 128 and 153 for 2,048; [4096, 4096] 15.2 and 13.2 for 64, 31 and 28 for 256, 100 and 102
+for 2,048.
+"""
+_DEFAULT_LEAST_TOKENS = (32, 1024)
+TOKEN_TILES = (16, 32, 64, 128)
+"""Possible numbers of tokens in a tile."""
+MANY_TOKENS = 256
+"""The bucket of all steps that need several tiles of tokens."""
+_EARLY_BYTES = 512
+_MOST_SPLITS = 8
+
+
+def bucket_of(tokens: int) -> int:
+    """Return the number of tokens under which the table lists the tile of a step."""
+    return next((size for size in TOKEN_TILES if tokens <= size), MANY_TOKENS)
+
+
+def least_tokens(rows: int, columns: int) -> int:
+    """Return the minimum number of tokens of a step that quantizes the inputs of a product."""
+    return LEAST_TOKENS.get((rows, columns), _DEFAULT_LEAST_TOKENS)[0]
+
+
+def library_tokens(rows: int, columns: int) -> int:
+    """Return the minimum number of tokens of a step for which the library is faster than Triton, with 8-bit inputs."""
+    return LEAST_TOKENS.get((rows, columns), _DEFAULT_LEAST_TOKENS)[1]
+
+
+@lru_cache(maxsize=4096)
+def tile_for(tokens: int, n: int, k: int, paired: bool) -> Skinny:
+    """Return the tile for a step of `tokens` tokens and a weight [n, k]; `paired`: the rows are gate and up.
+
+    Of gate and up of llama-3-8b on an H200, four warps take 117 µs with 256 tokens and 730 with 2,048, eight warps 162
+    and 1,063.
+    """
+    bucket = bucket_of(tokens)
+    tuned = TUNED.get((n, k, paired), {}).get(bucket)
+    if tuned is not None:
+        return tuned
+    size = min(bucket, TOKEN_TILES[-1])
+    rows, warps, stages = 64, 4, 4 if size <= 64 else 3
+    tiles = -(-(n // 2 if paired else n) // rows) * -(-tokens // size)
+    splits = 1
+    # With many tokens, joining splits takes longer than they save.
+    while size <= 32 and tiles * splits < 2 * MULTIPROCESSORS and k >= splits * 8 * TILE and splits < _MOST_SPLITS:
+        splits *= 2
+    early = _EARLY_BYTES if tokens <= size else 0
+    while not fits_scratch(tile := Skinny(rows, size, TILE, splits, stages, warps, early), tiles, paired):
+        splits //= 2
+    return tile
