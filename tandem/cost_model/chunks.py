@@ -99,9 +99,12 @@ def step_limit(
         seconds = min(itl_target_s, strictest feasible ITL target of the decoding requests) / cost.margin
 
     The token limit depends on the policy: `chunked` has `step_budget`; `decode-priority` has `step_budget` only while a
-    decoding request has no ITL target; `unchunked` has none. The default of `step_budget` is `CHUNKED_BUDGET`, and for
-    `decode-priority` `BACKLOG_BUDGET` during a backlog. `wait_s` is `RecentPrompts.wait_s` of the worker; routers do
-    not know it and predict steps without a backlog.
+    decoding request has no ITL target; `unchunked` has none. The default of `step_budget` is `CHUNKED_BUDGET`. For
+    `decode-priority` it grows during a backlog, in proportion to the prompts' wait and up to `BACKLOG_BUDGET`:
+
+        budget = CHUNKED_BUDGET · wait_s ÷ seconds to compute a token in steps of CHUNKED_BUDGET tokens
+
+    `wait_s` is `RecentPrompts.wait_s` of the worker; routers do not know it and predict steps without a backlog.
     """
     rows, context, targets = decode
     if assignment is None or not rows:
@@ -114,8 +117,9 @@ def step_limit(
     tokens = _prompts_within(assignment.step_budget or CHUNKED_BUDGET, cost, rows)
     if policy is PolicyName.DECODE_PRIORITY and assignment.step_budget is None:
         step = StepWork(tokens, chunk_pairs(tokens, 0), rows, context)
-        if wait_s * tokens > cost.seconds(step):
-            tokens = _prompts_within(BACKLOG_BUDGET, cost, rows)
+        backlog = wait_s * tokens / cost.seconds(step)
+        if backlog > 1.0:
+            tokens = _prompts_within(min(int(backlog * CHUNKED_BUDGET), BACKLOG_BUDGET), cost, rows)
     return StepLimit(tokens, target_s / cost.margin)
 
 

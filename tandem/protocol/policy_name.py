@@ -5,7 +5,7 @@ from enum import StrEnum
 CHUNKED_BUDGET = 512
 """Default maximum number of tokens of a step with both prompts and decode rows, decode rows included."""
 BACKLOG_BUDGET = 2 * CHUNKED_BUDGET
-"""The same default under `DECODE_PRIORITY` during a backlog of prompts (`tandem.cost_model.chunks.RecentPrompts`)."""
+"""The most to which that default grows under `DECODE_PRIORITY` while prompts wait (`tandem.cost_model.chunks`)."""
 
 
 class PolicyName(StrEnum):

@@ -26,7 +26,7 @@ class WorkerSettings(Settings):
     step_budget: int | None = setting(
         None,
         help=f"Maximum tokens of a mixed step, decode rows included; default: {CHUNKED_BUDGET}, for decode-priority"
-        f" {BACKLOG_BUDGET} while prompts wait longer for a worker than they take to compute.",
+        f" up to {BACKLOG_BUDGET} while prompts wait longer for a worker than they take to compute.",
         topic=Topic.STEPS,
         least=1,
     )

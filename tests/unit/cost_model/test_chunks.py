@@ -114,8 +114,12 @@ def test_a_backlog_raises_only_the_default_budget(
     before = step_limit(H200, assignment, decode)
     tokens = CHUNKED_BUDGET - ROWS
     step_s = H200.seconds(StepWork(tokens, chunk_pairs(tokens, 0), ROWS, CONTEXT))
-    assert step_limit(H200, assignment, decode, 0.99 * step_s / tokens) == before, "they are computed faster than that"
-    assert step_limit(H200, assignment, decode, 1.01 * step_s / tokens) == before._replace(tokens=backlog)
+    assert step_limit(H200, assignment, decode, 0.99 * step_s / tokens) == before, "they wait less than they take"
+    for ratio in (2.001, 100.0):
+        assert step_limit(H200, assignment, decode, ratio * step_s / tokens) == before._replace(tokens=backlog)
+    if backlog == BACKLOG_BUDGET - ROWS:
+        between = step_limit(H200, assignment, decode, 1.501 * step_s / tokens)
+        assert between == before._replace(tokens=CHUNKED_BUDGET * 3 // 2 - ROWS)
 
 
 def test_a_target_that_decoding_alone_misses_shortens_no_step() -> None:
