@@ -113,6 +113,7 @@ def figures(report: LoadReport) -> Row:
         "ttft_ms": _in_ms([record.token_s[0] - record.due_s for record in whole], (50, 90, 99)),
         "gap_ms": _in_ms([gap for record in whole for gap in record.gaps_s], (50, 95, 99, 99.9)),
         "tpot_ms": _in_ms([record.tpot_s for record in whole if record.tpot_s is not None], (50, 90, 99)),
+        "e2e_ms": _in_ms([record.end_to_end_s for record in whole], (50, 90, 99)),
         **{score.cell.name: round(score.share, 3) for score in report.scores},
         "prompt_tokens": sum(arrival.prompt_tokens for arrival in workload.arrivals),
         "out_tokens": tokens,

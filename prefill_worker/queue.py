@@ -17,6 +17,7 @@ from enum import Enum
 from operator import attrgetter
 
 from prefill_worker.request import PrefillRequest
+from tandem.cost_model.chunks import RecentPrompts
 
 OLDEST_SHARE = 4
 """The oldest prompt's share of a step is one in OLDEST_SHARE tokens."""
@@ -51,6 +52,8 @@ class WaitingPrompts:
 
     It is the larger of the numbers for the oldest prompt and for the one with the fewest remaining tokens.
     """
+    wait_s: float = 0.0
+    """`RecentPrompts.wait_s` of the prompts that have started."""
 
 
 NO_PROMPTS = WaitingPrompts()
@@ -68,6 +71,7 @@ class PromptQueue:
         self._computing: dict[PrefillRequest, None] = {}
         """Prompts with pages, until the step with their last chunk has completed."""
         self._arrivals = 0
+        self._recent = RecentPrompts()
         self.length = 0
         """The number of prompts that are not computed completely; any thread may read it."""
 
@@ -98,7 +102,7 @@ class PromptQueue:
             return NO_PROMPTS
         # These two prompts get most of a step. If the policy assumed the shorter context, the step would take too long.
         context = max(min(ready, key=_ARRIVAL).launched, min(ready, key=_REMAINING).launched)
-        return WaitingPrompts(len(ready), sum(request.remaining for request in ready), context)
+        return WaitingPrompts(len(ready), sum(request.remaining for request in ready), context, self._recent.wait_s)
 
     def plan(
         self, budget: int, max_rows: int, start: Callable[[PrefillRequest], StartResult], scored_most: int
@@ -137,6 +141,7 @@ class PromptQueue:
             case StartResult.STARTED:
                 del self._waiting[request]
                 self._computing[request] = None
+                self._recent.add(request.task.waited_s, request.prompt_tokens - request.cached)
             case StartResult.FAILED:
                 del self._waiting[request]
                 self._count()

@@ -63,6 +63,7 @@ class DispatchCalls:
         asked = prefill if decode is None else decode
         admitted, token_ids, prior_output_tokens = request.admitted, request.token_ids, request.prior_output_tokens
         sampling, salt = admitted.sampling, admitted.cache_salt
+        waited_s = request.placed_s - request.waiting_since
         adapter = "" if admitted.adapter is None else admitted.adapter.identity
         try:
             destination = None
@@ -92,6 +93,7 @@ class DispatchCalls:
                         prior_output_tokens=prior_output_tokens,
                         cache_salt=salt,
                         adapter=adapter,
+                        waited_s=waited_s,
                     )
                 )
                 if _current(request, ref):

@@ -21,6 +21,7 @@ from tandem.cli.operations.lora import lora_commands
 from tandem.cli.operations.mode import mode
 from tandem.cli.operations.ready import ready
 from tandem.cli.operations.scale import scale
+from tandem.cli.planning.advise import advise
 from tandem.cli.planning.plan import plan
 from tandem.cli.quantization.quantize import quantize
 from tandem.cli.requests.chat import chat
@@ -58,7 +59,7 @@ for group, commands in {
     REQUESTS: (generate, chat, bench),
     OBSERVE: (status, top, why, trace, logs, ready),
     CHANGE: (mode, scale, drain),
-    PREPARE: (plan, quantize, train_draft),
+    PREPARE: (plan, advise, quantize, train_draft),
 }.items():
     for command in commands:
         app.command(cls=GroupedHelp, rich_help_panel=group)(with_help_all(command))

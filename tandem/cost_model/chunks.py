@@ -2,12 +2,14 @@
 
 import math
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from tandem.cost_model.step_cost import StepCost, unpadded_prompts
+from tandem.cost_model.step_work import StepWork, chunk_pairs
 from tandem.protocol.messages import Assignment
-from tandem.protocol.policy_name import CHUNKED_BUDGET, PolicyName
+from tandem.protocol.policy_name import BACKLOG_BUDGET, CHUNKED_BUDGET, PolicyName
 
 MIN_CHUNK_TOKENS = 64
 """Minimum number of tokens of a chunk; the same kernels would be launched for a smaller one."""
@@ -19,6 +21,8 @@ less than 1 % of an answer's inter-token gaps contain a forced chunk; ITL target
 """
 FORCED_CHUNK_TOKENS = 32 * MIN_CHUNK_TOKENS
 """The size of a forced chunk, in tokens."""
+RECENT_PROMPTS = 128
+"""The number of prompts whose waits are averaged; a burst has fewer. See docs/decisions/step_policy.md."""
 
 
 def strictest_feasible_target(targets: Sequence[float], decoding_s: float, asked_s: float | None = None) -> float:
@@ -56,6 +60,26 @@ class ConcurrentDecode(NamedTuple):
     targets: Sequence[float] = ()
 
 
+class RecentPrompts:
+    """The last `RECENT_PROMPTS` prompts that a worker has started, from which a backlog of prompts is recognized.
+
+    There is a backlog while these prompts waited longer in the router's queue, on average, than they take to compute.
+    The worker's own queue does not show it: a short burst fills that queue too, and the router keeps the other prompts.
+    """
+
+    def __init__(self) -> None:
+        self._prompts = deque[tuple[float, int]](maxlen=RECENT_PROMPTS)
+        self.wait_s = 0.0
+        """Mean seconds in the router's queue per prompt token to compute; 0 before `RECENT_PROMPTS` prompts."""
+
+    def add(self, waited_s: float, tokens: int) -> None:
+        """Add a prompt that waited `waited_s` seconds in the router's queue and has `tokens` > 0 tokens to compute."""
+        self._prompts.append((waited_s, tokens))
+        if len(self._prompts) == RECENT_PROMPTS:
+            waits_s, lengths = zip(*self._prompts, strict=True)
+            self.wait_s = sum(waits_s) / sum(lengths)
+
+
 class StepLimit(NamedTuple):
     """The limits of a step that has both prompt tokens and decode rows."""
 
@@ -65,7 +89,9 @@ class StepLimit(NamedTuple):
     """Maximum predicted duration of the step in seconds."""
 
 
-def step_limit(cost: StepCost, assignment: Assignment | None, decode: ConcurrentDecode) -> StepLimit:
+def step_limit(
+    cost: StepCost, assignment: Assignment | None, decode: ConcurrentDecode, wait_s: float = 0.0
+) -> StepLimit:
     """Return the limits on the next step's duration and prompt tokens.
 
     There is no limit if `assignment` is None or if no row decodes.
@@ -73,7 +99,12 @@ def step_limit(cost: StepCost, assignment: Assignment | None, decode: Concurrent
         seconds = min(itl_target_s, strictest feasible ITL target of the decoding requests) / cost.margin
 
     The token limit depends on the policy: `chunked` has `step_budget`; `decode-priority` has `step_budget` only while a
-    decoding request has no ITL target; `unchunked` has none.
+    decoding request has no ITL target; `unchunked` has none. The default of `step_budget` is `CHUNKED_BUDGET`. For
+    `decode-priority` it grows during a backlog, in proportion to the prompts' wait and up to `BACKLOG_BUDGET`:
+
+        budget = CHUNKED_BUDGET · wait_s ÷ seconds to compute a token in steps of CHUNKED_BUDGET tokens
+
+    `wait_s` is `RecentPrompts.wait_s` of the worker; routers do not know it and predict steps without a backlog.
     """
     rows, context, targets = decode
     if assignment is None or not rows:
@@ -83,8 +114,18 @@ def step_limit(cost: StepCost, assignment: Assignment | None, decode: Concurrent
     bounded = asked_s is not None or (target_s < math.inf and targets[-1] < math.inf)
     if policy is PolicyName.UNCHUNKED or (policy is PolicyName.DECODE_PRIORITY and bounded):
         return StepLimit(None, target_s / cost.margin)
-    budget = CHUNKED_BUDGET if assignment.step_budget is None else assignment.step_budget
-    return StepLimit(unpadded_prompts(max(0, budget - rows), rows, cost.parameters.tile_tokens), target_s / cost.margin)
+    tokens = _prompts_within(assignment.step_budget or CHUNKED_BUDGET, cost, rows)
+    if policy is PolicyName.DECODE_PRIORITY and assignment.step_budget is None:
+        step = StepWork(tokens, chunk_pairs(tokens, 0), rows, context)
+        backlog = wait_s * tokens / cost.seconds(step)
+        if backlog > 1.0:
+            tokens = _prompts_within(min(int(backlog * CHUNKED_BUDGET), BACKLOG_BUDGET), cost, rows)
+    return StepLimit(tokens, target_s / cost.margin)
+
+
+def _prompts_within(budget: int, cost: StepCost, rows: int) -> int:
+    """Return the number of prompt tokens in a step of `budget` tokens with `rows` decode rows."""
+    return unpadded_prompts(max(0, budget - rows), rows, cost.parameters.tile_tokens)
 
 
 def chunks_within(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.protocol.policy_name import CHUNKED_BUDGET, DEFAULT_STEP_POLICY, PolicyName
+from tandem.protocol.policy_name import BACKLOG_BUDGET, CHUNKED_BUDGET, DEFAULT_STEP_POLICY, PolicyName
 from tandem.protocol.speculation_method import SpeculationMethod
 from tandem.settings.ceilings import Ceilings, parse_ceilings
 from tandem.settings.engine import GIB
@@ -25,7 +25,8 @@ class WorkerSettings(Settings):
     )
     step_budget: int | None = setting(
         None,
-        help=f"Maximum tokens of a mixed step, decode rows included; default: {CHUNKED_BUDGET}.",
+        help=f"Maximum tokens of a mixed step, decode rows included; default: {CHUNKED_BUDGET}, for decode-priority"
+        f" up to {BACKLOG_BUDGET} while prompts wait longer for a worker than they take to compute.",
         topic=Topic.STEPS,
         least=1,
     )

@@ -55,7 +55,7 @@ class StepPolicy:
         if not rows:
             return most
         cost = self._cost()
-        limit = step_limit(cost, self._assignment, ConcurrentDecode(rows, context, targets))
+        limit = step_limit(cost, self._assignment, ConcurrentDecode(rows, context, targets), waiting.wait_s)
         tokens = most if limit.tokens is None else min(most, limit.tokens)
         if limit.seconds < math.inf:
             tokens = self._fitting(cost, decode_work, waiting, limit.seconds, tokens)

@@ -193,7 +193,7 @@ class WorkerKind:
         Weights and KV that are already quantized are left out.
         """
         packed = None if self.model.quantization else quantized_at_load(self.model, Codes.INT8)
-        kv = self._narrower_kv()
+        kv = self.narrower_kv()
         for name, model, element_bytes in (
             ("weights in 8 bits", packed, self.kv_element_bytes),
             ("KV in 8 bits", self.model, kv),
@@ -203,7 +203,7 @@ class WorkerKind:
                 after = self._roofline(model, element_bytes)
                 yield Quantized(name, self._memory(demand, model, element_bytes), self.predicted_costs, after)
 
-    def _narrower_kv(self) -> float | None:
+    def narrower_kv(self) -> float | None:
         """Return the bytes of an 8-bit KV element.
 
         Returns None if the KV is already that narrow, or if 8-bit KV is unsupported.
@@ -251,7 +251,7 @@ class WorkerKind:
 
         These are a quantization, a number of GPUs for each worker, and a GPU with more memory.
         """
-        kv = self._narrower_kv()
+        kv = self.narrower_kv()
         fitting = [
             " ".join([f"--quantization {codes}"] * (model is not self.model) + ["--kv-cache-dtype int8"] * narrow)
             for codes, model in self.weight_forms()

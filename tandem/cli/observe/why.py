@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,6 +13,7 @@ from tandem.cli.plain_errors import plain_errors
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from tandem.metrics.bottlenecks import Diagnosis
     from tandem.metrics.scrape import Scrape, ScrapeInterval
 
 
@@ -24,29 +26,38 @@ def why(
     seconds: Annotated[float, typer.Option(min=0.1, help="Seconds to measure.")] = 5.0,
 ) -> None:
     """Name each worker's bottleneck under the present load, and the change that would help most."""
-    import asyncio
     import sys
 
     from rich.console import Console
 
     from tandem.cli.observe.status import WIDE
-    from tandem.cli.observe.top import scrape
-    from tandem.metrics.scrape import ScrapeInterval
-
-    address, key = metrics_server(metrics, metrics_key, metrics_key_file)
-
-    async def scrape_interval() -> ScrapeInterval:
-        before = await scrape(address, key)
-        await asyncio.sleep(seconds)
-        return ScrapeInterval(before, await scrape(address, key))
 
     console = Console() if sys.stdout.isatty() else Console(width=WIDE)
-    interval = asyncio.run(scrape_interval())
+    interval = scraped_interval(seconds, metrics, metrics_key, metrics_key_file)
     for line in models(interval.now):
         console.print(line, markup=False)
     console.print(findings(interval))
     for line in speculation(interval):
         console.print(line, markup=False)
+
+
+def scraped_interval(
+    seconds: float, metrics: str = "", metrics_key: str = "", metrics_key_file: str = ""
+) -> ScrapeInterval:
+    """Return the change of the cluster's metrics over `seconds` seconds from now."""
+    import asyncio
+
+    from tandem.cli.observe.top import scrape
+    from tandem.metrics.scrape import ScrapeInterval
+
+    address, key = metrics_server(metrics, metrics_key, metrics_key_file)
+
+    async def measure() -> ScrapeInterval:
+        before = await scrape(address, key)
+        await asyncio.sleep(seconds)
+        return ScrapeInterval(before, await scrape(address, key))
+
+    return asyncio.run(measure())
 
 
 def models(now: Scrape) -> list[str]:
@@ -70,6 +81,18 @@ def findings(interval: ScrapeInterval) -> Table:
     for finding in findings_of(interval):
         table.add_row(finding.worker, Text(finding.bottleneck, style="bold"), finding.because, finding.change)
     return table
+
+
+def diagnoses(interval: ScrapeInterval) -> Iterator[tuple[str, Diagnosis]]:
+    """Yield the id and the diagnosis of each worker that is ready."""
+    from tandem.metrics import families as f
+    from tandem.metrics.bottlenecks import diagnose
+    from tandem.metrics.cluster_view import workers_of
+    from tandem.metrics.worker_figures import figures_of
+
+    for name in workers_of(interval.now):
+        if interval.now.total(f.WORKER_READY, worker=name):
+            yield name, diagnose(figures_of(interval, name))
 
 
 def speculation(interval: ScrapeInterval) -> list[str]:

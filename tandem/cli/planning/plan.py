@@ -15,6 +15,7 @@ from tandem.cli.planning.plan_options import (
     CostOptions,
     DemandOptions,
     GpuOptions,
+    ReportOptions,
     ShapeOptions,
     TargetOptions,
     check_above_0,
@@ -22,6 +23,8 @@ from tandem.cli.planning.plan_options import (
 )
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from tandem.capacity.plan.inputs import PlanInputs
     from tandem.capacity.plan.measured_knees import Compared
     from tandem.capacity.plan.speculation import Drafting
@@ -117,15 +120,22 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def strategy_table(results: Iterable[TrialResult], rate: float) -> Table:
-    """Return a table of simulated results with one row per strategy; `rate` is the planned load in requests/s."""
+def strategy_table(results: Iterable[TrialResult], demand: Demand, price_per_s: float | None = None) -> Table:
+    """Return a table of simulated results with one row per strategy, under the planned load `demand`.
+
+    `price_per_s` is the price of all GPUs for a second. The price of a million tokens, of prompts and answers, is that
+    at the knee.
+    """
     from tandem.capacity.simulation.knee import KEPT
 
+    rate = demand.per_s
     title = f"simulated at {rate:g} requests/s; the knee is the highest rate with an SLO attainment of {KEPT:.0%}"
     table = Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False)
     table.add_column("strategy", no_wrap=True)
     for column in ("knee /s", "÷ load", "SLO attainment", "TTFT p50", "p99 ms", "ITL p50", "p99 ms", "missed by"):
         table.add_column(column, justify="right", no_wrap=True)
+    if price_per_s is not None:
+        table.add_column("price of 1M tokens", justify="right", no_wrap=True)
     for result in results:
         asked = result.asked
         worst = max(asked.missed, key=lambda kind: asked.missed[kind]) if asked.missed else ""
@@ -137,8 +147,13 @@ def strategy_table(results: Iterable[TrialResult], rate: float) -> Table:
             *(f"{seconds * _MS:.0f}" for seconds in (asked.ttft_p50_s, asked.ttft_p99_s)),
             *(f"{seconds * _MS:.1f}" for seconds in (asked.gap_p50_s, asked.gap_p99_s)),
             worst,
+            *([] if price_per_s is None else [_price(price_per_s, result.knee_rate * demand.kv_tokens)]),
         )
     return table
+
+
+def _price(price_per_s: float, tokens_per_s: float) -> str:
+    return f"{price_per_s / tokens_per_s * 1e6:.3g}" if tokens_per_s else "none"
 
 
 def what_if_lines(inputs: PlanInputs, split: Split) -> Iterator[str]:
@@ -198,6 +213,7 @@ def plan(
     asked: DemandOptions,
     workers: Annotated[int | None, typer.Option(help="Number of workers; default: the fewest with headroom.")] = None,
     costs: CostOptions,
+    report: ReportOptions,
     simulate: Annotated[
         bool, method_option("--simulate/--no-simulate", help="Find each strategy's knee by short simulated loads.")
     ] = True,
@@ -221,6 +237,7 @@ def plan(
     from tandem.capacity.plan.worker_kind import GROUP_SIZES, WorkerKind
 
     targets, demand = latency.targets(), asked.demand()
+    report.check()
     if workers is not None:
         check_above_0("--workers", workers)
     model, fitted = shape.config(), costs.fitted()
@@ -263,10 +280,12 @@ def plan(
         compares_context_ranks=free and gpu.prefill_context_parallel_size is None and kinds[0].stages == 1,
     )
     _check_kinds(inputs, fitted=fitted is not None, compares=check is not None)
-    if check is None:
-        _answer(inputs.with_fewest_gpus(), drafting, simulate=simulate)
-    else:
+    if check is not None:
         _check(check, inputs)
+    elif report.roofline or report.kv_table:
+        _print_tables(inputs, report)
+    else:
+        _answer(inputs.with_fewest_gpus(), drafting, report, simulate=simulate)
 
 
 def _check_kinds(inputs: PlanInputs, *, fitted: bool, compares: bool) -> None:
@@ -314,22 +333,39 @@ def _check_kinds(inputs: PlanInputs, *, fitted: bool, compares: bool) -> None:
             raise InvalidArgument(option, why)
 
 
-def _answer(inputs: PlanInputs, drafting: Drafting, *, simulate: bool) -> None:
-    """Print the split that the cost model recommends, and the predicted effects of changes and speculative decoding.
+def _print_tables(inputs: PlanInputs, report: ReportOptions) -> None:
+    """Print the tables that `report` names, of the model on decode workers."""
+    from tandem.cli.planning.walls_view import kv_table, roofline_table
 
-    With `simulate`, also print the simulated results of each strategy.
-    """
+    console, kind = _console(), inputs.decode
+    for wanted, table in ((report.roofline, roofline_table), (report.kv_table, kv_table)):
+        for part in table(kind, inputs.demand) if wanted else ():
+            console.print(part, highlight=False)
+
+
+def _console() -> Console:
     import sys
 
     from rich.console import Console
 
-    from tandem.capacity.plan.trials import trials
     from tandem.cli.observe.status import WIDE
 
-    split = inputs.split()
-    console = Console() if sys.stdout.isatty() else Console(width=WIDE)
+    return Console() if sys.stdout.isatty() else Console(width=WIDE)
+
+
+def _answer(inputs: PlanInputs, drafting: Drafting, report: ReportOptions, *, simulate: bool) -> None:
+    """Print the split that the cost model recommends, and the predicted effects of changes and speculative decoding.
+
+    With `simulate`, also print the simulated results of each strategy.
+    """
+    from tandem.capacity.plan.trials import trials
+    from tandem.cli.planning.walls_view import transfer_line
+
+    split, console = inputs.split(), _console()
     for line in lines(inputs, split):
         console.print(line, highlight=False)
+    if not split.shared:
+        console.print(transfer_line(inputs.decode, inputs.demand, report.network_gbps), highlight=False)
     console.print("what the same workers would serve, by the cost model:")
     for line in what_if_lines(inputs, split):
         console.print(line, highlight=False)
@@ -338,7 +374,8 @@ def _answer(inputs: PlanInputs, drafting: Drafting, *, simulate: bool) -> None:
     if simulate:
         with console.status("simulating"):
             results = list(trials(inputs, split))
-        console.print(strategy_table(results, inputs.demand.per_s))
+        gpu_s = None if report.price_per_hour is None else report.price_per_hour * inputs.gpus(split) / 3600
+        console.print(strategy_table(results, inputs.demand, gpu_s))
 
 
 def _check(file: Path, inputs: PlanInputs) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 kv_option = further_option("KV cache and drafts")
 gpu_option = further_option("GPUs of each worker")
+report_option = further_option("What is printed")
 method_option = further_option("Step times and simulation")
 _CUSTOM_GIB = 80.0
 
@@ -87,9 +88,9 @@ class ShapeOptions:
 class GpuOptions:
     """The options that describe the GPUs of each worker."""
 
-    gpu: Annotated[
-        str, typer.Option(help="Each worker's GPU: B200, H200, H100, H800, A100-80, A100-40, L40S or L4.")
-    ] = "H200"
+    gpu: Annotated[str, typer.Option(help="Each worker's GPU: H200, H100, A100-80, L4, …; --roofline lists all.")] = (
+        "H200"
+    )
     ceilings: Annotated[
         str,
         gpu_option(help="TFLOPS:GBPS by the data sheet, for another GPU, with an H200's NVLink; with --memory-gib."),
@@ -238,6 +239,28 @@ class CostOptions:
                 "the running cluster has not measured prompts and answers yet; send it some requests"
             )
         return costs
+
+
+@dataclass(frozen=True, slots=True)
+class ReportOptions:
+    """The options that choose what is printed."""
+
+    roofline: Annotated[
+        bool, report_option("--roofline", help="Only print what limits each phase on each known GPU.")
+    ] = False
+    kv_table: Annotated[
+        bool, report_option("--kv-table", help="Only print the memory of the KV by requests and context.")
+    ] = False
+    network_gbps: Annotated[float, report_option(help="Gb/s between hosts, for the time of a KV transfer.")] = 400.0
+    price_per_hour: Annotated[
+        float | None, report_option(help="Price of a GPU for an hour, for the price of tokens by strategy.")
+    ] = None
+
+    def check(self) -> None:
+        """Check the values. Raises InvalidArgument, which names the option."""
+        check_above_0("--network-gbps", self.network_gbps)
+        if self.price_per_hour is not None:
+            check_above_0("--price-per-hour", self.price_per_hour)
 
 
 def check_above_0(option: str, value: float) -> None:

@@ -73,7 +73,9 @@ class Destination:
 class PrefillTask(_Continued):
     """A request of a router to a prefill worker: compute the KV of this prompt and sample the next token.
 
-    Without a destination, the sampled token is the last one of the answer.
+    Without a destination, the sampled token is the last one of the answer. `waited_s` is the time in seconds that the
+    request waited in the router's queue before this attempt.
     """
 
     destination: Destination | None
+    waited_s: float = field(default=0.0, kw_only=True)

@@ -487,3 +487,43 @@ def test_a_wrong_speculation_is_refused(wrong: str) -> None:
     refused = run("--no-simulate", "--speculate", wrong)
     assert refused.exit_code
     assert "--speculate" in refused.output
+
+
+def test_the_roofline_has_a_row_for_each_known_gpu() -> None:
+    result = run(*LOAD, "--roofline")
+    assert result.exit_code == 0
+    rows = {line.split()[0]: line.split()[1:] for line in result.stdout.splitlines()[2:]}
+    assert set(DEVICES) < set(rows)
+    assert rows["H200"] == ["168", "compute", *["bandwidth"] * 5]
+    assert "GiB" not in result.stdout
+
+
+def test_the_kv_table_marks_what_does_not_fit() -> None:
+    result = run(*LOAD, "--kv-table", "--shape", "llama-3-8b", "--gpu", "L40S")
+    rows = {line.split()[0]: line.split()[1:] for line in result.stdout.splitlines()[2:]}
+    assert (rows["1"], rows["128"]) == (["0.25", "1"], ["32*", "128*"])
+
+
+def test_the_time_of_a_transfer_over_the_network() -> None:
+    lines_of = [
+        next(line for line in run(*LOAD, "--no-simulate", *more).stdout.splitlines() if line.startswith("transfer"))
+        for more in ((), ("--network-gbps", "100"))
+    ]
+    assert "5.2 ms over 400 Gb/s" in lines_of[0]
+    assert "21.0 ms over 100 Gb/s" in lines_of[1]
+    refused = run(*LOAD, "--network-gbps", "0")
+    assert refused.exit_code == 2
+    assert refused.stderr.startswith("error: --network-gbps: 0 is not above 0")
+
+
+def test_the_price_of_tokens_is_that_of_all_gpus_at_the_knee(short_loads: None) -> None:
+    result = run(*LOAD, "--rate", "10", "--workers", "2", "--price-per-hour", "3")
+    assert result.exit_code == 0
+    header, *rows = result.stdout[result.stdout.index("strategy ") :].splitlines()
+    assert header.split()[-4:] == ["price", "of", "1M", "tokens"]
+    assert len(rows) >= 3
+    for row in rows:
+        knee, price = re.search(r"  ([\d.]+) +[\d.]+ +\d+%.* ([\d.]+)$", row.rstrip()).groups()  # type: ignore[union-attr]
+        assert float(price) == pytest.approx(2 * 3 / 3600 / (float(knee) * 2500) * 1e6, rel=0.02)
+    refused = run(*LOAD, "--price-per-hour", "-1")
+    assert refused.stderr.startswith("error: --price-per-hour: -1 is not above 0")

@@ -8,15 +8,17 @@ import pytest
 from tandem.cost_model.chunks import (
     FORCED_CHUNK_INTERVAL,
     FORCED_CHUNK_TOKENS,
+    RECENT_PROMPTS,
     Chunks,
     ConcurrentDecode,
+    RecentPrompts,
     chunks_within,
     step_limit,
 )
 from tandem.cost_model.step_cost import CostParameters, StepCost
-from tandem.cost_model.step_work import StepWork
+from tandem.cost_model.step_work import StepWork, chunk_pairs
 from tandem.protocol.messages import Assignment, Role
-from tandem.protocol.policy_name import PolicyName
+from tandem.protocol.policy_name import BACKLOG_BUDGET, CHUNKED_BUDGET, PolicyName
 
 H200 = StepCost(
     CostParameters(
@@ -75,6 +77,49 @@ def test_without_a_target_a_step_has_its_token_budget() -> None:
         H200, Assignment(Role.BOTH, PolicyName.DECODE_PRIORITY, 700), 2048, ConcurrentDecode(ROWS, CONTEXT), 1000.0
     )
     assert given == Chunks(700 - ROWS)
+
+
+def test_recent_prompts_forget_those_before_them() -> None:
+    recent = RecentPrompts()
+    for _ in range(RECENT_PROMPTS - 1):
+        recent.add(0.3, 1000)
+    assert recent.wait_s == 0.0, "as many prompts may be a burst"
+    recent.add(0.3, 1000)
+    assert recent.wait_s == pytest.approx(0.3e-3)
+    for _ in range(RECENT_PROMPTS // 2):
+        recent.add(0.0, 1000)
+    assert recent.wait_s == pytest.approx(0.15e-3)
+    for _ in range(RECENT_PROMPTS // 2):
+        recent.add(0.0, 3000)
+    assert recent.wait_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("assignment", "targets", "backlog"),
+    [
+        (Assignment(Role.BOTH), (), BACKLOG_BUDGET - ROWS),
+        (Assignment(Role.BOTH), (9.0, math.inf), BACKLOG_BUDGET - ROWS),
+        (Assignment(Role.BOTH, PolicyName.DECODE_PRIORITY, 700), (), 700 - ROWS),
+        (Assignment(Role.BOTH, PolicyName.CHUNKED), (), CHUNKED_BUDGET - ROWS),
+        (Assignment(Role.BOTH, PolicyName.UNCHUNKED), (), None),
+        (Assignment(Role.BOTH, itl_target_s=9.0), (), None),
+        (Assignment(Role.BOTH), (9.0,), None),
+    ],
+)
+def test_a_backlog_raises_only_the_default_budget(
+    assignment: Assignment, targets: tuple[float, ...], backlog: int | None
+) -> None:
+    """A budget that the user named is kept, and so are ITL targets."""
+    decode = ConcurrentDecode(ROWS, CONTEXT, targets)
+    before = step_limit(H200, assignment, decode)
+    tokens = CHUNKED_BUDGET - ROWS
+    step_s = H200.seconds(StepWork(tokens, chunk_pairs(tokens, 0), ROWS, CONTEXT))
+    assert step_limit(H200, assignment, decode, 0.99 * step_s / tokens) == before, "they wait less than they take"
+    for ratio in (2.001, 100.0):
+        assert step_limit(H200, assignment, decode, ratio * step_s / tokens) == before._replace(tokens=backlog)
+    if backlog == BACKLOG_BUDGET - ROWS:
+        between = step_limit(H200, assignment, decode, 1.501 * step_s / tokens)
+        assert between == before._replace(tokens=CHUNKED_BUDGET * 3 // 2 - ROWS)
 
 
 def test_a_target_that_decoding_alone_misses_shortens_no_step() -> None:

@@ -7,6 +7,7 @@ import pytest
 from prefill_worker.progress import Progress
 from prefill_worker.queue import OLDEST_SHARE, STEP_S, PromptQueue, ScoredTokens, StartResult, WaitingPrompts
 from prefill_worker.request import PrefillRequest
+from tandem.cost_model.chunks import RECENT_PROMPTS
 from tandem.engine.cache.page_pool import PagePool
 from tandem.engine.cache.prefix_cache import PrefixCache
 from tandem.engine.steps.prompt_scoring import PromptScores
@@ -27,8 +28,10 @@ class Prompts:
         self.steps = 0
         self._room = room
 
-    def add(self, name: str, tokens: int, *, local: bool = False, scored: bool = False) -> PrefillRequest:
-        task = PrefillTask("r", RequestRef(name, 1), (5,) * tokens, SamplingParams(2), None)
+    def add(
+        self, name: str, tokens: int, *, local: bool = False, scored: bool = False, waited_s: float = 0.0
+    ) -> PrefillRequest:
+        task = PrefillTask("r", RequestRef(name, 1), (5,) * tokens, SamplingParams(2), None, waited_s=waited_s)
         scores = PromptScores(task.prompt_token_ids, 0) if scored else None
         request = PrefillRequest(task, 1, local, Progress(), CACHE.prefix((), ""), scores=scores)
         self.requests[name] = request
@@ -194,3 +197,17 @@ def test_what_waits() -> None:
     prompts.queue.remove(first)
     prompts.queue.remove(first)
     assert len(prompts.queue) == 1
+
+
+def test_the_wait_of_the_prompts_that_have_started() -> None:
+    """A prompt counts when it gets pages, with the tokens that are not cached."""
+    prompts = Prompts(lambda name: StartResult.NO_PAGES if name == "waits" else StartResult.STARTED)
+    for number in range(RECENT_PROMPTS - 1):
+        prompts.add(f"p{number}", 3, waited_s=0.3)
+        prompts.step()
+    prompts.add("waits", 3, waited_s=9.0)
+    prompts.step()
+    assert prompts.queue.waiting() == WaitingPrompts(prompts=1, tokens=3)
+    prompts.add("cached", 12, local=True, waited_s=0.3).cached = 9
+    prompts.step()
+    assert prompts.queue.waiting() == WaitingPrompts(prompts=1, tokens=3, wait_s=pytest.approx(0.1))

@@ -194,6 +194,7 @@ CASES: dict[str, tuple[st.SearchStrategy[Any], type[Message]]] = {
             prior_output_tokens=uint32,
             cache_salt=text,
             adapter=text,
+            waited_s=seconds,
         ),
         worker_pb2.PrefillRequest,
     ),

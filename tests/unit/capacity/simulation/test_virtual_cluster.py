@@ -8,10 +8,11 @@ import pytest
 
 from tandem.capacity.simulation.request import Outcome
 from tandem.capacity.simulation.worker import VirtualWorker
+from tandem.cost_model.chunks import RECENT_PROMPTS
 from tandem.cost_model.step_cost import StepCost
 from tandem.protocol.messages import Role
 from tandem.protocol.mode import Mode
-from tandem.protocol.policy_name import PolicyName
+from tandem.protocol.policy_name import CHUNKED_BUDGET, PolicyName
 from tandem.settings.slo import SloClass
 from tests.unit.capacity.simulation.stages import NETWORK, cluster, moments, request
 
@@ -157,3 +158,20 @@ def test_the_router_knows_that_answers_run_to_their_limit() -> None:
     outcomes = stage.run([*short, *(request(60.0, 16, 500, key=20 + number) for number in range(4))])
     assert [outcome.asked.new_tokens for outcome in outcomes] == [256] * 20 + [500] * 4
     assert {outcome.attempts for outcome in outcomes} == {1}
+
+
+def test_a_backlog_makes_chunks_larger_until_it_is_over() -> None:
+    """Prompts arrive faster than steps of 512 tokens compute them, later one at a time."""
+    backlog = [request(0.02 * number, 1000, 10, key=number) for number in range(3 * RECENT_PROMPTS)]
+    lone = [request(60.0 + 0.5 * number, 1000, 40, key=1000 + number) for number in range(2 * RECENT_PROMPTS)]
+
+    def run(**settings: Any) -> tuple[list[float], float]:
+        outcomes = cluster(*TOGETHER, **settings).run([*backlog, *lone])
+        by_due = sorted(outcomes, key=lambda outcome: outcome.asked.due_s)
+        return [moments(outcome)[0] for outcome in by_due[: len(backlog)]], moments(by_due[-1])[-1]
+
+    (now, alone_ms), (before, alone_before_ms) = run(), run(step_budget=CHUNKED_BUDGET)
+    few = RECENT_PROMPTS - 10
+    assert now[:few] == before[:few], "it may be a burst"
+    assert now[-1] < 0.9 * before[-1]
+    assert alone_ms == alone_before_ms

@@ -26,7 +26,7 @@ async def test_refusals_by_the_old_role_are_no_failures(
     cluster: Cluster, stub: inference_pb2_grpc.InferenceStub
 ) -> None:
     """More rejections than a request has attempts, from either role."""
-    most = cluster.config.max_attempts
+    most, long_s = cluster.config.max_attempts, cluster.config.queue_timeout_s / 2
     for worker, half in ((cluster.prefill, Role.PREFILL), (cluster.decode, Role.DECODE)):
         worker.switches.closed = frozenset({half})
         calls = worker.prefills if half is Role.PREFILL else worker.reservations
@@ -34,12 +34,13 @@ async def test_refusals_by_the_old_role_are_no_failures(
         waiting = asyncio.create_task(run(stub))
         await until(lambda calls=calls: len(calls) > 1, "it was refused")  # type: ignore[misc]
         (request,) = cluster.router._dispatcher.live_requests()
-        since = request.waiting_since
+        request.waiting_since = since = request.waiting_since - long_s
         await until(lambda calls=calls: len(calls) > most, "it was refused often")  # type: ignore[misc]
         assert request.waiting_since == since, "a refusal does not prolong the longest wait"
         worker.switches.closed = frozenset()
         assert await waiting == RIGHT
         assert cluster.router._dispatcher.waiting == 0
+        assert long_s < cluster.prefill.prefills[-1].waited_s < long_s + 30.0, "the worker is told how long it waited"
 
 
 async def test_what_a_closing_half_gives_up_goes_on_elsewhere(
