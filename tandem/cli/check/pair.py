@@ -16,7 +16,6 @@ from typing import Any
 import httpx
 
 from tandem.cli.bench.servers import error_reason
-from tandem.cli.check.answer import Answer
 from tandem.cli.check.request import CheckRequest
 from tandem.cli.check.run import Allowed, CheckRun
 from tandem.cli.check.server import BUSY, CheckedServer, retry_after_s
@@ -47,7 +46,8 @@ class PairServer(CheckedServer):
 
     async def body(self, request: CheckRequest) -> dict[str, Any]:
         """Compute the prompt on the prefill server, and return the request for the decode server."""
-        return await super().body(request) | {PARAMETERS: await self.prefill(request)}
+        handed_over = await self.prefill(request) if request.handed_over is None else request.handed_over
+        return await super().body(request) | {PARAMETERS: handed_over}
 
     async def prefill(self, request: CheckRequest) -> dict[str, Any]:
         """Compute the prompt on the prefill server, and return the `kv_transfer_params` of its reply.
@@ -78,10 +78,6 @@ class PairServer(CheckedServer):
             )
         await super().probe()
 
-    async def decode(self, request: CheckRequest, parameters: dict[str, Any]) -> Answer:
-        """Send the request to the decode server alone, with these `kv_transfer_params`."""
-        return await _Decode(self, parameters).send(request)
-
     def curl(self, request: CheckRequest) -> str:
         """Return the shell commands of the hand-over; they use jq."""
         prefill = replace(request, leave_after_events=None, pauses=False)
@@ -96,25 +92,6 @@ class PairServer(CheckedServer):
         return body | {"max_tokens": 1, PARAMETERS: REMOTE_DECODE}
 
 
-class _Decode(CheckedServer):
-    """The decode server of a pair, for a request that the prefill server has computed."""
-
-    def __init__(self, pair: PairServer, parameters: dict[str, Any]) -> None:
-        super().__init__(pair.url, pair.model, pair.api_key, pair.timeout_s)
-        self.unsupported = pair.unsupported
-        self._parameters = parameters
-
-    async def body(self, request: CheckRequest) -> dict[str, Any]:
-        return await super().body(request) | {PARAMETERS: self._parameters}
-
-    async def send(self, request: CheckRequest, others_ended: asyncio.Event | None = None) -> Answer:
-        """Send the request, and close the clients."""
-        try:
-            return await super().send(request, others_ended)
-        finally:
-            await self.close()
-
-
 async def hand_overs(run: CheckRun) -> None:
     """Prompts are computed and never fetched, fetched twice, or fetched after other prompts have used the pages.
 
@@ -126,12 +103,14 @@ async def hand_overs(run: CheckRun) -> None:
         late = [run.request() for _ in range(run.settings.concurrency)]
         abandoned = [run.request() for _ in late]
         others = [run.request() for _ in late]
-        for request in late:
+        for request in late + others:  # before the hand-overs, which the others follow at once
             await run.reference(request)
-        handed_over = await asyncio.gather(*(pair.prefill(request) for request in (*late, *abandoned)))
+        try:
+            parameters = await asyncio.gather(*(pair.prefill(request) for request in (*late, *abandoned)))
+        except (httpx.HTTPError, ValueError) as failure:
+            raise Unavailable(f"{pair.prefill_url} does not answer a prompt: {failure}") from None
         await run.wave(others)
+        fetching = [replace(request, handed_over=found) for request, found in zip(late, parameters, strict=False)]
         for _ in ("the first time", "the second time"):
-            answers = await asyncio.gather(*map(pair.decode, late, handed_over))
-            for request, answer in zip(late, answers, strict=True):
-                await run.judge(request, answer, Allowed.CUT, late)
+            await run.wave(fetching, Allowed.CUT)
     await run.settle()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,8 @@ class CheckRequest:
     """The client closes the connection this many seconds after it has sent the request; None = it does not."""
     leave_after_events: int | None = None
     """The client closes the connection after this many events of the stream; None = it does not."""
+    handed_over: Mapping[str, Any] | None = None
+    """The parameters of a hand-over with which a decode server finds the KV of the prompt; None = not yet computed."""
     pauses: bool = False
     """True if the client reads nothing after the first event until the other requests of its wave have ended."""
 

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import json
 import socket
+import ssl
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
@@ -48,9 +49,12 @@ class CheckedServer:
         self._metrics_url, self._metrics_key = metrics if metrics[0] else (f"{self._root}/metrics", api_key)
         # Connections are not kept: after a restart, a request would fail on one that was opened before.
         limits = httpx.Limits(max_keepalive_connections=0)
-        self.http = httpx.AsyncClient(timeout=None, limits=limits)
+        tls = ssl.create_default_context() if address.scheme == "https" else False
+        self.http = httpx.AsyncClient(timeout=None, limits=limits, verify=tls)
         buffer = (socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
-        self._pausing = httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(socket_options=[buffer]), timeout=None)
+        self._pausing = httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(verify=tls, socket_options=[buffer]), timeout=None
+        )
 
     async def close(self) -> None:
         """Close the clients."""
@@ -189,7 +193,7 @@ class CheckedServer:
         answer.error = answer.error or "the stream ended without [DONE]"
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[str]:
+async def _events(response: httpx.Response) -> AsyncGenerator[str, None]:
     """Yield the data of each server-sent event."""
     async for line in response.aiter_lines():
         if line.startswith("data:"):

@@ -18,6 +18,9 @@ from tests.unit.cli.bench.openai_server import Handler, OpenAIServer
 
 TOKEN_S = 0.01
 SEND_BUFFER_BYTES = 4096
+LATER_ANSWERS = 24
+"""The number of answers after which each client of the check of a restart has had one."""
+RESTART_WITHIN_S = 5.0
 PADDING = b": " + b"x" * (1 << 15) + b"\n"
 """A comment that makes events so long that a client which does not read blocks their sender."""
 
@@ -81,9 +84,10 @@ class DefectiveServer(OpenAIServer):
             return self.last_of_id.setdefault(request_id, prompt)
         return prompt
 
-    def answer_to(self, prompt: str, count: int) -> list[str]:
+    def answer_to(self, prompt: str, request: dict[str, Any]) -> list[str]:
         """Returns the tokens of the next answer."""
-        self.answers += 1
+        self.answers += "cache_salt" not in request
+        count = int(request["max_tokens"])
         tokens = tokens_of(prompt, count)
         if self.answers % 5 == 0 and self.defect in (Defect.UNSTABLE, Defect.NEAR_TIES):
             tokens[1:] = tokens_of(f"other {prompt}", count)[1:]
@@ -120,8 +124,9 @@ class DefectiveHandler(Handler):
             state.ids_in_use.add(request_id)
             state.inside += 1
             prompt = state.prompt_for(request, request_id)
-            tokens = state.answer_to(prompt, int(request["max_tokens"]))
+            tokens = state.answer_to(prompt, request)
             if (request.get("kv_transfer_params") or {}).get("do_remote_decode"):
+                request["handed_over"] = {"remote_block_ids": len(state.prefilled)} if state.hands_over else None
                 state.prefilled.append(prompt)
         left = self._left_while_answered(request, tokens)
         with state.lock:
@@ -150,13 +155,15 @@ class DefectiveHandler(Handler):
 
     def _stream_tokens(self, request: dict[str, Any], tokens: list[str]) -> bool:
         state = self.server_state
-        slow = state.defect in (Defect.ONE_SENDER, Defect.CUT_SLOW_READERS)
-        if slow:
+        padded = state.defect is Defect.ONE_SENDER
+        if padded:
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         self.send_response(200)
         self.send_header("Connection", "close")
         self.end_headers()
         departures, began_restarted = state.departures, state.restarted.exists()
+        if state.defect in (Defect.ERRORS_AT_RESTART, Defect.TRUNCATED_AT_RESTART) and state.answers > LATER_ANSWERS:
+            self._await_restart()
         for at, token in enumerate(tokens):
             time.sleep(state.token_s)
             if self._client_left():
@@ -171,18 +178,26 @@ class DefectiveHandler(Handler):
                 if state.defect is Defect.TRUNCATED_AT_RESTART:
                     self._send({"choices": [self._choice(request, "", "stop")]})
                     break
-            if state.defect is Defect.CUT_SLOW_READERS and self._blocked():
+            # The check's slow readers are its only clients that ask for log probabilities without a salt.
+            slow = bool(request.get("logprobs")) and "cache_salt" not in request
+            if state.defect is Defect.CUT_SLOW_READERS and slow and at:
                 self._send({"choices": [self._choice(request, "", "length")]})
                 break
             last = at == len(tokens) - 1
             for index in range(request.get("n", 1)):
                 choice = {**self._choice(request, token, "length" if last else None), "index": index}
-                self._send({"choices": [choice]}, padded=slow)
+                self._send({"choices": [choice]}, padded=padded)
         self._send({"choices": [], "usage": self._usage(request, tokens)})
         if state.defect is not Defect.NO_DONE or "cache_salt" in request:
             self.wfile.write(b"data: [DONE]\n\n")
         self.close_connection = True
         return False
+
+    def _await_restart(self) -> None:
+        """Holds an answer until the restart, so that some are running then, however long the command takes to start."""
+        deadline_s = time.monotonic() + RESTART_WITHIN_S
+        while not self.server_state.restarted.exists() and time.monotonic() < deadline_s:
+            time.sleep(self.server_state.token_s)
 
     def _send(self, event: dict[str, Any], *, padded: bool = False) -> None:
         one = self.server_state.sending if self.server_state.defect is Defect.ONE_SENDER else contextlib.nullcontext()
@@ -202,15 +217,11 @@ class DefectiveHandler(Handler):
 
     def _body(self, request: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
         choice = {"text": "".join(tokens), "finish_reason": "length", "logprobs": self._logprobs(request, tokens)}
-        body: dict[str, Any] = {
+        body = {
             "choices": [{**choice, "index": index} for index in range(request.get("n", 1))],
             "usage": self._usage(request, tokens),
         }
-        if (request.get("kv_transfer_params") or {}).get("do_remote_decode"):
-            body["kv_transfer_params"] = self.server_state.hands_over and {
-                "remote_block_ids": len(self.server_state.prefilled) - 1
-            }
-        return body
+        return body | ({"kv_transfer_params": request["handed_over"]} if "handed_over" in request else {})
 
     def _usage(self, request: dict[str, Any], tokens: list[str]) -> dict[str, int]:
         defect = self.server_state.defect
@@ -221,9 +232,6 @@ class DefectiveHandler(Handler):
     def _client_left(self) -> bool:
         readable, _, _ = select.select([self.connection], [], [], 0)
         return bool(readable) and self.connection.recv(1, socket.MSG_PEEK) == b""
-
-    def _blocked(self) -> bool:
-        return not select.select([], [self.connection], [], 1.0)[1]
 
 
 DefectiveServer.handler = DefectiveHandler
