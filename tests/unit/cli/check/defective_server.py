@@ -18,9 +18,6 @@ from tests.unit.cli.bench.openai_server import Handler, OpenAIServer
 
 TOKEN_S = 0.01
 SEND_BUFFER_BYTES = 4096
-LATER_ANSWERS = 24
-"""The number of answers after which each client of the check of a restart has had one."""
-RESTART_WITHIN_S = 5.0
 PADDING = b": " + b"x" * (1 << 15) + b"\n"
 """A comment that makes events so long that a client which does not read blocks their sender."""
 
@@ -53,11 +50,12 @@ def tokens_of(prompt: str, count: int) -> list[str]:
 
 
 class DefectiveServer(OpenAIServer):
-    """Answers completions; `restarted` is a file that a restart command makes."""
+    """Answers completions; `folder` has the files by which it and the restart command wait for each other."""
 
-    def __init__(self, defect: Defect, restarted: Path) -> None:
+    def __init__(self, defect: Defect, folder: Path) -> None:
         super().__init__()
-        self.defect, self.restarted = defect, restarted
+        self.defect = defect
+        self.stopping, self.held, self.restarted = folder / "stopping", folder / "held", folder / "restarted"
         self.token_s = TOKEN_S
         self.inside = self.answers = self.departures = 0
         self.cancelled: str = ""
@@ -68,6 +66,18 @@ class DefectiveServer(OpenAIServer):
         self.hands_over = True
         self.lock = threading.Lock()
         self.sending = threading.Lock()
+
+    @property
+    def restart_command(self) -> str:
+        """The command of a restart, during which at least one answer runs."""
+        wait = f"until [ -e {self.held} ]; do sleep 0.01; done"
+        return f"touch {self.stopping}; {wait}; touch {self.restarted}"
+
+    def hold_until_restarted(self) -> None:
+        """Holds an answer that begins during a restart."""
+        while self.stopping.exists() and not self.restarted.exists():
+            self.held.touch()
+            time.sleep(TOKEN_S)
 
     def prompt_for(self, request: dict[str, Any], request_id: str) -> str:
         """Returns the prompt that is answered: another one if the server has such a defect."""
@@ -162,8 +172,7 @@ class DefectiveHandler(Handler):
         self.send_header("Connection", "close")
         self.end_headers()
         departures, began_restarted = state.departures, state.restarted.exists()
-        if state.defect in (Defect.ERRORS_AT_RESTART, Defect.TRUNCATED_AT_RESTART) and state.answers > LATER_ANSWERS:
-            self._await_restart()
+        state.hold_until_restarted()
         for at, token in enumerate(tokens):
             time.sleep(state.token_s)
             if self._client_left():
@@ -192,12 +201,6 @@ class DefectiveHandler(Handler):
             self.wfile.write(b"data: [DONE]\n\n")
         self.close_connection = True
         return False
-
-    def _await_restart(self) -> None:
-        """Holds an answer until the restart, so that some are running then, however long the command takes to start."""
-        deadline_s = time.monotonic() + RESTART_WITHIN_S
-        while not self.server_state.restarted.exists() and time.monotonic() < deadline_s:
-            time.sleep(self.server_state.token_s)
 
     def _send(self, event: dict[str, Any], *, padded: bool = False) -> None:
         one = self.server_state.sending if self.server_state.defect is Defect.ONE_SENDER else contextlib.nullcontext()
@@ -240,6 +243,6 @@ DefectiveServer.handler = DefectiveHandler
 @contextlib.contextmanager
 def defective_server(defect: Defect, folder: Path) -> Iterator[tuple[str, DefectiveServer]]:
     """Yields the URL of a server with this defect, and the server."""
-    server = DefectiveServer(defect, folder / "restarted")
+    server = DefectiveServer(defect, folder)
     with server.running() as url:
         yield f"{url}/v1", server

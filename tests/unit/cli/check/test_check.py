@@ -28,7 +28,7 @@ def run_check(url: str, *options: str) -> Result:
 def report(defect: Defect, folder: Path, *options: str) -> dict[str, dict[str, Any]]:
     """Returns the rows of a report by the names of the checks."""
     with defective_server(defect, folder) as (url, server):
-        command = ("--restart-command", f"touch {server.restarted}")
+        command = ("--restart-command", server.restart_command)
         run = run_check(url, *command, "--json", str(folder / "report.json"), *options)
         assert run.exit_code in (0, 1), (run.output, run.exception)
     rows = {row["check"]: row for row in json.loads((folder / "report.json").read_text())["checks"]}
