@@ -1,15 +1,14 @@
-"""Faults of real processes under mixed load: `python -m tests.faults --minutes 10 --seed 1 --out faults.json`.
+"""Faults of real processes under mixed load: `python -m tests.faults --minutes 10 --seed 1`.
 
 Starts a cluster of two prefill and two decode workers on the CPU, and strikes one process after the other, in a random
-order that the seed determines, until the time is over. The JSON has the tries and outcomes of each fault. The exit code
-is 1 if an answer was wrong or had no end, or if pages or requests remain at the end.
+order that the seed determines, until the time is over. The JSON in benchmarks/results has the tries and outcomes of
+each fault. The exit code is 1 if an answer was wrong or had no end, or if pages or requests remain at the end.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import signal
@@ -23,7 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import RESULTS, run_facts, save_result
 from tandem.cli.models.default_model import find_default_model
+from tandem.engine.weights.gguf import prepare_model
 from tandem.protocol.errors import TandemError
 from tandem.settings.cluster import ClusterSettings
 from tests.faults.mixed_load import MixedLoad, Outcome
@@ -130,14 +131,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults")
     parser.add_argument("--minutes", type=float, default=10.0, help="of faults, after the start of the cluster")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 31), help="of requests and faults")
-    parser.add_argument("--out", type=Path, default=Path("faults.json"), help="the file for tries and outcomes")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON of tries and outcomes")
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
     with tempfile.TemporaryDirectory() as logs:
         settings = ClusterSettings.of(
-            model=find_default_model(), prefill=2, decode=2, grpc_port=0, http_port=0, threads=1, dtype="float32",
-            kv_checksum_rate=1.0, page_tokens=16, kv_cache_bytes=1 << 27, max_step_tokens=128,
-        )  # fmt: skip
+            model=prepare_model(find_default_model()),
+            prefill=2,
+            decode=2,
+            grpc_port=0,
+            http_port=0,
+            threads=1,
+            dtype="float32",
+            kv_checksum_rate=1.0,
+            page_tokens=16,
+            kv_cache_bytes=1 << 27,
+            max_step_tokens=128,
+        )
         cluster = RunningCluster(settings, Path(logs))
         try:
             url = f"http://{cluster.http_address.removeprefix('http://')}/v1"
@@ -151,8 +161,16 @@ def main() -> int:
             cluster.assert_idle_and_sound()
         finally:
             cluster.stop()
-    result = {"seed": options.seed, "minutes": options.minutes, "faults": [record.as_result() for record in records]}
-    options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    faults = [record.as_result() for record in records]
+    result = {
+        **run_facts("cpu"),
+        "dtype": "float32",
+        "seed": options.seed,
+        "minutes": options.minutes,
+        "clients": load.clients,
+        "faults": faults,
+    }
+    print(save_result("faults", result, options.out))
     wrong = failures(records)
     print("\n".join(wrong or ["no answer was wrong"]))
     return bool(wrong)

@@ -86,8 +86,13 @@ class MixedLoad:
         self._stopping = False
         self._recovered: set[str] = set()
         self._all_recovered = asyncio.Event()
-        self._clients: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
         self.outcome = Outcome()
+
+    @property
+    def clients(self) -> int:
+        """The number of clients: one for each form of request."""
+        return len(self._forms)
 
     async def start(self) -> None:
         """Asks the undisturbed cluster once for each form, and starts the clients."""
@@ -95,7 +100,7 @@ class MixedLoad:
             reply = await self._http.post(path, json=body)
             assert reply.status_code == 200, (name, reply.text)
             self._right[name] = essence(reply.json())
-        self._clients = [asyncio.ensure_future(self._client(name)) for name in self._forms]
+        self._tasks = [asyncio.ensure_future(self._client(name)) for name in self._forms]
 
     def struck(self) -> None:
         """Begins another outcome at the moment of a fault."""
@@ -112,7 +117,7 @@ class MixedLoad:
     async def stop(self) -> None:
         """Lets the clients end their requests."""
         self._stopping = True
-        await asyncio.gather(*self._clients)
+        await asyncio.gather(*self._tasks)
         await self._http.aclose()
 
     async def _client(self, name: str) -> None:
