@@ -38,10 +38,10 @@ def page(run: Run) -> str:
         longest = f"{max(fault['recovery_s']):.1f} s" if fault["recovery_s"] else "—"
         rows.append(f"| {fault['part']} | {fault['act']} | {fault['tries']} | {right} | {errors} | {bad} | {longest} |")
     tail = f"""
-One run of {run["minutes"]:g} minutes with seed {run["seed"]}, of SmolLM2-135M-Instruct with two prefill and two \
-decode workers. The recovery ends when the last of {run["clients"]} clients has a right answer to a request that was \
-sent after the fault; it includes the time of that request. This page is made of the \
-run's JSON by `python -m benchmarks.reliability`.
+One run of {run["minutes"]:g} minutes with seed {run["seed"]}, of SmolLM2-135M-Instruct with {run["workers"]} prefill \
+and {run["workers"]} decode workers. The recovery ends when the last of {run["clients"]} clients has a right answer to \
+a request that was sent after the fault; it includes the time of that request. This page is made of the run's JSON by \
+`python -m benchmarks.reliability`.
 """
     return _HEAD + "\n".join(rows) + "\n" + tail
 

@@ -27,7 +27,7 @@ def test_a_cluster_passes_every_check(running_cluster: Callable[..., Any], tmp_p
             "--concurrency",
             "4",
         ),
-        *("--prompt-words", "32", "--answer-tokens", "12", "--timeout", "300", "--settle", "60"),
+        *("--prompt-words", "16", "--answer-tokens", "8", "--timeout", "300", "--settle", "60"),
         *("--restart-command", f"kill -9 {victim.pid}", "--json", str(tmp_path / "report.json")),
     )
     run = CliRunner().invoke(app, ["check", *options])
