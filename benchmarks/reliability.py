@@ -37,7 +37,9 @@ def page(run: Run) -> str:
         errors = ", ".join(f"{count} × {kind}" for kind, count in sorted(answers.items())) or "0"
         longest = f"{max(fault['recovery_s']):.1f} s" if fault["recovery_s"] else "—"
         rows.append(f"| {fault['part']} | {fault['act']} | {fault['tries']} | {right} | {errors} | {bad} | {longest} |")
-    tail = f"""
+    details = [f"- {fault['part']}, {fault['act']}: {detail}" for fault in run["faults"] for detail in fault["details"]]
+    listed = "\n".join(["", "Answers that no fault allows:", "", *details, ""]) if details else ""
+    tail = f"""{listed}
 One run of {run["minutes"]:g} minutes with seed {run["seed"]}, of SmolLM2-135M-Instruct with {run["workers"]} prefill \
 and {run["workers"]} decode workers. The recovery ends when the last of {run["clients"]} clients has a right answer to \
 a request that was sent after the fault; it includes the time of that request. This page is made of the run's JSON by \
