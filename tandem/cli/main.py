@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from tandem.cli.bench.bench import bench
+from tandem.cli.check.check import check
 from tandem.cli.diagnosis.doctor import doctor
 from tandem.cli.drafts.train_draft import train_draft
 from tandem.cli.help_text import GroupedCommands, GroupedHelp, with_help_all
@@ -56,7 +57,7 @@ serving("serve", help="Start a cluster that serves MODEL until Ctrl-C; the same 
 )
 for group, commands in {
     SERVE: (down, doctor),
-    REQUESTS: (generate, chat, bench),
+    REQUESTS: (generate, chat, bench, check),
     OBSERVE: (status, top, why, trace, logs, ready),
     CHANGE: (mode, scale, drain),
     PREPARE: (plan, advise, quantize, train_draft),

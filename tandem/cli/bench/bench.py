@@ -71,13 +71,14 @@ class ServerOptions:
 
         if self.api not in ("completions", "chat"):
             raise InvalidArgument("--api", f"{self.api!r} is neither completions nor chat")
-        url = self.url or _url_of(newest())
+        url = self.url or url_of(newest())
         key = shown_key(self.api_key, self.api_key_file)
         tls = tls_of(self.tls_ca, self.tls_client_certificate, self.tls_client_key)
         return find_server(url, key, self.model, self.api, self.vocab_size, ignore_eos=self.ignore_eos, tls=tls)
 
 
-def _url_of(cluster: RunningCluster) -> str:
+def url_of(cluster: RunningCluster) -> str:
+    """Return the URL of a cluster's OpenAI API."""
     scheme = "https" if cluster.certificate else "http"
     return f"{scheme}://{cluster.http.partition('://')[2] or cluster.http}/v1"
 

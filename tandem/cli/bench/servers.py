@@ -152,7 +152,7 @@ def find_server(
         if not (address := urlsplit(url).netloc):
             raise InvalidArgument("--url", f"{url!r} is no address like grpc://127.0.0.1:50051")
         return GrpcServer(find_model(address, api_key, tls))
-    url = _with_version(url)
+    url = with_version(url)
     listed = list_models(url, api_key)
     card = next((entry for entry in listed if entry["id"] == model), None) if model else listed[0]
     if card is None:
@@ -175,7 +175,8 @@ def list_models(url: str, api_key: str = "") -> Sequence[dict[str, Any]]:
     raise Unavailable(f"{url} lists no models; is it an OpenAI server's address, with /v1?")
 
 
-def _with_version(url: str) -> str:
+def with_version(url: str) -> str:
+    """Return the URL with the path /v1 if it has no path. Raises InvalidArgument as `address_of` does."""
     address = address_of(url)
     return url.rstrip("/") if address.path else f"{url.rstrip('/')}/v1"
 
@@ -188,7 +189,7 @@ def _call(url: str, api_key: str, body: dict[str, Any] | None, timeout_s: float)
         with urlopen(Request(url, content, headers), timeout=timeout_s) as answer:
             response = json.load(answer)
     except HTTPError as error:
-        reason = f"{url} answered {error.code}: {_reason(error.read())}"
+        reason = f"{url} answered {error.code}: {error_reason(error.read())}"
         if error.code == HTTPStatus.UNAUTHORIZED:
             reason += "; give --api-key or --api-key-file (TANDEM_API_KEY)"
         raise _KINDS.get(error.code, Unavailable)(reason) from None
@@ -206,7 +207,7 @@ def _refused(reason: str) -> InvalidArgument:
 _KINDS: dict[int, Callable[[str], Exception]] = {400: _refused, 422: _refused, 401: Unauthenticated}
 
 
-def _reason(content: bytes) -> str:
+def error_reason(content: bytes) -> str:
     """Return the message in the body of an error response, or the body's text."""
     try:
         return str(json.loads(content)["error"]["message"])[:_REASON_CHARACTERS]

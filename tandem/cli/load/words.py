@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 
 from tandem.cli.load.workload import Arrival, Block, Workload, prompt_ids
@@ -20,6 +21,11 @@ _WORDS = _TEXT.split()
 def prompt_words(prompt: tuple[Block, ...], seed: int) -> str:
     """Return a text with one random word per token of the blocks; equal keys and seed give equal words."""
     return " ".join(_WORDS[number] for number in prompt_ids(prompt, seed, len(_WORDS)))
+
+
+def random_words(rng: random.Random, count: int) -> list[str]:
+    """Return `count` random words."""
+    return rng.choices(_WORDS, k=count)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ TEMPLATE_TOKENS, TOKENS_PER_WORD = 11, 2
 class OpenAIServer:
     """Answers completions and chats; `asked` has the requests. Answers of `refused_tokens` are refused with 429."""
 
+    handler: type[BaseHTTPRequestHandler]
+
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
         self.refused_tokens = 7
@@ -29,7 +31,7 @@ class OpenAIServer:
     @contextmanager
     def running(self) -> Iterator[str]:
         """Serves until the end of the context; yields http://HOST:PORT."""
-        handler = type("Handler", (_Handler,), {"server_state": self})
+        handler = type("Handler", (self.handler,), {"server_state": self})
         with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
             thread = threading.Thread(target=server.serve_forever)
             thread.start()
@@ -45,7 +47,7 @@ class OpenAIServer:
         return [body for body in self.asked if body.get("stream")]
 
 
-class _Handler(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
     server_state: OpenAIServer
     protocol_version = "HTTP/1.1"
 
@@ -117,3 +119,6 @@ def _prompt_tokens(request: dict[str, Any]) -> int:
         return TEMPLATE_TOKENS + TOKENS_PER_WORD * words
     prompt = request["prompt"]
     return len(prompt.split()) if isinstance(prompt, str) else len(prompt)
+
+
+OpenAIServer.handler = Handler
