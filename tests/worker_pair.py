@@ -124,7 +124,7 @@ class End:
         worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(self.worker, self.worker.drain), self.server)
         self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
         await self.server.start()
-        self.worker.start()
+        self.worker.start(self.address)
 
     async def stop(self) -> None:
         self.engine.resume()

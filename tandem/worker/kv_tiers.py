@@ -7,14 +7,14 @@ from typing import Any
 
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import chunk_pairs
-from tandem.engine.cache.prefix_cache import PrefixCache
+from tandem.engine.cache.prefix_cache import Prefix, PrefixCache
 from tandem.engine.cache.tiers.cache_tiers import CacheTiers, Reload
 from tandem.engine.cache.tiers.disk import DiskTier, model_folder
 from tandem.engine.cache.tiers.host import HostTier
 from tandem.engine.cache.tiers.tier import Tier
 from tandem.engine.weights.checkpoint import weight_file_facts
 from tandem.protocol.errors import InvalidArgument
-from tandem.protocol.messages import PeerRef, PrefillTask, Reservation
+from tandem.protocol.messages import PeerRef, PrefillTask, PrefixPull, Reservation
 from tandem.worker.config import WorkerConfig
 from tandem.worker.loaded_engine import LoadedEngine
 
@@ -93,10 +93,27 @@ class KvReloads:
             if chosen is None:
                 return
             within_s = min(self._most_s, saved_s + self._tiers.predicted_s(chosen))
-            chosen.done.add_done_callback(lambda _: self._wake())
-            self._tiers.begin(chosen, within_s)
-        # Not `wait_for`, which would cancel the future of the tiers' thread.
-        await asyncio.wait([asyncio.wrap_future(chosen.done)], timeout=within_s)
+            self._begin(chosen, within_s)
+        await _ended(chosen, within_s)
+
+    async def load_for(self, pull: PrefixPull) -> None:
+        """Load the pages of a prefix that another worker pulls, unless they would come too late for it."""
+        if self._tiers.stalled:
+            return
+        async with self._choosing:
+            reload = await asyncio.to_thread(self._plan_for, pull)
+            if reload is None or self._tiers.predicted_s(reload) > pull.within_s:
+                return
+            self._begin(reload, pull.within_s)
+        await _ended(reload, pull.within_s)
+
+    def _plan_for(self, pull: PrefixPull) -> Reload | None:
+        digests = list(pull.digests)
+        return self._tiers.plan(Prefix(b"", digests, len(digests)), len(self._tiers.tiers))
+
+    def _begin(self, reload: Reload, within_s: float) -> None:
+        reload.done.add_done_callback(lambda _: self._wake())
+        self._tiers.begin(reload, within_s)
 
     def _computes(self, work: Reservation | PrefillTask) -> bool:
         """Return True if this worker computes the prompt, and this is the first of its messages to this worker."""
@@ -119,6 +136,12 @@ class KvReloads:
             # A slow tier may cost more than it saves while the tiers before it pay.
             count = max((place for place, size in enumerate(reload.sizes.values()) if size), default=0)
         return best
+
+
+async def _ended(reload: Reload, within_s: float) -> None:
+    """Wait until a reload has ended, but for at most `within_s` seconds."""
+    # Not `wait_for`, which would cancel the future of the tiers' thread.
+    await asyncio.wait([asyncio.wrap_future(reload.done)], timeout=within_s)
 
 
 def saved_seconds(cost: StepCost, context: int, tokens: int, chunk: int, reload_s: float) -> float:

@@ -192,9 +192,10 @@ class WorkerProcess:
         worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(self._worker, self._drain), self._server)
         port = self._listen(self._server)
         await self._server.start()
-        self._worker.start()
+        address = address_of(self._config.host, port)
+        self._worker.start(address)
         await self._open_metrics(self._worker, engine)
-        describe = partial(self._info, engine, self._worker, address_of(self._config.host, port))
+        describe = partial(self._info, engine, self._worker, address)
         if self._config.controller_address is not None:
             self._controller = ControllerLink(
                 self._config.controller_address,

@@ -14,6 +14,7 @@ from tandem.protocol.messages import (
     Lease,
     PeerRef,
     PrefillTask,
+    PrefixPull,
     RequestRef,
     Reservation,
 )
@@ -105,6 +106,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         return conversion.to_proto(self._worker.report.known_prefixes(), worker_pb2.ListPrefixesResponse)
 
     # ---- other workers ----
+
+    async def SendPrefix(
+        self, request: worker_pb2.SendPrefixRequest, _context: _Context
+    ) -> worker_pb2.SendPrefixResponse:
+        """Begin to send cached pages of a prefix to a worker that is about to compute the prompt."""
+        return worker_pb2.SendPrefixResponse(
+            digests=await self._worker.send_prefix(conversion.from_proto(request, PrefixPull))
+        )
 
     async def ConnectPeer(
         self, request: worker_pb2.ConnectPeerRequest, _context: _Context

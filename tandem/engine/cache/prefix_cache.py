@@ -31,6 +31,8 @@ The life of a request's `Prefix`:
 With tiers (`tandem/engine/cache/tiers/`), a reload is a short request of its own: `begin_reload` retains the indexed
 pages of a prompt and allocates pages for those that tiers have, and `complete_reload` publishes the loaded ones and
 leaves. So pages that are being loaded are owned, like those of any request, and are found by others only afterwards.
+Pages that another worker sends are loaded likewise: `begin_pull` advertises them to the sender's lease, and they are
+owned once all of them have arrived.
 
 A page is never written after it is published, because only full pages are indexed.
 """
@@ -44,7 +46,7 @@ from tandem.engine.cache.pending_saves import PendingSaves
 from tandem.engine.cache.prefix_log import PrefixLog, runs_of
 from tandem.protocol.errors import Internal, ResourceExhausted, StaleEpoch, TandemError
 from tandem.protocol.kv_pages import FREED, STATE, KvPages, held_pages
-from tandem.protocol.messages import RequestRef
+from tandem.protocol.messages import Lease, RequestRef
 from tandem.protocol.page_digests import page_digests, root_digest
 from tandem.protocol.prefixes import PrefixChanges, PrefixList
 
@@ -347,6 +349,39 @@ class PrefixCache:
             for entry, page in zip(missing, taken, strict=True):
                 pages[entry] = page
             return pages
+
+    def begin_pull(self, lease: Lease, prefix: Prefix, end: int) -> tuple[list[int], int]:
+        """Advertise pages to `lease` for those that a reader of the first `end` digests needs after the cached ones.
+
+        Returns the pages of all these digests, listed as by `KvPages` with FREED for those that are not sent, and the
+        number of leading digests whose pages a request could reuse already: they are retained for `prefix`. The caller
+        adopts the pages when they have arrived and calls `complete_reload`; otherwise it frees the pages of the lease
+        and calls `release`. Raises ResourceExhausted, without any change, if too few pages are free.
+        """
+        with self.pool.lock:
+            held, seen = self._hit(prefix.digests[:end]), end * self.page_tokens
+            self._retain(prefix, held, seen)
+            entries = self.kv.seen(seen, held, end)
+            try:
+                if prefix.known < held:
+                    raise ResourceExhausted("too few KV pages are free to pull others")
+                taken = self.pool.advertise(lease, len(entries), from_reserved=False)
+            except TandemError:
+                self._release_prefix(prefix)
+                raise
+            pages = [FREED] * (end * self.kv.groups)
+            for entry, page in zip(entries, taken, strict=True):
+                pages[entry] = page
+            return pages, held
+
+    def hold(self, prefix: Prefix) -> int:
+        """Retain all pages that a request could reuse, so that they stay until `release`; return their digests' number.
+
+        The pages are those in `prefix.pages`, listed as by `KvPages`.
+        """
+        with self.pool.lock:
+            self._read(prefix, None)
+            return prefix.known
 
     def complete_reload(self, owner: RequestRef, prefix: Prefix, pages: list[int], failed: Collection[int]) -> None:
         """Index the loaded pages, and free those whose indices in `pages` are in `failed`."""

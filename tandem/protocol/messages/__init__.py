@@ -36,7 +36,7 @@ from tandem.protocol.messages.sampling import (
     TokenLogprobs,
 )
 from tandem.protocol.messages.transfer import Handshake, PageChecksum, PeerDescription, TransferNotice, hash_token_ids
-from tandem.protocol.messages.work import Destination, PrefillTask, Reservation
+from tandem.protocol.messages.work import Destination, PrefillTask, PrefixPull, PrefixSource, Reservation
 
 __all__ = [
     "CACHE_SALT_MAX",
@@ -67,6 +67,8 @@ __all__ = [
     "PeerDescription",
     "PeerRef",
     "PrefillTask",
+    "PrefixPull",
+    "PrefixSource",
     "PromptLogprobs",
     "RequestEvent",
     "RequestRef",

@@ -8,7 +8,7 @@ from tandem.protocol.messages.references import PeerRef
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """The load of a worker after a step; all fields except `cost` and `decode_speedup` are counts."""
+    """The load of a worker after a step; fields without a comment are counts."""
 
     prefill_requests: int
     prefill_tokens: int
@@ -23,6 +23,10 @@ class WorkerLoad:
     """Number of preemptions since the worker started."""
     decode_speedup: float = 1.0
     """Tokens per second of recent decode steps ÷ those that steps without draft tokens would have given."""
+    pull_page_s: float | None = None
+    """Predicted seconds for each page that the worker pulls from another one; 0 = unknown, None = it pulls none."""
+    pull_pages: int = 0
+    """Number of pages that the pulls in progress still have to bring."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """The report of a worker: its load, which routers use for placement, and its state for `Inspect`."""
 
+from dataclasses import replace
+
 from decode_worker.speculation import SpeculationCounts
 from tandem.cost_model.step_cost import CostParameters
 from tandem.cost_model.step_work import StepWork
@@ -9,6 +11,7 @@ from tandem.protocol.prefixes import PrefixList
 from tandem.worker.assignment import WorkerAssignment
 from tandem.worker.loop import StepLoop, StepMeter
 from tandem.worker.phases import PhaseSchedulers
+from tandem.worker.prefix_pulls import PrefixPulls
 from tandem.worker.reporting.watchdog import Watchdog
 
 
@@ -46,6 +49,7 @@ class WorkerReport:
         meter: StepMeter,
         assignment: WorkerAssignment,
         watchdog: Watchdog,
+        pulls: PrefixPulls,
     ) -> None:
         self._me = me
         self._cache = cache
@@ -54,10 +58,12 @@ class WorkerReport:
         self._meter = meter
         self._assignment = assignment
         self._watchdog = watchdog
+        self._pulls = pulls
 
     def load(self) -> WorkerLoad:
         """Return the current load."""
-        return load_of(self._schedulers, self._cache, self._loop.decoding, self._meter.parameters)
+        load = load_of(self._schedulers, self._cache, self._loop.decoding, self._meter.parameters)
+        return replace(load, pull_page_s=self._pulls.page_s, pull_pages=self._pulls.pages)
 
     @property
     def not_ready(self) -> str:

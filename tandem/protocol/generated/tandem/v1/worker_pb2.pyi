@@ -132,7 +132,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, chosen: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("prefill_requests", "prefill_tokens", "decode_requests", "pages_used", "pages_total", "prefix_query_tokens", "prefix_hit_tokens", "decode_context_tokens", "cost", "preemptions", "decode_speedup")
+    __slots__ = ("prefill_requests", "prefill_tokens", "decode_requests", "pages_used", "pages_total", "prefix_query_tokens", "prefix_hit_tokens", "decode_context_tokens", "cost", "preemptions", "decode_speedup", "pull_page_s", "pull_pages")
     PREFILL_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DECODE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -144,6 +144,8 @@ class WorkerLoad(_message.Message):
     COST_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     DECODE_SPEEDUP_FIELD_NUMBER: _ClassVar[int]
+    PULL_PAGE_S_FIELD_NUMBER: _ClassVar[int]
+    PULL_PAGES_FIELD_NUMBER: _ClassVar[int]
     prefill_requests: int
     prefill_tokens: int
     decode_requests: int
@@ -155,7 +157,9 @@ class WorkerLoad(_message.Message):
     cost: CostParameters
     preemptions: int
     decode_speedup: float
-    def __init__(self, prefill_requests: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_requests: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., decode_context_tokens: _Optional[int] = ..., cost: _Optional[_Union[CostParameters, _Mapping]] = ..., preemptions: _Optional[int] = ..., decode_speedup: _Optional[float] = ...) -> None: ...
+    pull_page_s: float
+    pull_pages: int
+    def __init__(self, prefill_requests: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_requests: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., decode_context_tokens: _Optional[int] = ..., cost: _Optional[_Union[CostParameters, _Mapping]] = ..., preemptions: _Optional[int] = ..., decode_speedup: _Optional[float] = ..., pull_page_s: _Optional[float] = ..., pull_pages: _Optional[int] = ...) -> None: ...
 
 class CostParameters(_message.Message):
     __slots__ = ("base_s", "prompt_base_s", "token_s", "pair_s", "row_s", "context_s", "free_tokens", "error", "observed", "tile_tokens", "mixed_step_margin", "wave_tokens", "verify_base_s")
@@ -188,7 +192,7 @@ class CostParameters(_message.Message):
     def __init__(self, base_s: _Optional[float] = ..., prompt_base_s: _Optional[float] = ..., token_s: _Optional[float] = ..., pair_s: _Optional[float] = ..., row_s: _Optional[float] = ..., context_s: _Optional[float] = ..., free_tokens: _Optional[int] = ..., error: _Optional[float] = ..., observed: _Optional[int] = ..., tile_tokens: _Optional[int] = ..., mixed_step_margin: _Optional[float] = ..., wave_tokens: _Optional[int] = ..., verify_base_s: _Optional[float] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("router_id", "ref", "prompt_token_ids", "sampling", "prefill", "prior_output_tokens", "cache_salt", "gap_target_s", "adapter")
+    __slots__ = ("router_id", "ref", "prompt_token_ids", "sampling", "prefill", "prior_output_tokens", "cache_salt", "gap_target_s", "adapter", "source")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     REF_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -198,6 +202,7 @@ class ReserveRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     GAP_TARGET_S_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     ref: RequestRef
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -207,7 +212,18 @@ class ReserveRequest(_message.Message):
     cache_salt: str
     gap_target_s: float
     adapter: str
-    def __init__(self, router_id: _Optional[str] = ..., ref: _Optional[_Union[RequestRef, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., prefill: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ..., prior_output_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., gap_target_s: _Optional[float] = ..., adapter: _Optional[str] = ...) -> None: ...
+    source: PrefixSource
+    def __init__(self, router_id: _Optional[str] = ..., ref: _Optional[_Union[RequestRef, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., prefill: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ..., prior_output_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., gap_target_s: _Optional[float] = ..., adapter: _Optional[str] = ..., source: _Optional[_Union[PrefixSource, _Mapping]] = ...) -> None: ...
+
+class PrefixSource(_message.Message):
+    __slots__ = ("peer", "address", "tokens")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    peer: _types_pb2.PeerRef
+    address: str
+    tokens: int
+    def __init__(self, peer: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ..., address: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
     __slots__ = ("lease", "duration_s", "held_tokens")
@@ -220,7 +236,7 @@ class ReserveResponse(_message.Message):
     def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., duration_s: _Optional[float] = ..., held_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("router_id", "ref", "prompt_token_ids", "sampling", "destination", "prior_output_tokens", "cache_salt", "adapter")
+    __slots__ = ("router_id", "ref", "prompt_token_ids", "sampling", "destination", "prior_output_tokens", "cache_salt", "adapter", "source")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     REF_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -229,6 +245,7 @@ class PrefillRequest(_message.Message):
     PRIOR_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     ref: RequestRef
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -237,7 +254,8 @@ class PrefillRequest(_message.Message):
     prior_output_tokens: int
     cache_salt: str
     adapter: str
-    def __init__(self, router_id: _Optional[str] = ..., ref: _Optional[_Union[RequestRef, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., destination: _Optional[_Union[Destination, _Mapping]] = ..., prior_output_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
+    source: PrefixSource
+    def __init__(self, router_id: _Optional[str] = ..., ref: _Optional[_Union[RequestRef, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., destination: _Optional[_Union[Destination, _Mapping]] = ..., prior_output_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., source: _Optional[_Union[PrefixSource, _Mapping]] = ...) -> None: ...
 
 class Destination(_message.Message):
     __slots__ = ("peer", "address", "lease")
@@ -384,6 +402,24 @@ class InspectResponse(_message.Message):
     step_cost_error: float
     adapters_in_use: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, peer: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_owned: _Optional[int] = ..., pages_shared: _Optional[int] = ..., pages_advertised: _Optional[int] = ..., pages_quarantined: _Optional[int] = ..., pages_reserved: _Optional[int] = ..., requests: _Optional[int] = ..., leases: _Optional[int] = ..., integrity_error: _Optional[str] = ..., fenced: _Optional[int] = ..., checksums_equal: _Optional[int] = ..., checksum_failures: _Optional[int] = ..., pages_cached: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., step_cost_error: _Optional[float] = ..., adapters_in_use: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class SendPrefixRequest(_message.Message):
+    __slots__ = ("destination", "digests", "held", "within_s")
+    DESTINATION_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    WITHIN_S_FIELD_NUMBER: _ClassVar[int]
+    destination: Destination
+    digests: _containers.RepeatedScalarFieldContainer[bytes]
+    held: int
+    within_s: float
+    def __init__(self, destination: _Optional[_Union[Destination, _Mapping]] = ..., digests: _Optional[_Iterable[bytes]] = ..., held: _Optional[int] = ..., within_s: _Optional[float] = ...) -> None: ...
+
+class SendPrefixResponse(_message.Message):
+    __slots__ = ("digests",)
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    digests: int
+    def __init__(self, digests: _Optional[int] = ...) -> None: ...
 
 class ConnectPeerRequest(_message.Message):
     __slots__ = ("protocol_version", "compatibility_hash", "compatibility_facts", "description")

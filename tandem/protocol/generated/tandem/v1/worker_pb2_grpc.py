@@ -91,6 +91,11 @@ class WorkerStub:
                 request_serializer=tandem_dot_v1_dot_worker__pb2.ListPrefixesRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_worker__pb2.ListPrefixesResponse.FromString,
                 _registered_method=True)
+        self.SendPrefix = channel.unary_unary(
+                '/tandem.v1.Worker/SendPrefix',
+                request_serializer=tandem_dot_v1_dot_worker__pb2.SendPrefixRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_worker__pb2.SendPrefixResponse.FromString,
+                _registered_method=True)
         self.ConnectPeer = channel.unary_unary(
                 '/tandem.v1.Worker/ConnectPeer',
                 request_serializer=tandem_dot_v1_dot_worker__pb2.ConnectPeerRequest.SerializeToString,
@@ -202,6 +207,14 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SendPrefix(self, request, context):
+        """Called by a worker that is about to compute a prompt: send it the pages of a prefix that this worker has cached, as a
+        hand-over under the given lease. Returns when the transfer has begun.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ConnectPeer(self, request, context):
         """Prefill to decode worker: the handshake before any transfer.
         """
@@ -295,6 +308,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.ListPrefixes,
                     request_deserializer=tandem_dot_v1_dot_worker__pb2.ListPrefixesRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_worker__pb2.ListPrefixesResponse.SerializeToString,
+            ),
+            'SendPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.SendPrefix,
+                    request_deserializer=tandem_dot_v1_dot_worker__pb2.SendPrefixRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_worker__pb2.SendPrefixResponse.SerializeToString,
             ),
             'ConnectPeer': grpc.unary_unary_rpc_method_handler(
                     servicer.ConnectPeer,
@@ -621,6 +639,33 @@ class Worker:
             '/tandem.v1.Worker/ListPrefixes',
             tandem_dot_v1_dot_worker__pb2.ListPrefixesRequest.SerializeToString,
             tandem_dot_v1_dot_worker__pb2.ListPrefixesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SendPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Worker/SendPrefix',
+            tandem_dot_v1_dot_worker__pb2.SendPrefixRequest.SerializeToString,
+            tandem_dot_v1_dot_worker__pb2.SendPrefixResponse.FromString,
             options,
             channel_credentials,
             insecure,
