@@ -11,6 +11,7 @@ from router.placement.queue import QueuedRequest, RequestQueue
 from router.placement.worker_state import BACK_OFF_S, AnswerWork, Clock, PromptWork, WorkerState
 from router.refusal import Refusal, Refused
 from tandem.cost_model.answer_length import AnswerLengths
+from tandem.protocol.messages import PeerRef
 from tandem.settings.slo import BEST_EFFORT, Overload
 
 _RETRY_MIN_S = 2 * BACK_OFF_S
@@ -181,6 +182,14 @@ class RequestScheduler:
             self.queue.charge(request.tenant, max(0, placement.computed_tokens - request.charged))
             request.charged = max(placement.computed_tokens, request.charged)
         return placement
+
+    def read_ahead_target(self, request: QueuedRequest) -> PeerRef | None:
+        """Return the worker that would load KV of a request which waits for capacity; None if none would.
+
+        It is the worker on which the first token of the request would come first, so that it is likely to be chosen.
+        """
+        prediction = self._policy.predict_prompt(request, self._fleet)
+        return prediction.worker.peer if prediction is not None and prediction.reloaded else None
 
     def may_pass(self, request: QueuedRequest) -> bool:
         """Return True if other requests may overtake the request at the head, which `bind` could not place.

@@ -15,7 +15,7 @@ from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import chunk_pairs
 from tandem.protocol.ending import answer_tokens
 from tandem.protocol.lifecycle.events import TransferStats
-from tandem.protocol.messages import WorkerInfo, WorkerLoad
+from tandem.protocol.messages import TierLoad, WorkerInfo, WorkerLoad
 from tandem.settings.slo import SloClass
 
 BACK_OFF_S = 0.05
@@ -76,6 +76,8 @@ class WorkerState:
         self.cost = StepCost()
         self.decode_speedup = 1.0
         """The speedup of decoding by draft tokens, as the worker reports it (`WorkerLoad.decode_speedup`)."""
+        self.tiers: tuple[TierLoad, ...] = ()
+        """The tiers of the worker's prefix cache, as it last reported them, the fastest first."""
         self.page_transfer_s = 0.0
         """Mean time to transfer one KV page to this worker, in seconds; 0 before the first transfer."""
         self._transfer_s = self._pages_received = 0.0
@@ -154,7 +156,7 @@ class WorkerState:
 
     def report(self, load: WorkerLoad) -> None:
         """Apply a load report, which the worker sends after a step."""
-        self._fresh, self.decode_speedup = True, load.decode_speedup
+        self._fresh, self.decode_speedup, self.tiers = True, load.decode_speedup, load.tiers
         reported = load.prefill_tokens, load.decode_requests, load.pages_used
         # The report includes the prompts that were known to be accepted before it came. The others stay unreported: the
         # worker may have made the report before it accepted them.

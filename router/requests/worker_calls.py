@@ -67,6 +67,10 @@ class DispatchCalls:
         try:
             destination = None
             if decode is not None:
+                placement = request.prediction
+                if decode is not prefill and placement is not None and placement.prompt.reloaded_tokens:
+                    # The pages are loaded while the decode worker reserves others.
+                    request.read_ahead(prefill)
                 peer = prefill.info.peer
                 reservation = Reservation(
                     self._config.router_id,

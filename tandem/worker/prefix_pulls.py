@@ -13,12 +13,13 @@ from collections.abc import Callable
 
 from decode_worker.admission import DecodeAdmission
 from decode_worker.pulled_prefixes import PulledPrefix
+from tandem.cost_model.prefix_reload import ReloadOption, best_reload
 from tandem.cost_model.step_cost import StepCost
 from tandem.engine.cache.prefix_cache import Prefix, PrefixCache
 from tandem.engine.cache.tiers.tier import MeasuredRate
 from tandem.protocol.errors import NotFound, TandemError
-from tandem.protocol.messages import Destination, PeerRef, PrefillTask, PrefixPull, PrefixSource, Reservation
-from tandem.worker.kv_tiers import saved_seconds
+from tandem.protocol.messages import Destination, PeerRef, PrefillTask, PrefixPull, PrefixSource, Reservation, TierLoad
+from tandem.protocol.prefixes import KvTier
 from tandem.worker.peers.peers import Peers
 
 log = logging.getLogger(__name__)
@@ -63,14 +64,9 @@ class PrefixPulls:
         """The pulls in progress, each with its number of pages."""
 
     @property
-    def pages(self) -> int:
-        """The number of pages that the pulls in progress have to bring."""
-        return sum(self._running.values())
-
-    @property
-    def page_s(self) -> float:
-        """The seconds that a pulled page has taken recently; 0 if none was pulled, infinite if all pulls failed."""
-        return self._all.seconds(1, self._clock())
+    def load_report(self) -> TierLoad:
+        """The seconds that a pulled page has taken recently, and the number of pages that are being pulled."""
+        return self._load_of(self._all)
 
     async def load(self, work: Reservation | PrefillTask) -> None:
         """Pull the pages of a prompt that the request's source has and this worker lacks, if that saves time.
@@ -92,10 +88,15 @@ class PrefixPulls:
         page_tokens = self._cache.page_tokens
         context, end = held * page_tokens, len(prefix.digests) * page_tokens
         pages = len(self._cache.kv.sent(end, held))
-        pull_s = self._predicted_s(source.peer, pages)
-        saved_s = saved_seconds(self._cost(), context, end - context, self._chunk, pull_s)
-        if saved_s > 0:
-            await self._pull(source, prefix, held, pages, min(self._most_s, saved_s + pull_s))
+        option = ReloadOption(end - context, {KvTier.PEER: pages})
+        rate = self._rates.setdefault(source.peer.worker_id, MeasuredRate())
+        chosen = best_reload(self._cost(), context, self._chunk, [option], [self._load_of(rate)])
+        if chosen.option is not None:
+            within_s = min(self._most_s, chosen.saved_s + chosen.reload_s)
+            await self._pull(source, prefix, held, pages, within_s)
+
+    def _load_of(self, rate: MeasuredRate) -> TierLoad:
+        return TierLoad(KvTier.PEER, rate.seconds(1, self._clock()), sum(self._running.values()))
 
     def _look_up(self, work: Reservation | PrefillTask, source: PrefixSource) -> tuple[Prefix, int]:
         """Return the prefix that the source has, and the number of its digests that this worker could reuse.
@@ -106,11 +107,6 @@ class PrefixPulls:
         end = min(prefix.readable, source.tokens // self._cache.page_tokens)
         prefix = Prefix(prefix.root, prefix.digests[:end], end)
         return prefix, self._cache.hit(prefix)
-
-    def _predicted_s(self, source: PeerRef, pages: int) -> float:
-        """Return the seconds until `pages` pages of a worker have arrived, after those of the pulls in progress."""
-        rate = self._rates.setdefault(source.worker_id, MeasuredRate())
-        return rate.seconds(pages + self.pages, self._clock())
 
     async def _pull(self, source: PrefixSource, prefix: Prefix, held: int, pages: int, within_s: float) -> None:
         """Pull the pages, and stop the pull if they have not arrived within `within_s` seconds."""

@@ -253,6 +253,7 @@ class WorkerProcess:
             started_unix_nanos=self._started_unix_nanos,
             kv_ports=worker.transport.open_ports(),
             kv_tiers=() if worker.tiers is None else worker.tiers.summary,
+            kv_tier_pages=0 if worker.tiers is None else worker.tiers.capacity,
         )
 
     async def _watch(self, group: RankGroup) -> None:

@@ -18,6 +18,7 @@ from tandem.protocol.messages import (
     RequestRef,
     Reservation,
 )
+from tandem.protocol.prefixes import PrefixRun
 from tandem.worker.worker import Worker
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -56,6 +57,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         await self._worker.reload(task)
         self._worker.prefill(task, history)
         return worker_pb2.PrefillResponse()
+
+    async def ReadAhead(self, request: worker_pb2.ReadAheadRequest, _context: _Context) -> worker_pb2.ReadAheadResponse:
+        """Begin to load pages of a prompt from tiers of the prefix cache; the reply does not wait for them."""
+        await self._worker.read_ahead(conversion.from_proto(request.prefix, PrefixRun))
+        return worker_pb2.ReadAheadResponse()
 
     async def Abort(self, request: worker_pb2.AbortWorkRequest, _context: _Context) -> worker_pb2.AbortWorkResponse:
         """Abort requests of a router."""

@@ -39,6 +39,7 @@ from tandem.protocol.messages import (
     WorkerInfo,
     WorkerLoad,
 )
+from tandem.protocol.prefixes import PrefixRun
 from tandem.worker.adapters import WorkerAdapters
 from tandem.worker.assignment import WorkerAssignment, check_role, decode_batch, prompt_step_tokens
 from tandem.worker.config import WorkerConfig
@@ -138,6 +139,7 @@ class Worker:
             meter=self._meter,
             assignment=self.assignment,
             watchdog=self._watchdog,
+            tiers=lambda: self.tiers,
             pulls=self._pulls,
         )
         self._open_tiers()
@@ -188,6 +190,11 @@ class Worker:
         if self._reloads is not None:
             await self._reloads.load(work)
         await self._pulls.load(work)
+
+    async def read_ahead(self, run: PrefixRun) -> None:
+        """Begin to load pages of a prompt that is still in a router's queue, if that pays (`KvReloads.read_ahead`)."""
+        if self._reloads is not None:
+            await self._reloads.read_ahead(run)
 
     def _check_accepts(self, work: Reservation | PrefillTask) -> None:
         if isinstance(work, PrefillTask):
@@ -346,7 +353,7 @@ class Worker:
 
     def _start_tiers(self) -> None:
         if self.tiers is not None:
-            self.tiers.start()
+            self.tiers.start(self._tiers_changed)
 
     def _make_reloads(self, tiers: CacheTiers) -> KvReloads:
         config = self._config
@@ -358,7 +365,7 @@ class Worker:
             cost=self._meter.cost,
             chunk=chunk,
             most_s=config.rpc_timeout_s,
-            wake=self._wake,
+            wake=self._tiers_changed,
         )
 
     def _make_peers(self, engine: LoadedEngine, layout: KVLayout) -> Peers:
@@ -445,6 +452,12 @@ class Worker:
 
     def _wake(self) -> None:
         self._loop.wake()
+
+    def _tiers_changed(self) -> None:
+        """Wake the step loop and send the places of pages to routers, because tiers are open or a reload has ended."""
+        self._wake()
+        if not self._events.is_closed():
+            self._events.call_soon_threadsafe(self._streams.send_changes)
 
     def _post_threadsafe(self, call: Callable[[Any], None], value: object) -> None:
         self._events.call_soon_threadsafe(call, value)

@@ -8,7 +8,7 @@ from tandem.protocol.messages.assignment import Assignment, Role
 from tandem.protocol.messages.events import RequestEvent, RoutedEvent, RoutedTokens, StepOutput, StepTokens
 from tandem.protocol.messages.finish import ErrorDetail, FinishReason
 from tandem.protocol.messages.leases import GrantedLease, Lease
-from tandem.protocol.messages.load import WorkerInspection, WorkerLoad
+from tandem.protocol.messages.load import TierLoad, WorkerInspection, WorkerLoad
 from tandem.protocol.messages.membership import (
     Absence,
     AdapterFacts,
@@ -79,6 +79,7 @@ __all__ = [
     "SamplingParams",
     "StepOutput",
     "StepTokens",
+    "TierLoad",
     "TokenLogprobs",
     "TransferNotice",
     "WorkerInfo",

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kv_transfer.in_memory_fabric import InMemoryFabric
+from tandem.cost_model.prefix_reload import reload_seconds
 from tandem.engine.cache.prefix_cache import Prefix
 from tandem.engine.cache.tiers.cache_tiers import CacheTiers, Reload
 from tandem.engine.kernels.reference import ReferenceKernels
@@ -18,6 +19,7 @@ from tandem.metrics import families as f
 from tandem.protocol.errors import InvalidArgument, ResourceExhausted, RoleClosed, TandemError
 from tandem.protocol.kv_pages import STATE, KvPages
 from tandem.protocol.messages import Assignment, PrefillTask, RequestRef, Reservation, Role, SamplingParams
+from tandem.protocol.prefixes import KvTier
 from tandem.worker.reporting.metrics import tier_facts
 from tests.factories import tiny_engine_config, write_tiny_model
 from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to
@@ -32,7 +34,9 @@ CONVERSATIONS, TURNS = (500, 6) if SOAKING else (6, 4)
 @pytest.fixture(autouse=True)
 def _reload_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reload is chosen whenever it is possible, so that timing decides nothing."""
-    monkeypatch.setattr("tandem.worker.kv_tiers.saved_seconds", lambda _cost, _context, tokens, *_: float(tokens))
+    monkeypatch.setattr(
+        "tandem.cost_model.prefix_reload.saved_seconds", lambda _cost, _context, tokens, *_: float(tokens)
+    )
 
 
 def tiers_of(end: End) -> CacheTiers:
@@ -301,14 +305,14 @@ async def test_a_prefix_that_is_being_loaded_is_paid_once(monkeypatch: pytest.Mo
         await evict(pair.decode)
         tiers, cache = tiers_of(pair.decode), pair.decode.worker._cache
         tier = tiers.tiers[0]
-        tiers._rates[tier.name].add(tiers.clock(), tier.page_bytes, 1.0)
+        tiers._rates[tier.tier].add(tiers.clock(), tier.page_bytes, 1.0)
         read = tier.read
         monkeypatch.setattr(tier, "read", lambda key: read(key) if go.wait(60) else None)
         predicted = []
         for tokens in (prompt, prompt, [*prompt, *range(500, 500 + 2 * PAGE_TOKENS)]):
             reload = tiers.plan(cache.prefix(tokens, ""), 1)
             assert reload is not None
-            predicted.append(tiers.predicted_s(reload))
+            predicted.append(reload_seconds(reload.pages, tiers.loads))
             tiers.begin(reload, 60.0)
         assert predicted == [8.0, 8.0, 10.0]
         go.set()
@@ -352,7 +356,7 @@ async def test_pages_that_cannot_be_read_do_not_count_in_the_rate(
         tiers = tiers_of(pair.decode)
         monkeypatch.setattr(tiers.tiers[0], "read", lambda _: None)
         await ask(pair, "again", prompt)
-        assert tiers._rates["disk"].seconds(1, tiers.clock()) == float("inf")
+        assert tiers._rates[KvTier.DISK].seconds(1, tiers.clock()) == float("inf")
 
 
 async def test_a_request_that_is_rejected_loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,7 +388,7 @@ async def test_a_request_that_is_rejected_loads_nothing(monkeypatch: pytest.Monk
 
 
 async def test_no_tier_is_used_if_computing_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.worker.kv_tiers.saved_seconds", lambda *_: -1.0)
+    monkeypatch.setattr("tandem.cost_model.prefix_reload.saved_seconds", lambda *_: -1.0)
     prompt = list(range(11, 11 + 8 * PAGE_TOKENS + 2))
     async with WorkerPair(both=True, pages=40, kv_host_bytes=1 << 16) as pair:
         await ask(pair, "first", prompt)
@@ -396,7 +400,8 @@ async def test_no_tier_is_used_if_computing_is_faster(monkeypatch: pytest.Monkey
 
 async def test_a_slow_tier_is_left_out_where_a_fast_one_pays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "tandem.worker.kv_tiers.saved_seconds", lambda _cost, _context, tokens, _chunk, reload_s: tokens - reload_s
+        "tandem.cost_model.prefix_reload.saved_seconds",
+        lambda _cost, _context, tokens, _chunk, reload_s: tokens - reload_s,
     )
     prompt = list(range(11, 11 + 12 * PAGE_TOKENS + 2))
     disk: dict[str, Any] = {"kv_disk_bytes": 1 << 20, "kv_disk_path": tmp_path}
@@ -404,7 +409,7 @@ async def test_a_slow_tier_is_left_out_where_a_fast_one_pays(tmp_path: Path, mon
         await ask(pair, "first", prompt)
         await evict(pair.decode)
         tiers = tiers_of(pair.decode)
-        tiers._rates["disk"].add(tiers.clock(), 1, 1e6)
+        tiers._rates[KvTier.DISK].add(tiers.clock(), 1, 1e6)
         # Host memory has the pages that were released last: the first ones.
         assert (await ask(pair, "again", prompt)).cached_tokens == 8 * PAGE_TOKENS
         assert [tier.counts.loaded_pages for tier in tiers.tiers] == [8, 0]

@@ -21,6 +21,7 @@ from tandem.protocol.messages import (
     RequestRef,
     Role,
     SamplingParams,
+    TierLoad,
 )
 from tests.factories import tiny_engine_config, write_tiny_model
 from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to
@@ -34,7 +35,9 @@ ONE = SamplingParams(max_tokens=1)
 @pytest.fixture(autouse=True)
 def _pull_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pull is chosen whenever it is possible, and may take as long as it needs."""
-    monkeypatch.setattr("tandem.worker.prefix_pulls.saved_seconds", lambda _cost, _context, tokens, *_: float(tokens))
+    monkeypatch.setattr(
+        "tandem.cost_model.prefix_reload.saved_seconds", lambda _cost, _context, tokens, *_: float(tokens)
+    )
 
 
 async def ask(pair: WorkerPair, name: str, prompt: Sequence[int], max_tokens: int = 6) -> RequestOutput:
@@ -64,6 +67,12 @@ async def forget(end: End) -> None:
     memory[:] = 0
 
 
+def reported(end: End) -> TierLoad:
+    pulls = end.worker.report.load().pulls
+    assert pulls is not None
+    return pulls
+
+
 def counts(end: End) -> tuple[int, int, int]:
     """Return the numbers of pages that arrived and that were corrupt, and of pulls that failed."""
     pulled = end.worker.admission.pull_counts
@@ -87,7 +96,7 @@ async def test_a_prefill_worker_pulls_an_answer_from_the_decode_worker(
         assert again.cached_tokens == known * PAGE_TOKENS
         # In groups with a window, the last pages suffice.
         assert counts(pair.prefill) == (known - 8 + (3 if len(windows) > 1 else 0), 0, 0)
-        assert pair.prefill.worker.report.load().pull_page_s
+        assert reported(pair.prefill).page_s
         await pair.empty()
         pair.prefill.worker._cache.check_integrity()
 
@@ -102,7 +111,7 @@ async def test_pages_are_pulled_once_for_concurrent_requests() -> None:
             for name in ("a", "b", "c")
         ]
         await until(lambda: pair.fabric.writes)
-        assert pair.prefill.worker.report.load().pull_pages == 8
+        assert reported(pair.prefill).queued_pages == 8
         pair.fabric.release()
         await asyncio.gather(*loads)
         assert counts(pair.prefill) == (8, 0, 0)
@@ -124,7 +133,7 @@ async def test_only_what_the_source_still_has_is_pulled() -> None:
         assert counts(pair.prefill) == (4, 0, 1)
         assert (await ask(pair, "once more", PROMPT)).cached_tokens == 0
         # Nothing was measured: the router's knowledge was out of date.
-        assert math.isfinite(pair.prefill.worker.report.load().pull_page_s or 0.0)
+        assert math.isfinite(reported(pair.prefill).page_s)
         await pair.empty()
 
 
@@ -161,7 +170,7 @@ async def test_pages_of_a_pull_that_is_stopped_are_quarantined() -> None:
 
 
 async def test_a_slow_pull_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.worker.prefix_pulls.saved_seconds", lambda *arguments: 0.05 - arguments[-1])
+    monkeypatch.setattr("tandem.cost_model.prefix_reload.saved_seconds", lambda *arguments: 0.05 - arguments[-1])
     async with WorkerPair() as pair:
         await ask(pair, "first", PROMPT)
         await forget(pair.prefill)
@@ -169,7 +178,7 @@ async def test_a_slow_pull_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
         await pair.prefill.worker.reload(pulling(pair, PROMPT, pair.decode))
         assert counts(pair.prefill) == (0, 0, 1)
         # The link is not used again for a while.
-        assert pair.prefill.worker.report.load().pull_page_s == math.inf
+        assert reported(pair.prefill).page_s == math.inf
         await pair.prefill.worker.reload(pulling(pair, PROMPT, pair.decode))
         assert counts(pair.prefill) == (0, 0, 1)
         pair.fabric.release()
@@ -270,7 +279,7 @@ async def test_a_role_flip_ends_no_pull() -> None:
 
 
 async def test_nothing_is_pulled_if_computing_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.worker.prefix_pulls.saved_seconds", lambda *_: -1.0)
+    monkeypatch.setattr("tandem.cost_model.prefix_reload.saved_seconds", lambda *_: -1.0)
     async with WorkerPair() as pair:
         await ask(pair, "first", PROMPT)
         await forget(pair.prefill)

@@ -14,6 +14,7 @@ from tandem.engine.cache.page_key import PageKey
 from tandem.engine.cache.tiers.tier import Fill, StoredPage, Tier
 from tandem.engine.memory import GIB, free_bytes
 from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.prefixes import KvTier
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class HostTier(Tier[tuple[int, int]]):
 
         Raises InvalidArgument if it holds no page, or if the host has less free memory.
         """
-        super().__init__("host", capacity_bytes, page_bytes)
+        super().__init__(KvTier.HOST, capacity_bytes, page_bytes)
         if not self.capacity:
             raise InvalidArgument(
                 "kv_host_bytes", f"{capacity_bytes} bytes hold no KV page, which takes {page_bytes} bytes; choose more"
@@ -77,7 +78,7 @@ class HostTier(Tier[tuple[int, int]]):
                 if checksum is None:
                     self._free.append(slot)
                 else:
-                    self._pages[key] = slot, checksum
+                    self._put(key, (slot, checksum))
                     self.counts.stored_pages += 1
                     if self.next_tier is not None and key not in self.next_tier:
                         self._ahead[key] = None
@@ -120,7 +121,7 @@ class HostTier(Tier[tuple[int, int]]):
     def discard(self, key: PageKey) -> None:
         """Delete a page, if it is stored."""
         self._ahead.pop(key, None)
-        if (location := self._pages.pop(key, None)) is not None:
+        if (location := self._pop(key)) is not None:
             self._free.append(location[0])
 
     def close(self) -> None:

@@ -86,6 +86,11 @@ class WorkerStub:
                 request_serializer=tandem_dot_v1_dot_worker__pb2.InspectRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_worker__pb2.InspectResponse.FromString,
                 _registered_method=True)
+        self.ReadAhead = channel.unary_unary(
+                '/tandem.v1.Worker/ReadAhead',
+                request_serializer=tandem_dot_v1_dot_worker__pb2.ReadAheadRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_worker__pb2.ReadAheadResponse.FromString,
+                _registered_method=True)
         self.ListPrefixes = channel.unary_unary(
                 '/tandem.v1.Worker/ListPrefixes',
                 request_serializer=tandem_dot_v1_dot_worker__pb2.ListPrefixesRequest.SerializeToString,
@@ -200,6 +205,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadAhead(self, request, context):
+        """Called by a router: begin to load the pages of a prompt from tiers of the prefix cache before the prompt is sent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListPrefixes(self, request, context):
         """Called by a router: returns the digests of all pages in the prefix cache, initially and after a gap in StepOutput.
         """
@@ -303,6 +315,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Inspect,
                     request_deserializer=tandem_dot_v1_dot_worker__pb2.InspectRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_worker__pb2.InspectResponse.SerializeToString,
+            ),
+            'ReadAhead': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadAhead,
+                    request_deserializer=tandem_dot_v1_dot_worker__pb2.ReadAheadRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_worker__pb2.ReadAheadResponse.SerializeToString,
             ),
             'ListPrefixes': grpc.unary_unary_rpc_method_handler(
                     servicer.ListPrefixes,
@@ -612,6 +629,33 @@ class Worker:
             '/tandem.v1.Worker/Inspect',
             tandem_dot_v1_dot_worker__pb2.InspectRequest.SerializeToString,
             tandem_dot_v1_dot_worker__pb2.InspectResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadAhead(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Worker/ReadAhead',
+            tandem_dot_v1_dot_worker__pb2.ReadAheadRequest.SerializeToString,
+            tandem_dot_v1_dot_worker__pb2.ReadAheadResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -20,7 +20,7 @@ class Reloads(Desk):
         super().__init__(pages, windows)
         self.contents: dict[int, PageKey] = {}
         self.saves = PendingSaves(lambda: None)
-        self.cache.save_to(self.saves)
+        self.cache.save_to(self.saves, lambda _: None)
         self.loading: list[tuple[str, Prefix, list[int]]] = []
 
     def begin(self, name: str, prompt: "list[int] | tuple[int, ...]" = tuple(PROMPT)) -> int:  # type: ignore[override]

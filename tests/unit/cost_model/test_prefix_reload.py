@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from tandem.cost_model.prefix_reload import saved_seconds
 from tandem.cost_model.step_cost import StepCost
 from tandem.protocol.cost_parameters import UNMEASURED
-from tandem.worker.kv_tiers import saved_seconds
 
 COST = StepCost(replace(UNMEASURED, base_s=0.5, token_s=1e-3, pair_s=1e-6))
 
