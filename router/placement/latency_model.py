@@ -11,6 +11,7 @@ the router is made here, from the step costs that the worker itself fits (`tande
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from router.placement.queue import QueuedRequest
 from router.placement.worker_state import WorkerState
@@ -20,17 +21,26 @@ from tandem.cost_model.step_work import chunk_pairs
 from tandem.protocol.lifecycle.placement import PromptCost
 
 
+class PullOption(NamedTuple):
+    """A part of a prompt that a worker could pull from `source`, which has it on its device."""
+
+    source: WorkerState
+    option: ReloadOption
+
+
 class PromptPrediction:
     """The predicted prefill of one prompt on one worker, in seconds and tokens.
 
     `ttft_s` is the time to the first token, `cost_s` the cost to all requests on the worker, and `misses` is 1 if the
     first token misses its target, else 0. `cached` is the number of prompt tokens whose KV is on the device or will be
-    loaded from tiers, `reloaded` the number of the latter, and `computed` the number of tokens to compute. `wait_s`,
-    `reload_s` and `compute_s` are the parts of `ttft_s` (`PromptCost`).
+    loaded, `reloaded` the number of the latter, and `computed` the number of tokens to compute. They are loaded from
+    tiers, or pulled from the worker `source`. `wait_s`, `reload_s` and `compute_s` are the parts of `ttft_s`
+    (`PromptCost`).
     """
 
     __slots__ = (
-        "cached", "compute_s", "computed", "cost_s", "misses", "reload_s", "reloaded", "ttft_s", "wait_s", "worker",
+        "cached", "compute_s", "computed", "cost_s", "misses", "reload_s", "reloaded", "source", "ttft_s", "wait_s",
+        "worker",
     )  # fmt: skip
 
     def __init__(
@@ -40,21 +50,28 @@ class PromptPrediction:
         resident: int,
         left_s: float = math.inf,
         reloads: Sequence[ReloadOption] = (),
+        *,
+        pull: PullOption | None = None,
     ) -> None:
         """Predict a prompt of `tokens` tokens, of which the first `resident` are on the device of `worker`.
 
-        `reloads` are the parts of the prompt that the worker could load from tiers; it loads the one that saves most.
-        All prompts that wait on the worker are assumed to be computed before this prompt, and meanwhile KV is loaded.
-        The first token meets its target if it comes within `left_s` seconds.
+        `reloads` are the parts of the prompt that the worker could load from tiers, `pull` is the part that it could
+        pull from another worker; it loads the one that saves most. All prompts that wait on the worker are assumed to
+        be computed before this prompt, and meanwhile KV is loaded. The first token meets its target if it comes within
+        `left_s` seconds.
         """
         self.worker = worker
         # The last token is always computed, even if it is cached: its logits choose the first token of the answer.
         resident = min(resident, tokens - 1)
-        self.reloaded, self.reload_s = 0, 0.0
+        self.reloaded, self.reload_s, saved_s, self.source = 0, 0.0, 0.0, None
         if reloads:
             chosen = best_reload(worker.cost, resident, worker.max_step_tokens, reloads, worker.tiers)
             if chosen.option is not None:
-                self.reloaded, self.reload_s = reloads[chosen.option].tokens, chosen.reload_s
+                self.reloaded, self.reload_s, saved_s = reloads[chosen.option].tokens, chosen.reload_s, chosen.saved_s
+        if pull is not None and worker.pulls is not None:
+            chosen = best_reload(worker.cost, resident, worker.max_step_tokens, [pull.option], [worker.pulls])
+            if chosen.saved_s > saved_s:
+                self.reloaded, self.reload_s, self.source = pull.option.tokens, chosen.reload_s, pull.source
         self.cached = cached = resident + self.reloaded
         self.computed = fresh = tokens - cached
         waiting, pairs = worker.prefill_tokens, worker.prefill_pairs
@@ -72,7 +89,8 @@ class PromptPrediction:
     def prompt_cost(self) -> PromptCost:
         """The tokens by the source of their KV, and the parts of `ttft_s`."""
         resident = self.cached - self.reloaded
-        return PromptCost(resident, self.reloaded, self.computed, self.wait_s, self.reload_s, self.compute_s)
+        source = "" if self.source is None else self.source.peer.worker_id
+        return PromptCost(resident, self.reloaded, self.computed, self.wait_s, self.reload_s, self.compute_s, source)
 
 
 class AnswerPrediction:

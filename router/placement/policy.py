@@ -10,15 +10,16 @@ from itertools import islice, product
 from typing import NamedTuple
 
 from router.placement.fleet import Fleet
-from router.placement.latency_model import AnswerPrediction, PromptPrediction, exposed_transfer_s
+from router.placement.latency_model import AnswerPrediction, PromptPrediction, PullOption, exposed_transfer_s
 from router.placement.prefill_reserve import NO_WORKERS, PrefillReserve
 from router.placement.prefix_index import PrefixMatch
 from router.placement.queue import QueuedRequest
 from router.placement.worker_state import WorkerState
 from tandem.cost_model.prefix_reload import ReloadOption
 from tandem.protocol.lifecycle.placement import PromptCost
-from tandem.protocol.messages import PeerRef
+from tandem.protocol.messages import PeerRef, PrefixSource
 from tandem.protocol.mode import Mode
+from tandem.protocol.prefixes import KvTier
 
 _CANDIDATES = 2
 """Number of least loaded workers that are compared per role, and of workers with the longest cached prefixes."""
@@ -45,6 +46,8 @@ class Placement(NamedTuple):
     """The cost of the second cheapest placement that misses the same number of targets; infinite if there is none."""
     prompt: PromptCost = PromptCost()
     """The tokens of the prompt by the source of their KV, and the parts of `ttft_s`."""
+    source: PrefixSource | None = None
+    """The worker from which the prefill worker pulls the first tokens of the prompt; None if it pulls none."""
 
 
 class PlacementPolicy:
@@ -204,6 +207,7 @@ class PlacementPolicy:
             cost_s=best[1],
             runner_up_s=runner_up[1] if runner_up[0] == best[0] else math.inf,
             prompt=prompt.prompt_cost,
+            source=_source(prompt),
         )
 
     def _allowed(self, fleet: Fleet) -> Callable[[WorkerState, WorkerState], bool]:
@@ -287,11 +291,37 @@ def _prompts(
     left_s: float = math.inf,
 ) -> list[PromptPrediction]:
     """Return the prediction of the prompt on each candidate, a worker and its prompt tokens on the device."""
-    tokens = request.prefill_tokens
-    return [
-        PromptPrediction(worker, tokens, held, left_s, _reloads(worker, request, fleet, held) if match.tiers else ())
-        for worker, held in candidates
-    ]
+    tokens, longest = request.prefill_tokens, match.longest(1)
+    source = fleet.worker(longest[0][0]) if longest else None
+    predictions = []
+    for worker, held in candidates:
+        reloads = _reloads(worker, request, fleet, held) if match.tiers else ()
+        pull = None if source is None else _pull(worker, source, request, fleet, held=held, there=longest[0][1])
+        predictions.append(PromptPrediction(worker, tokens, held, left_s, reloads, pull=pull))
+    return predictions
+
+
+def _pull(
+    worker: WorkerState, source: WorkerState, request: QueuedRequest, fleet: Fleet, *, held: int, there: int
+) -> PullOption | None:
+    """Return the part of the prompt that `worker` could pull from `source`, which has its first `there` pages.
+
+    `held` is the number of tokens on the device of `worker`. None if `source` has no more of the prompt, or cannot
+    send it.
+    """
+    kv = worker.kv
+    resident, end = held // kv.page_tokens, min(there, len(request.readable_digests(kv.page_tokens)))
+    if end <= resident or worker.pulls is None or not source.live or source.kv.page_tokens != kv.page_tokens:
+        return None
+    if fleet.incompatible and not fleet.incompatible.fit(source.peer, worker.peer):
+        return None
+    pages = {KvTier.PEER: kv.missing_pages(end, resident)}
+    return PullOption(source, ReloadOption((end - resident) * kv.page_tokens, pages))
+
+
+def _source(prompt: PromptPrediction) -> PrefixSource | None:
+    source = prompt.source
+    return None if source is None else PrefixSource(source.peer, source.info.address, prompt.cached)
 
 
 def _reloads(worker: WorkerState, request: QueuedRequest, fleet: Fleet, held: int) -> list[ReloadOption]:

@@ -189,7 +189,8 @@ class RequestScheduler:
         It is the worker on which the first token of the request would come first, so that it is likely to be chosen.
         """
         prediction = self._policy.predict_prompt(request, self._fleet)
-        return prediction.worker.peer if prediction is not None and prediction.reloaded else None
+        reads = prediction is not None and prediction.reloaded and prediction.source is None
+        return prediction.worker.peer if prediction is not None and reads else None
 
     def may_pass(self, request: QueuedRequest) -> bool:
         """Return True if other requests may overtake the request at the head, which `bind` could not place.

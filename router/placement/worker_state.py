@@ -78,6 +78,8 @@ class WorkerState:
         """The speedup of decoding by draft tokens, as the worker reports it (`WorkerLoad.decode_speedup`)."""
         self.tiers: tuple[TierLoad, ...] = ()
         """The tiers of the worker's prefix cache, as it last reported them, the fastest first."""
+        self.pulls: TierLoad | None = None
+        """The speed of the worker's pulls from other workers, as it last reported it; None if it pulls no pages."""
         self.page_transfer_s = 0.0
         """Mean time to transfer one KV page to this worker, in seconds; 0 before the first transfer."""
         self._transfer_s = self._pages_received = 0.0
@@ -156,7 +158,7 @@ class WorkerState:
 
     def report(self, load: WorkerLoad) -> None:
         """Apply a load report, which the worker sends after a step."""
-        self._fresh, self.decode_speedup, self.tiers = True, load.decode_speedup, load.tiers
+        self._fresh, self.decode_speedup, self.tiers, self.pulls = True, load.decode_speedup, load.tiers, load.pulls
         reported = load.prefill_tokens, load.decode_requests, load.pages_used
         # The report includes the prompts that were known to be accepted before it came. The others stay unreported: the
         # worker may have made the report before it accepted them.

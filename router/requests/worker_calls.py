@@ -64,11 +64,13 @@ class DispatchCalls:
         admitted, token_ids, prior_output_tokens = request.admitted, request.token_ids, request.prior_output_tokens
         sampling, salt = admitted.sampling, admitted.cache_salt
         adapter = "" if admitted.adapter is None else admitted.adapter.identity
+        placement = request.prediction
+        source = None if placement is None else placement.source
         try:
             destination = None
             if decode is not None:
-                placement = request.prediction
-                if decode is not prefill and placement is not None and placement.prompt.reloaded_tokens:
+                reloads = placement is not None and placement.prompt.reloaded_tokens and source is None
+                if decode is not prefill and reloads:
                     # The pages are loaded while the decode worker reserves others.
                     request.read_ahead(prefill)
                 peer = prefill.info.peer
@@ -82,6 +84,7 @@ class DispatchCalls:
                     cache_salt=salt,
                     gap_target_s=decode.state.gap_target(request.queued.slo),
                     adapter=adapter,
+                    source=source if decode is prefill else None,
                 )
                 destination = await self._reserve(request, reservation, decode)
             asked = prefill
@@ -96,6 +99,7 @@ class DispatchCalls:
                         prior_output_tokens=prior_output_tokens,
                         cache_salt=salt,
                         adapter=adapter,
+                        source=source if decode is not prefill else None,
                     )
                 )
                 if _current(request, ref):

@@ -187,9 +187,10 @@ class Worker:
         if self._reloads is None and work.source is None:
             return
         self._check_accepts(work)
+        # The router names a source if that is predicted to be faster than tiers, which may have what does not come.
+        await self._pulls.load(work)
         if self._reloads is not None:
             await self._reloads.load(work)
-        await self._pulls.load(work)
 
     async def read_ahead(self, run: PrefixRun) -> None:
         """Begin to load pages of a prompt that is still in a router's queue, if that pays (`KvReloads.read_ahead`)."""

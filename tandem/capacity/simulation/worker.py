@@ -300,7 +300,7 @@ class VirtualWorker:
     def _make_handoffs(self, peers: VirtualPeers) -> Handoffs:
         return Handoffs(
             me=self.peer,
-            kv=self.spec.kv,
+            cache=self.cache,
             transport=self.transport,
             peers=peers,
             local=self.admission,

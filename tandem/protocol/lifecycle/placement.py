@@ -15,7 +15,7 @@ class PromptCost:
     resident_tokens: int = 0
     """Number of tokens whose KV is on the device."""
     reloaded_tokens: int = 0
-    """Number of tokens whose KV is loaded from tiers of the prefix cache."""
+    """Number of tokens whose KV is loaded from tiers of the prefix cache, or from the worker `source`."""
     computed_tokens: int = 0
     wait_s: float = 0.0
     """Seconds of the prompts that are computed before."""
@@ -23,6 +23,8 @@ class PromptCost:
     """Seconds until the KV is loaded, with the reloads before it."""
     compute_s: float = 0.0
     """Seconds of the steps that compute the prompt."""
+    source: str = ""
+    """Id of the worker from which the KV is pulled; empty = it is loaded from tiers, if any."""
 
     @property
     def ttft_s(self) -> float:

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -62,9 +63,9 @@ def test_a_worker_is_looked_at_for_what_others_do_not_hold(at: TestFleet, monkey
     looked: list[str] = []
     made = PromptPrediction.__init__
 
-    def note(prediction: PromptPrediction, worker: WorkerState, *rest: float) -> None:
+    def note(prediction: PromptPrediction, worker: WorkerState, *rest: Any, **more: Any) -> None:
         looked.append(worker.peer.worker_id)
-        made(prediction, worker, *rest)  # type: ignore[arg-type]
+        made(prediction, worker, *rest, **more)
 
     monkeypatch.setattr(PromptPrediction, "__init__", note)
     placed(at, need(2000, digests=tuple(pages(8)) + (b"x" * 16,) * 100))

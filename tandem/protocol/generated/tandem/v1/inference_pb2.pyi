@@ -305,20 +305,22 @@ class PlacementStats(_message.Message):
     def __init__(self, resident_tokens: _Optional[int] = ..., reloaded_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., predicted: _Optional[_Union[PromptCost, _Mapping]] = ..., ttft_s: _Optional[float] = ..., regret_s: _Optional[float] = ...) -> None: ...
 
 class PromptCost(_message.Message):
-    __slots__ = ("resident_tokens", "reloaded_tokens", "computed_tokens", "wait_s", "reload_s", "compute_s")
+    __slots__ = ("resident_tokens", "reloaded_tokens", "computed_tokens", "wait_s", "reload_s", "compute_s", "source")
     RESIDENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RELOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
     RELOAD_S_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     resident_tokens: int
     reloaded_tokens: int
     computed_tokens: int
     wait_s: float
     reload_s: float
     compute_s: float
-    def __init__(self, resident_tokens: _Optional[int] = ..., reloaded_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., wait_s: _Optional[float] = ..., reload_s: _Optional[float] = ..., compute_s: _Optional[float] = ...) -> None: ...
+    source: str
+    def __init__(self, resident_tokens: _Optional[int] = ..., reloaded_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., wait_s: _Optional[float] = ..., reload_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., source: _Optional[str] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("generate", "chat", "return_token_strs")
