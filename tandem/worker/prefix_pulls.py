@@ -42,9 +42,13 @@ class PrefixPulls:
         chunk: int,
         most_s: float,
         wake: Callable[[], None],
+        enabled: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the pulls; see `KvReloads` for `cost`, `chunk`, `most_s` and `wake`."""
+        """Create the pulls, of which none is made unless `enabled`.
+
+        `cost`, `chunk`, `most_s` and `wake` are those of `KvReloads`.
+        """
         self.address = ""
         """host:port of this worker's gRPC server, to which other workers connect before they send pages."""
         self._me = me
@@ -55,6 +59,7 @@ class PrefixPulls:
         self._chunk = chunk
         self._most_s = most_s
         self._wake = wake
+        self._enabled = enabled
         self._clock = clock
         self._rates: dict[str, MeasuredRate] = {}
         """The rate of pulls from each worker, in pages instead of bytes per second."""
@@ -64,9 +69,12 @@ class PrefixPulls:
         """The pulls in progress, each with its number of pages."""
 
     @property
-    def load_report(self) -> TierLoad:
-        """The seconds that a pulled page has taken recently, and the number of pages that are being pulled."""
-        return self._load_of(self._all)
+    def load_report(self) -> TierLoad | None:
+        """The seconds that a pulled page has taken recently, and the number of pages that are being pulled.
+
+        None if this worker makes no pulls.
+        """
+        return self._load_of(self._all) if self._enabled else None
 
     async def load(self, work: Reservation | PrefillTask) -> None:
         """Pull the pages of a prompt that the request's source has and this worker lacks, if that saves time.
@@ -74,7 +82,7 @@ class PrefixPulls:
         A pull may take as long as computing the tokens would.
         """
         source = work.source
-        if source is None or source.peer == self._me or work.scores_prompt:
+        if source is None or source.peer == self._me or work.scores_prompt or not self._enabled:
             return
         prefix, held = await asyncio.to_thread(self._look_up, work, source)
         # Concurrent requests with one prefix pull it once: the later ones find the pages in the pool.

@@ -215,7 +215,7 @@ class WorkerProcess:
         config, registry = self._config, worker.metrics.registry
         registry.read(partial(worker_facts, worker.report, worker.transport))
         registry.read(partial(engine_facts, engine, lambda: worker.assignment.role.value))
-        registry.read(lambda: {} if worker.tiers is None else tier_facts(worker.tiers))
+        registry.read(lambda: tier_facts(worker.tiers, worker.admission.pull_counts))
         ranks = config.engine.ranks
         registry.read(partial(rank_facts, worker.metrics, engine.roofline.collectives, ranks))
         keys = reading_keys(

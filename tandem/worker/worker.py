@@ -112,6 +112,8 @@ class Worker:
             chunk=prompt_step_tokens(config.assignment, config.engine),
             most_s=config.rpc_timeout_s,
             wake=self._wake,
+            # Another worker writes to the first rank only, and ranks that divide tokens each need the whole KV.
+            enabled=config.prefix_cache and config.engine.context_parallel_size == 1,
         )
         self._loop = self._make_loop(engine)
         schedulers, loop, post = self._schedulers, self._loop, self._streams.post

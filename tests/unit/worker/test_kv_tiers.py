@@ -158,7 +158,7 @@ async def test_an_evicted_prefix_comes_back(
         assert again.cached_tokens == 12 * PAGE_TOKENS
         # In a group with a window, the last pages suffice.
         needed = 12 if len(windows) == 1 else 12 + 2 + 1
-        facts = tier_facts(tiers_of(pair.decode))
+        facts = tier_facts(tiers_of(pair.decode), pair.decode.worker.admission.pull_counts)
         loaded = facts[f.TIER_PAGES]
         assert isinstance(loaded, dict)
         assert sum(pages for (_, event), pages in loaded.items() if event == "loaded") == needed
