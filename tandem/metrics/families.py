@@ -275,11 +275,11 @@ PREFIX_EVENTS = counter(
     "prefix_cache_pages_total", "Pages added to (stored) or evicted from (removed) the prefix cache.", "event"
 )
 
-# Workers: tiers of the prefix cache, none without --kv-host-gib and --kv-disk-gib; and pulls from other workers ("peer")
+# Workers: tiers of the prefix cache (--kv-host-gib, --kv-disk-gib), and "peer", the pulls from other workers
 
 TIER_PAGES = counter(
     "kv_tier_pages_total",
-    "KV pages that a tier of the prefix cache, or a pull from a peer, has stored, loaded (hits), evicted, found corrupt.",
+    "KV pages that a tier of the prefix cache has stored, loaded (hits), evicted, or found corrupt; peer: were pulled.",
     "tier",
     "event",
 )

@@ -29,16 +29,23 @@ def make_tiers(config: WorkerConfig, cache: PrefixCache, engine: LoadedEngine) -
     """
     if not config.kv_host_bytes and not config.kv_disk_bytes:
         return None
-    if config.engine.ranks > 1:
+    if config.engine.context_parallel_size > 1:
         name = "kv_host_bytes" if config.kv_host_bytes else "kv_disk_bytes"
-        raise InvalidArgument(name, f"is for workers of one rank, and this one has {config.engine.ranks}; leave it out")
+        raise InvalidArgument(name, "is not for workers whose ranks divide tokens; leave it out, or divide the model")
     copies = engine.page_copies()
     tiers: list[Tier[Any]] = []
     if config.kv_disk_bytes:
         assert config.kv_disk_path is not None
         # The files outlive the process, and with them weights that were changed in place.
         weights = weight_file_facts(config.engine.served.model)
-        facts = (*engine.compatibility_facts(), ("quantization", str(config.engine.quantization)), *weights)
+        ranks = f"{config.engine.tensor_parallel_size} x {config.engine.pipeline_parallel_size}"
+        facts = (
+            *engine.compatibility_facts(),
+            ("quantization", str(config.engine.quantization)),
+            # A page has the parts of the ranks one after the other.
+            ("ranks", ranks),
+            *weights,
+        )
         folder = model_folder(config.kv_disk_path, config.worker_id, facts, copies.page_bytes)
         tiers.append(DiskTier(folder, config.kv_disk_bytes, copies.page_bytes))
     if config.kv_host_bytes:

@@ -44,6 +44,8 @@ def main() -> None:
     damaged = order.pop("damaged_transfers", 0)
     # A tiny model computes faster than pages are pulled.
     prefix_reload.saved_seconds = lambda _cost, _context, tokens, *_: float(tokens)
+    if "kv_disk_path" in order:
+        order["kv_disk_path"] = Path(order["kv_disk_path"])
     config = WorkerConfig(order.pop("worker_id"), Role(order.pop("role")), engine).with_fields(**order)
     process = WorkerProcess(config, incarnation)
     info = process.start()

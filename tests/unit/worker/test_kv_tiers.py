@@ -14,12 +14,15 @@ from kv_transfer.in_memory_fabric import InMemoryFabric
 from tandem.cost_model.prefix_reload import reload_seconds
 from tandem.engine.cache.prefix_cache import Prefix
 from tandem.engine.cache.tiers.cache_tiers import CacheTiers, Reload
+from tandem.engine.config import EngineConfig
 from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.metrics import families as f
 from tandem.protocol.errors import InvalidArgument, ResourceExhausted, RoleClosed, TandemError
 from tandem.protocol.kv_pages import STATE, KvPages
 from tandem.protocol.messages import Assignment, PrefillTask, RequestRef, Reservation, Role, SamplingParams
 from tandem.protocol.prefixes import KvTier
+from tandem.worker.config import WorkerConfig
+from tandem.worker.kv_tiers import make_tiers
 from tandem.worker.reporting.metrics import tier_facts
 from tests.factories import tiny_engine_config, write_tiny_model
 from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to
@@ -441,16 +444,11 @@ async def test_a_decode_worker_needs_no_room_for_tiers(caplog: pytest.LogCapture
     await end.stop()
 
 
-def test_workers_of_several_ranks_refuse_tiers() -> None:
-    from tandem.engine.config import EngineConfig
-    from tandem.protocol.messages import Role
-    from tandem.worker.config import WorkerConfig
-    from tandem.worker.kv_tiers import make_tiers
-
-    engine = replace(EngineConfig.of(Path("fake")), tensor_parallel_size=2)
-    config = WorkerConfig("w", Role.BOTH, engine, kv_host_bytes=1 << 20)
+def test_workers_whose_ranks_divide_tokens_refuse_tiers() -> None:
+    engine = replace(EngineConfig.of(Path("fake")), context_parallel_size=2)
+    config = WorkerConfig("w", Role.PREFILL, engine, kv_host_bytes=1 << 20)
     check: Callable[..., object] = make_tiers
-    with pytest.raises(InvalidArgument, match="for workers of one rank"):
+    with pytest.raises(InvalidArgument, match="kv_host_bytes: is not for workers whose ranks divide tokens"):
         check(config, None, None)
 
 
