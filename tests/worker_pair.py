@@ -102,7 +102,16 @@ class PairedRunner(ModelRunner):
 class End:
     """One worker, its engine and its server."""
 
-    def __init__(self, worker_id: str, role: Role, fabric: InMemoryFabric, pages: int, changes: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        worker_id: str,
+        role: Role,
+        fabric: InMemoryFabric,
+        pages: int,
+        changes: dict[str, Any],
+        *,
+        incarnation: int = 1,
+    ) -> None:
         self.engine = changes.pop("make_engine", FakeEngine)(pages)
         step_tokens = changes.pop("max_step_tokens", 16)
         batch = changes.pop("max_batch_requests", 8)
@@ -113,7 +122,7 @@ class End:
             ),
             **changes,
         )
-        self.me = PeerRef(worker_id, 1)
+        self.me = PeerRef(worker_id, incarnation)
         layout = self.engine.layout
         self.worker = Worker(
             self.config, self.me, self.engine, layout, lambda notice: InMemoryTransport(fabric, layout, self.me, notice)
