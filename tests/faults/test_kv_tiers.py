@@ -37,10 +37,10 @@ CHANGES: list[dict[str, Any]] = [
 ]
 
 
-def loaded(cluster: Any) -> float:
-    """Returns the number of pages that the worker's process has loaded from its disk."""
+def loaded(cluster: Any, tier: str) -> float:
+    """Returns the number of pages that the processes of all workers have loaded from a tier."""
     exported = Scrape(asyncio.run(fetch(cluster.metrics_address, "/metrics", timeout_s=60.0)), 0.0)
-    return exported.total(f.TIER_PAGES, tier="disk", event="loaded")
+    return exported.total(f.TIER_PAGES, tier=tier, event="loaded")
 
 
 @soak
@@ -63,7 +63,7 @@ def test_a_restarted_worker_reads_its_files(
     kill(dead)
     restarted(cluster, dead)
     assert asyncio.run(undisturbed(cluster.grpc_address, questions)) == answers
-    assert loaded(cluster) > 0
+    assert loaded(cluster, "disk") > 0
     cluster.assert_idle_and_sound()
 
 
