@@ -192,7 +192,7 @@ class Case:
                 worker.cache._tier_of = lambda _: None
         if not self.row.read_ahead:
             for link in cluster.router.links:
-                link.read_ahead = lambda prompt: None  # type: ignore[assignment, method-assign]
+                link.read_ahead = lambda prompt: None  # type: ignore[method-assign]
         return cluster
 
     def _figures(self, cluster: VirtualCluster, outcomes: Sequence[Outcome]) -> dict[str, object]:
@@ -257,7 +257,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--working-sets", default="1.3,4", help="as multiples of the GPUs' KV caches")
     parser.add_argument("--trace", type=Path, default=None, help="Mooncake's .jsonl instead of agents")
     parser.add_argument("--speed", type=float, default=1.0, help="of the trace's arrivals")
-    parser.add_argument("--tool-seconds", type=float, default=10.0, help="mean time between an agent's turns")
+    parser.add_argument("--tool-seconds", type=float, default=30.0, help="mean time between an agent's turns")
     parser.add_argument("--seconds", type=float, default=300.0, help="simulated time")
     parser.add_argument("--warm-up", type=float, default=0.4, help="share of the time that is not counted")
     parser.add_argument("--host-gbs", type=float, default=40.0, help="rate of host memory, GB/s for each GPU")

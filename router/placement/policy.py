@@ -4,9 +4,10 @@ The cost of a placement is defined in `router/placement/latency_model.py`, its l
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice, product
+from types import MappingProxyType
 from typing import NamedTuple
 
 from router.placement.fleet import Fleet
@@ -19,6 +20,7 @@ from tandem.cost_model.prefix_reload import ReloadOption
 from tandem.protocol.lifecycle.placement import PromptCost
 from tandem.protocol.messages import PeerRef
 from tandem.protocol.mode import Mode
+from tandem.protocol.prefixes import KvTier
 
 _CANDIDATES = 2
 """Number of least loaded workers that are compared per role, and of workers with the longest cached prefixes."""
@@ -45,6 +47,8 @@ class Placement(NamedTuple):
     """The cost of the second cheapest placement that misses the same number of targets; infinite if there is none."""
     prompt: PromptCost = PromptCost()
     """The tokens of the prompt by the source of their KV, and the parts of `ttft_s`."""
+    reload_pages: Mapping[KvTier, int] = MappingProxyType({})
+    """The number of pages that the worker is to load from each tier."""
 
 
 class PlacementPolicy:
@@ -204,6 +208,7 @@ class PlacementPolicy:
             cost_s=best[1],
             runner_up_s=runner_up[1] if runner_up[0] == best[0] else math.inf,
             prompt=prompt.prompt_cost,
+            reload_pages=prompt.reload_pages,
         )
 
     def _allowed(self, fleet: Fleet) -> Callable[[WorkerState, WorkerState], bool]:
