@@ -64,6 +64,7 @@ class RequestOutput:
     message: str = ""
     pages: int = 0
     cached_tokens: int = 0
+    reloaded_tokens: int = 0
     preempted_at: int = -1
     """The number of tokens at which the request was preempted; -1 = never."""
 
@@ -77,6 +78,7 @@ class RequestOutput:
         if event.transfer is not None:
             self.pages = event.transfer.pages
         self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
+        self.reloaded_tokens = max(self.reloaded_tokens, event.reloaded_tokens)
         if event.preempted:
             self.preempted_at = event.first_index
         if event.finish_reason is not None:

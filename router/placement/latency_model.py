@@ -10,7 +10,8 @@ the router is made here, from the step costs that the worker itself fits (`tande
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from router.placement.queue import QueuedRequest
@@ -19,6 +20,9 @@ from tandem.cost_model.chunks import ConcurrentDecode, chunks_within
 from tandem.cost_model.prefix_reload import ReloadOption, best_reload
 from tandem.cost_model.step_work import chunk_pairs
 from tandem.protocol.lifecycle.placement import PromptCost
+from tandem.protocol.prefixes import KvTier
+
+_NO_PAGES: Mapping[KvTier, int] = MappingProxyType({})
 
 
 class PullOption(NamedTuple):
@@ -33,14 +37,14 @@ class PromptPrediction:
 
     `ttft_s` is the time to the first token, `cost_s` the cost to all requests on the worker, and `misses` is 1 if the
     first token misses its target, else 0. `cached` is the number of prompt tokens whose KV is on the device or will be
-    loaded, `reloaded` the number of the latter, and `computed` the number of tokens to compute. They are loaded from
-    tiers, or pulled from the worker `source`. `wait_s`, `reload_s` and `compute_s` are the parts of `ttft_s`
-    (`PromptCost`).
+    loaded, `reloaded` the number of the latter (`reload_pages` by tier), and `computed` the number of tokens to
+    compute. KV is loaded from tiers, or pulled from the worker `source`. `wait_s`, `reload_s` and `compute_s` are the
+    parts of `ttft_s` (`PromptCost`).
     """
 
     __slots__ = (
-        "cached", "compute_s", "computed", "cost_s", "misses", "reload_s", "reloaded", "source", "ttft_s", "wait_s",
-        "worker",
+        "cached", "compute_s", "computed", "cost_s", "misses", "reload_pages", "reload_s", "reloaded", "source",
+        "ttft_s", "wait_s", "worker",
     )  # fmt: skip
 
     def __init__(
@@ -63,15 +67,18 @@ class PromptPrediction:
         self.worker = worker
         # The last token is always computed, even if it is cached: its logits choose the first token of the answer.
         resident = min(resident, tokens - 1)
-        self.reloaded, self.reload_s, saved_s, self.source = 0, 0.0, 0.0, None
+        self.reloaded, self.reload_s, self.reload_pages, self.source = 0, 0.0, _NO_PAGES, None
+        saved_s = 0.0
         if reloads:
             chosen = best_reload(worker.cost, resident, worker.max_step_tokens, reloads, worker.tiers)
             if chosen.option is not None:
-                self.reloaded, self.reload_s, saved_s = reloads[chosen.option].tokens, chosen.reload_s, chosen.saved_s
+                self.reloaded, self.reload_pages = reloads[chosen.option]
+                self.reload_s, saved_s = chosen.reload_s, chosen.saved_s
         if pull is not None and worker.pulls is not None:
             chosen = best_reload(worker.cost, resident, worker.max_step_tokens, [pull.option], [worker.pulls])
             if chosen.saved_s > saved_s:
-                self.reloaded, self.reload_s, self.source = pull.option.tokens, chosen.reload_s, pull.source
+                self.reloaded, self.reload_pages = pull.option
+                self.reload_s, self.source = chosen.reload_s, pull.source
         self.cached = cached = resident + self.reloaded
         self.computed = fresh = tokens - cached
         waiting, pairs = worker.prefill_tokens, worker.prefill_pairs

@@ -4,9 +4,10 @@ The cost of a placement is defined in `router/placement/latency_model.py`, its l
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice, product
+from types import MappingProxyType
 from typing import NamedTuple
 
 from router.placement.fleet import Fleet
@@ -48,6 +49,8 @@ class Placement(NamedTuple):
     """The tokens of the prompt by the source of their KV, and the parts of `ttft_s`."""
     source: PrefixSource | None = None
     """The worker from which the prefill worker pulls the first tokens of the prompt; None if it pulls none."""
+    reload_pages: Mapping[KvTier, int] = MappingProxyType({})
+    """The number of pages that the worker is to load from each tier."""
 
 
 class PlacementPolicy:
@@ -208,6 +211,7 @@ class PlacementPolicy:
             runner_up_s=runner_up[1] if runner_up[0] == best[0] else math.inf,
             prompt=prompt.prompt_cost,
             source=_source(prompt),
+            reload_pages=prompt.reload_pages,
         )
 
     def _allowed(self, fleet: Fleet) -> Callable[[WorkerState, WorkerState], bool]:

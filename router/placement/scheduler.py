@@ -186,11 +186,16 @@ class RequestScheduler:
     def read_ahead_target(self, request: QueuedRequest) -> PeerRef | None:
         """Return the worker that would load KV of a request which waits for capacity; None if none would.
 
-        It is the worker on which the first token of the request would come first, so that it is likely to be chosen.
+        With several prefill workers it is not known yet: the request goes to the one that has capacity first. Nothing
+        is loaded if the worker has too few free pages for the request, because others would evict the loaded pages.
         """
+        if len(self._fleet.prefills) != 1:
+            return None
         prediction = self._policy.predict_prompt(request, self._fleet)
-        reads = prediction is not None and prediction.reloaded and prediction.source is None
-        return prediction.worker.peer if prediction is not None and reads else None
+        if prediction is None or not prediction.reloaded or prediction.source is not None:
+            return None
+        worker = prediction.worker
+        return worker.peer if worker.kv.held(request.prefill_tokens) <= worker.pages_free else None
 
     def may_pass(self, request: QueuedRequest) -> bool:
         """Return True if other requests may overtake the request at the head, which `bind` could not place.
@@ -229,8 +234,9 @@ class RequestScheduler:
 
 def record(request: QueuedRequest, placement: Placement, prefill: WorkerState, decode: WorkerState | None) -> None:
     """Add a placed request to the load of its workers; its decode context counts as prompt + half of the answer."""
-    cached = placement.cached_tokens
-    prefill.add_prompt(request.internal_id, PromptWork(request.prefill_tokens - cached, cached, request.tenant))
+    cached, reloaded = placement.cached_tokens, placement.prompt.reloaded_tokens
+    work = PromptWork(request.prefill_tokens - cached, cached, request.tenant, reloaded, placement.reload_pages)
+    prefill.add_prompt(request.internal_id, work)
     if decode is not None:
         pages = decode.kv.held(request.reserved_tokens, decoding=prefill is not decode)
         context = (request.prefill_tokens + request.reserved_tokens) // 2

@@ -145,6 +145,9 @@ class VirtualWorker:
     async def reload(self, work: Reservation | PrefillTask) -> None:
         """Load KV pages of a prompt from tiers, if that pays; see `KvReloads.load`."""
         if self._reloads is not None:
+            with self.sync():
+                phase = self._prefill if isinstance(work, PrefillTask) else self.admission
+                phase.check_accepts(work)  # type: ignore[arg-type]
             await self._reloads.load(work)
 
     async def read_ahead(self, prompt: PrefixRun) -> None:

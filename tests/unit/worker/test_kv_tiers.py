@@ -19,8 +19,18 @@ from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.metrics import families as f
 from tandem.protocol.errors import InvalidArgument, ResourceExhausted, RoleClosed, TandemError
 from tandem.protocol.kv_pages import STATE, KvPages
-from tandem.protocol.messages import Assignment, PrefillTask, RequestRef, Reservation, Role, SamplingParams
-from tandem.protocol.prefixes import KvTier
+from tandem.protocol.messages import (
+    Assignment,
+    PrefillTask,
+    RequestRef,
+    Reservation,
+    Role,
+    SamplingParams,
+    TierLoad,
+    WorkerLoad,
+)
+from tandem.protocol.page_digests import page_digests, root_digest
+from tandem.protocol.prefixes import KvTier, PrefixRun
 from tandem.worker.config import WorkerConfig
 from tandem.worker.kv_tiers import make_tiers
 from tandem.worker.reporting.metrics import tier_facts
@@ -478,3 +488,83 @@ async def test_a_real_model_answers_the_same_after_a_reload(kind: str, tmp_path:
         first, again = outputs
         assert (first.cached_tokens, again.cached_tokens) == (0, 109 // end.engine.page_tokens * end.engine.page_tokens)
         assert again.tokens == first.tokens
+
+
+# ---- what routers hear of it ----
+
+
+async def test_a_router_knows_where_pages_are_and_what_loading_takes() -> None:
+    prompt = list(range(11, 11 + 8 * PAGE_TOKENS + 2))
+    digests = set(page_digests(prompt, PAGE_TOKENS, root_digest("")))
+    async with WorkerPair(both=True, pages=40, kv_host_bytes=1 << 16) as pair:
+        stream = pair.decode.worker.attach("indexer", prefixes=True)
+        places: dict[bytes, KvTier | None] = {}
+        loads: list[WorkerLoad] = []
+
+        async def read() -> None:
+            async for step in stream.messages():
+                loads.append(step.load)
+                for changes in step.prefixes:
+                    for digest in changes.removed:
+                        del places[digest]
+                    places.update(dict.fromkeys((d for run in changes.stored for d in run.digests), None))
+                    places.update((d, part.tier) for part in changes.tiers for d in part.digests)
+
+        reader = asyncio.create_task(read())
+        assert (await ask(pair, "first", prompt)).reloaded_tokens == 0
+        await until(lambda: places.keys() >= digests)
+        assert {places[digest] for digest in digests} == {None}
+        await evict(pair.decode)
+        pair.decode.worker._tiers_changed()
+        await until(lambda: {places.get(digest) for digest in digests} == {KvTier.HOST})
+        assert loads[-1].tiers == (TierLoad(KvTier.HOST),)
+        again = await ask(pair, "again", prompt)
+        assert (again.cached_tokens, again.reloaded_tokens) == (8 * PAGE_TOKENS, 8 * PAGE_TOKENS)
+        await until(lambda: {places.get(digest) for digest in digests} == {None})
+        await until(lambda: loads[-1].tiers and loads[-1].tiers[0].page_s > 0)
+        third = await ask(pair, "third", prompt)
+        assert (third.cached_tokens, third.reloaded_tokens) == (8 * PAGE_TOKENS, 0)
+        await pair.empty()
+        pair.decode.worker.detach(stream)
+        await reader
+
+
+async def test_pages_of_an_earlier_process_are_reported_without_a_step(tmp_path: Path) -> None:
+    prompt = list(range(11, 11 + 8 * PAGE_TOKENS + 2))
+    settings: dict[str, Any] = {"kv_disk_bytes": 1 << 20, "kv_disk_path": tmp_path}
+    async with WorkerPair(both=True, pages=40, **settings) as pair:
+        await ask(pair, "first", prompt)
+        await saved(pair.decode)
+    async with WorkerPair(both=True, pages=40, **settings) as pair:
+        known: set[bytes] = set()
+        stream = pair.decode.worker.attach("indexer", prefixes=True)
+        tiers = tiers_of(pair.decode)
+
+        async def read() -> None:
+            async for step in stream.messages():
+                known.update(d for changes in step.prefixes for part in changes.tiers for d in part.digests)
+
+        reader = asyncio.create_task(read())
+        await until(tiers.opened.is_set)
+        known.update(d for part in pair.decode.worker.report.known_prefixes().tiers for d in part.digests)
+        await until(lambda: known >= set(page_digests(prompt, PAGE_TOKENS, root_digest(""))[:8]))
+        pair.decode.worker.detach(stream)
+        await reader
+
+
+async def test_pages_are_read_ahead_before_the_prompt_is_sent() -> None:
+    prompt = list(range(11, 11 + 8 * PAGE_TOKENS + 2))
+    root = root_digest("")
+    async with WorkerPair(both=True, pages=40, kv_host_bytes=1 << 16) as pair:
+        await ask(pair, "first", prompt)
+        await evict(pair.decode)
+        tier = tiers_of(pair.decode).tiers[0]
+        await pair.decode.worker.read_ahead(PrefixRun(root, tuple(page_digests(prompt, PAGE_TOKENS, root)[:6])))
+        await until(lambda: tier.counts.loaded_pages == 6)
+        again = await ask(pair, "again", prompt)
+        assert (again.cached_tokens, again.reloaded_tokens) == (8 * PAGE_TOKENS, 8 * PAGE_TOKENS)
+        assert tier.counts.loaded_pages == 8
+        await pair.decode.worker.read_ahead(PrefixRun(root, tuple(page_digests([5] * 40, PAGE_TOKENS, root))))
+        await pair.empty()
+    async with WorkerPair(both=True, pages=40) as pair:
+        await pair.decode.worker.read_ahead(PrefixRun(root, (b"unknown",)))
