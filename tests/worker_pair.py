@@ -14,6 +14,7 @@ from kv_transfer.in_memory_fabric import InMemoryFabric
 from kv_transfer.layout import KVLayout
 from tandem.cost_model.answer_length import SEEN_MIN
 from tandem.engine.config import EngineConfig
+from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.model_runner import ModelRunner
 from tandem.net import rpc
 from tandem.protocol.errors import ResourceExhausted
@@ -39,6 +40,7 @@ from tandem.worker.output_streams import OutputStream
 from tandem.worker.servicer import WorkerServicer
 from tandem.worker.transfer import layout_of
 from tandem.worker.worker import Worker
+from tests.factories import tiny_engine_config, write_tiny_model
 from tests.fake_engine import FakeEngine
 
 ROUTER = "router-1"
@@ -99,6 +101,18 @@ class PairedRunner(ModelRunner):
 
     def resume(self) -> None:
         """Does nothing: only fake engines can be held."""
+
+
+def tiny_engines(folder: Path, kind: str, **changes: Any) -> Callable[[int], PairedRunner]:
+    """Return the function that makes real engines with a tiny model of this kind, which is written to `folder`."""
+    config = tiny_engine_config(write_tiny_model(folder, kind), kv_cache_bytes=2 << 20, **changes)
+
+    def make(_pages: int) -> PairedRunner:
+        engine = PairedRunner.load(config, kernels=ReferenceKernels())
+        assert isinstance(engine, PairedRunner)
+        return engine
+
+    return make
 
 
 class End:

@@ -15,7 +15,6 @@ from tandem.cost_model.prefix_reload import reload_seconds
 from tandem.engine.cache.prefix_cache import Prefix
 from tandem.engine.cache.tiers.cache_tiers import CacheTiers, Reload
 from tandem.engine.config import EngineConfig
-from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.metrics import families as f
 from tandem.protocol.errors import InvalidArgument, ResourceExhausted, RoleClosed, TandemError
 from tandem.protocol.kv_pages import STATE, KvPages
@@ -34,10 +33,9 @@ from tandem.protocol.prefixes import KvTier, PrefixRun
 from tandem.worker.config import WorkerConfig
 from tandem.worker.kv_tiers import make_tiers
 from tandem.worker.reporting.metrics import tier_facts
-from tests.factories import tiny_engine_config, write_tiny_model
 from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to
 from tests.soak import SOAKING
-from tests.worker_pair import End, PairedRunner, RequestOutput, WorkerPair, until
+from tests.worker_pair import End, RequestOutput, WorkerPair, tiny_engines, until
 
 PAGE_BYTES = PAGE_TOKENS * 2 * 4
 HYBRID = (None, 2 * PAGE_TOKENS, STATE)
@@ -466,17 +464,10 @@ def test_workers_whose_ranks_divide_tokens_refuse_tiers() -> None:
 async def test_a_real_model_answers_the_same_after_a_reload(kind: str, tmp_path: Path) -> None:
     """A model with 8-bit pages, and one with states: their pages move as they are."""
     codes = {"kv_cache_dtype": "int8"} if kind == "llama3" else {}
-    config = tiny_engine_config(write_tiny_model(tmp_path / "model", kind), kv_cache_bytes=2 << 20, **codes)
-
-    def make(_pages: int) -> PairedRunner:
-        engine = PairedRunner.load(config, kernels=ReferenceKernels())
-        assert isinstance(engine, PairedRunner)
-        return engine
-
     prompt = [(7 * position + 3) % 157 for position in range(110)]
     greedy = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     settings: dict[str, Any] = {"kv_host_bytes": 1 << 19, "kv_disk_bytes": 4 << 20, "kv_disk_path": tmp_path / "kv"}
-    async with WorkerPair(make_engine=make, both=True, **settings) as pair:
+    async with WorkerPair(make_engine=tiny_engines(tmp_path / "model", kind, **codes), both=True, **settings) as pair:
         end, outputs = pair.decode, []
         for name in ("first", "again"):
             await end.worker.reload(pair.reservation(name, prompt, greedy))

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.protocol.errors import NotFound, StaleEpoch
 from tandem.protocol.kv_pages import STATE
 from tandem.protocol.messages import (
@@ -23,9 +22,8 @@ from tandem.protocol.messages import (
     SamplingParams,
     TierLoad,
 )
-from tests.factories import tiny_engine_config, write_tiny_model
 from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to
-from tests.worker_pair import End, PairedRunner, RequestOutput, WorkerPair, until
+from tests.worker_pair import End, RequestOutput, WorkerPair, tiny_engines, until
 
 HYBRID = (None, 2 * PAGE_TOKENS, STATE)
 PROMPT = list(range(11, 11 + 8 * PAGE_TOKENS + 2))
@@ -317,16 +315,9 @@ async def test_requests_that_cannot_be_served_change_nothing() -> None:
 async def test_a_real_model_answers_the_same_after_a_pull(kind: str, tmp_path: Path) -> None:
     """A model with 8-bit pages, and one with states."""
     codes = {"kv_cache_dtype": "int8"} if kind == "llama3" else {}
-    config = tiny_engine_config(write_tiny_model(tmp_path / "model", kind), kv_cache_bytes=2 << 20, **codes)
-
-    def make(_pages: int) -> PairedRunner:
-        engine = PairedRunner.load(config, kernels=ReferenceKernels())
-        assert isinstance(engine, PairedRunner)
-        return engine
-
     prompt = [(7 * position + 3) % 157 for position in range(110)]
     greedy = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-    async with WorkerPair(make_engine=make) as pair:
+    async with WorkerPair(make_engine=tiny_engines(tmp_path / "model", kind, **codes)) as pair:
         outputs = []
         for end in pair.ends:
             end.worker.assume(end.me, Assignment(Role.BOTH), 1.0)
