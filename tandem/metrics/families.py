@@ -116,6 +116,11 @@ GOODPUT = gauge(
     "slo_class",
 )
 PLACEMENTS = counter("placements_total", "Placements whose outcome was compared with the prediction.")
+PLACED_TOKENS = counter(
+    "placement_prompt_tokens_total",
+    "Prompt tokens of these placements, by the source of their KV (resident, reloaded, computed).",
+    "source",
+)
 PREDICTED = counter(
     "placement_predicted_seconds_total", "Sum of predicted seconds, by quantity (ttft, itl).", "quantity"
 )

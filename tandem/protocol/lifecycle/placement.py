@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+TOKEN_SOURCES = ("resident", "reloaded", "computed")
+"""The sources of the KV of a prompt's tokens: the device, tiers of the prefix cache, and the steps of the prompt."""
+
 
 @dataclass(frozen=True, slots=True)
 class PromptCost:
@@ -44,3 +47,9 @@ class PlacementStats:
     """The seconds from the placement until the first token reached the router."""
     regret_s: float
     """The seconds by which the placement turned out worse than the predicted cost of the second best one."""
+
+    @property
+    def tokens_by_source(self) -> dict[str, int]:
+        """The number of tokens from each of `TOKEN_SOURCES`."""
+        counts = self.resident_tokens, self.reloaded_tokens, self.computed_tokens
+        return dict(zip(TOKEN_SOURCES, counts, strict=True))
