@@ -165,6 +165,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.tiers: tuple[TierLoad, ...] = ()
         """The tiers in its load reports."""
         self.read_aheads: list[PrefixRun] = []
+        self.kept: list[TierPages] = []
+        """The pages that it has in tiers only."""
         self.listed = 0
 
     async def start(self) -> "FakeWorker":
@@ -220,7 +222,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     async def ListPrefixes(self, _request: Any, _context: Any) -> Any:
         self.listed += 1
         return conversion.to_proto(
-            PrefixList(self.batches, tuple(self.pages.values())), worker_pb2.ListPrefixesResponse
+            PrefixList(self.batches, tuple(self.pages.values()), tuple(self.kept)), worker_pb2.ListPrefixesResponse
         )
 
     def cache(self, digests: Sequence[bytes], *, reported: bool = True) -> None:
@@ -235,7 +237,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     def keep(self, digests: Sequence[bytes], tier: KvTier) -> None:
         """Reports pages that it has in a tier only."""
         self.batches += 1
-        changes = PrefixChanges(self.batches, tiers=(TierPages(tier, tuple(digests)),))
+        self.kept.append(TierPages(tier, tuple(digests)))
+        changes = PrefixChanges(self.batches, tiers=(self.kept[-1],))
         for queue in self.streams.values():
             queue.put_nowait(StepOutput(self.step, (), self.load, (changes,)))
 
