@@ -23,13 +23,15 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from decode_worker.kv_arrival import ArrivalCheck, ArrivalHandler
 from decode_worker.leased import LeasedRequests
 from decode_worker.page_budget import PageBudget
+from decode_worker.pulled_prefixes import PulledPrefix, PulledPrefixes
 from decode_worker.request import DecodeRequest, Stage
 from decode_worker.requests import DecodeRequests
 from kv_transfer.checksums import PageChecks
 from kv_transfer.fence import Fence, ProcessAlive, process_unknown
 from kv_transfer.lease import LeaseTable
 from kv_transfer.lease_change import PageAction
-from tandem.engine.cache.prefix_cache import PrefixCache
+from tandem.engine.cache.prefix_cache import Prefix, PrefixCache
+from tandem.engine.cache.tiers.tier import TierCounts
 from tandem.protocol.errors import StaleEpoch, TransferFailed
 from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.protocol.messages import (
@@ -100,7 +102,8 @@ class DecodeAdmission:
         """Guards the requests; the running batch uses the same lock."""
         self._budget = PageBudget(config, me.worker_id, cache, self._leases, model=model, clock=clock)
         self.requests = DecodeRequests(cache, self._budget, emit)
-        self._leased = LeasedRequests(me, self._leases, cache, self._budget, self.requests)
+        self._pulled = PulledPrefixes(self._leases, cache, checks)
+        self._leased = LeasedRequests(me, self._leases, cache, self._budget, self.requests, pulled=self._pulled)
         self.arrival = ArrivalCheck(me, model, checks)
         self._arrivals = ArrivalHandler(
             self.requests, self.arrival, self.lock, self._changed, config.kv_transfer_deadline_s
@@ -263,12 +266,43 @@ class DecodeAdmission:
                 return
             if change is None:
                 return
+            if change.action is PageAction.ADMIT and change.lease in self._pulled:
+                self._pulled.arrive(change, notice)
+                self._expect(self._leases.open_leases)
+                return
             arrived = self._leased.complete(change)
             if arrived is not None:
                 arrived.event_times.append(seen)
                 self._arrivals.handle(arrived, notice, pages, states, self._clock())
             checking = arrived is not None and arrived.stage is Stage.CHECKING
         self._changed(work=not checking)
+
+    # ---- pulls of prefixes ----
+
+    def pull(self, prefix: Prefix, source: PeerRef) -> PulledPrefix:
+        """Grant `source` a lease under which it may send the pages of a prefix; the caller asks it to do so.
+
+        `pull.done` completes when the pages are indexed or the lease has ended. Raises Unavailable if `source` is
+        assumed dead.
+        """
+        with self.lock:
+            pull = self._pulled.grant(prefix, source)
+            self._expect(self._leases.open_leases)
+            return pull
+
+    def stop_pull(self, pull: PulledPrefix) -> None:
+        """End the lease of a pull unless its pages have arrived; they are quarantined while they may be written."""
+        with self.lock:
+            if pull.lease in self._pulled:
+                self._leased.apply(self._leases.revoke(pull.lease), None)
+        self._changed()
+
+    @property
+    def pull_counts(self) -> TierCounts:
+        """The counts of pages that were pulled from other workers."""
+        return self._pulled.counts
+
+    # ---- the end of writers ----
 
     def peer_gone(self, peer: PeerRef) -> None:
         """End the leases of `peer`, which is assumed dead: quarantine their pages and fail their requests."""

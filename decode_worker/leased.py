@@ -1,5 +1,7 @@
 """Requests with a lease whose KV has not arrived, from their reservation to the end of the lease.
 
+The leases of prefixes that are pulled (`pulled_prefixes.py`) are in the same table; this module passes them on.
+
 A lease ends when the KV arrives, or in one of the other ways that the lease table lists (`kv_transfer/lease.py`).
 """
 
@@ -7,6 +9,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 
 from decode_worker.page_budget import PageBudget
+from decode_worker.pulled_prefixes import PulledPrefixes, free_or_quarantine
 from decode_worker.request import DecodeRequest
 from decode_worker.requests import DecodeRequests
 from kv_transfer.lease import LeaseTable
@@ -26,7 +29,14 @@ class LeasedRequests:
     """
 
     def __init__(
-        self, me: PeerRef, table: LeaseTable, cache: PrefixCache, budget: PageBudget, requests: DecodeRequests
+        self,
+        me: PeerRef,
+        table: LeaseTable,
+        cache: PrefixCache,
+        budget: PageBudget,
+        requests: DecodeRequests,
+        *,
+        pulled: PulledPrefixes,
     ) -> None:
         self._me = me
         self._table = table
@@ -35,6 +45,7 @@ class LeasedRequests:
         self._kv = cache.kv
         self._budget = budget
         self._requests = requests
+        self._pulled = pulled
         self._by_epoch: dict[int, DecodeRequest] = {}
 
     def __iter__(self) -> Iterator[DecodeRequest]:
@@ -85,6 +96,8 @@ class LeasedRequests:
 
     def allocate_pages(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
         """Return the pages of the lease to which `prefill` may write (`DecodeAdmission.allocate_pages`)."""
+        if lease in self._pulled:
+            return self._pulled.allocate_pages(lease, pages, prefill)
         given = self._table.permit(lease, prefill)
         if given is not None:
             return given
@@ -147,12 +160,10 @@ class LeasedRequests:
 
         A request that still has the lease ends with `failure`.
         """
+        if change.lease in self._pulled:
+            self._pulled.end(change)
+            return
         request = self._by_epoch.pop(change.lease.epoch, None)
-        if change.action is PageAction.QUARANTINE:
-            self._pool.quarantine(change.lease)
-        elif change.action is PageAction.FREE and request is not None:
-            self._pool.free_lease(change.lease)
-        elif change.action is PageAction.FREE:
-            self._pool.free_quarantined(change.lease)
+        free_or_quarantine(self._pool, change, quarantined=request is None)
         if request is not None:
             self._requests.end(request, failure)

@@ -19,15 +19,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Protocol
 
 from kv_transfer.base import Sender
 from kv_transfer.checksums import PageChecks
 from prefill_worker.decode_peers import DecodePeers, LocalDecode
 from prefill_worker.notice import make_notice
-from prefill_worker.page_writes import OutgoingChecksums, OutgoingWrites, WritingTime
+from prefill_worker.page_writes import OutgoingChecksums, OutgoingWrites, SentPages, WritingTime
 from prefill_worker.request import PrefillRequest
 from prefill_worker.write_window import WindowRenewals, WriteWindow
 from tandem.logging.logs import about
@@ -151,29 +151,7 @@ class Handoff:
     async def _return_undelivered_lease(self) -> None:
         destination = self._request.task.destination
         if destination is not None and not self._delivered:
-            await self._return_lease(destination)
-
-    async def _return_lease(self, destination: Destination) -> None:
-        """Release the lease on the decode worker, repeatedly until the decode worker confirms.
-
-        As long as this process lives, nothing else ends the quarantine of the pages on the decode worker.
-        """
-        request_id, wait_s = self._request.task.ref.request_id, FIRST_RETRY_S
-        while True:
-            try:
-                await self._release(destination)
-                return
-            except StaleEpoch as error:
-                log.info("lease of %s was over already: %s", request_id, error.message, extra=about(request_id))
-                return
-            except TandemError as error:
-                again = "lease of %s is given back again in %.1f s: %s"
-                log.info(again, request_id, wait_s, error.message, extra=about(request_id))
-            except Exception:
-                again = "lease of %s is given back again in %.1f s"
-                log.exception(again, request_id, wait_s, extra=about(request_id))
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, LAST_RETRY_S)
+            await return_lease(self._request.task.ref.request_id, partial(self._release, destination))
 
     async def _release(self, destination: Destination) -> None:
         if self._request.local:
@@ -223,23 +201,22 @@ class Handoff:
         checksums = OutgoingChecksums(self._checks, destination.lease, self._request.prompt_tokens, self._skipped)
         # Hashing takes long, so it is done while chunks are computed.
         token_hash = hash_token_ids(self._request.task.prompt_token_ids)
-        sent = await self._write_while_computing(destination, window, checksums)
+        out = SentPages(self._writes, window, self._kv, self._sent)
+        sent = await self._write_while_computing(out, checksums)
         if not self._may_continue():
             return
         # The last page is written last, because the notice is sent with it.
         last = needed - 1
         self._writes.last_chunk_ended()
         if sent < last:
-            await self._post(destination, window, sent, last, None)
+            await out.post(self._request.pages, sent, last)
         checksums.begin(self._request.pages, sent * self._kv.groups, needed * self._kv.groups)
-        notice = self._notice(token_hash, await self._computed(checksums))
-        await self._post(destination, window, last, needed, notice)
+        notice = self._notice(token_hash, await checksums.all(self._deadline_s))
+        await out.post(self._request.pages, last, needed, notice)
         await self._writes.completed()
         self._delivered = True
 
-    async def _write_while_computing(
-        self, destination: Destination, window: WriteWindow, checksums: OutgoingChecksums
-    ) -> int:
+    async def _write_while_computing(self, out: SentPages, checksums: OutgoingChecksums) -> int:
         """Write full pages as chunks finish, until the engine releases the request.
 
         Returns the number of leading pages of the prompt that were posted or need not be written.
@@ -250,7 +227,7 @@ class Handoff:
             computed = progress.computed_tokens
             full = computed // self._kv.page_tokens
             if full > sent:
-                await self._post(destination, window, sent, full, None)
+                await out.post(self._request.pages, sent, full)
                 checksums.begin(self._request.pages, sent * self._kv.groups, full * self._kv.groups)
                 sent = full
             await progress.beyond(computed)
@@ -260,27 +237,6 @@ class Handoff:
         """Return True if there is a first token and the answer does not end with it."""
         progress = self._request.progress
         return progress.first_token_id is not None and progress.finish_reason is None
-
-    async def _post(
-        self, destination: Destination, window: WriteWindow, first: int, end: int, notice: TransferNotice | None
-    ) -> None:
-        """Write the prompt's pages with numbers `first` to `end - 1`, without those that are not sent."""
-        some = slice(*(bisect_left(self._sent, number * self._kv.groups) for number in (first, end)))
-        there = (await window.pages())[some]
-        await window.ensure_open()
-        here = [self._request.pages[entry] for entry in self._sent[some]]
-        groups = [entry % self._kv.groups for entry in self._sent[some]]
-        self._writes.post(destination.peer, here, there, window.closes_at, notice, groups=groups)
-
-    async def _computed(self, checksums: OutgoingChecksums) -> tuple[PageChecksum, ...]:
-        """Return the checksums. Raises TransferFailed if computing them takes longer than the deadline."""
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                return await checksums.all()
-        except TimeoutError:
-            raise TransferFailed(
-                f"checksums were not computed within {self._deadline_s:g} s; prefill again elsewhere"
-            ) from None
 
     def _notice(self, token_hash: bytes, checksums: tuple[PageChecksum, ...]) -> TransferNotice:
         first_token_id = self._request.progress.first_token_id
@@ -296,6 +252,29 @@ class Handoff:
 
     def _emit_event(self, event: RequestEvent) -> None:
         self._emit(RoutedEvent(self._request.task.router_id, event))
+
+
+async def return_lease(request_id: str, release: Callable[[], Awaitable[None]]) -> None:
+    """Release a lease on the worker that granted it, repeatedly until that worker confirms.
+
+    As long as this process lives, nothing else ends the quarantine of the pages on that worker.
+    """
+    wait_s = FIRST_RETRY_S
+    while True:
+        try:
+            await release()
+            return
+        except StaleEpoch as error:
+            log.info("lease of %s was over already: %s", request_id, error.message, extra=about(request_id))
+            return
+        except TandemError as error:
+            again = "lease of %s is given back again in %.1f s: %s"
+            log.info(again, request_id, wait_s, error.message, extra=about(request_id))
+        except Exception:
+            again = "lease of %s is given back again in %.1f s"
+            log.exception(again, request_id, wait_s, extra=about(request_id))
+        await asyncio.sleep(wait_s)
+        wait_s = min(2 * wait_s, LAST_RETRY_S)
 
 
 def _failure_of(delivery: asyncio.Future[None]) -> TandemError | None:

@@ -3,12 +3,16 @@
 import asyncio
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 from kv_transfer.base import PageWrite, Sender, WriteDone
 from kv_transfer.checksums import PageChecks
+from prefill_worker.write_window import WriteWindow
 from tandem.protocol.errors import TransferFailed
+from tandem.protocol.kv_pages import KvPages
 from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.protocol.messages import Lease, PageChecksum, PeerRef, TransferNotice
 
@@ -185,14 +189,46 @@ class OutgoingChecksums:
         if self._checks is not None and entries:
             self._begun.append(self._checks.begin(pages, entries, self._prompt_tokens))
 
-    async def all(self) -> tuple[PageChecksum, ...]:
+    async def all(self, deadline_s: float) -> tuple[PageChecksum, ...]:
         """Return the checksums with their page numbers, in the order in which they were begun.
 
-        Raises the exception of the first computation that failed.
+        Raises the exception of the first computation that failed, and TransferFailed if computing them takes longer
+        than `deadline_s` seconds from now.
         """
         sums: list[PageChecksum] = []
-        for begun in self._begun:
-            # The checksums of earlier chunks are ready; to await each would take a round of the event loop.
-            some = begun.result() if begun.done() else await asyncio.wrap_future(begun)
-            sums.extend(some)
+        try:
+            async with asyncio.timeout(deadline_s):
+                for begun in self._begun:
+                    # The checksums of earlier chunks are ready; to await each would take a round of the event loop.
+                    some = begun.result() if begun.done() else await asyncio.wrap_future(begun)
+                    sums.extend(some)
+        except TimeoutError:
+            raise TransferFailed(
+                f"checksums were not computed within {deadline_s:g} s; prefill again elsewhere"
+            ) from None
         return tuple(sums)
+
+
+@dataclass(frozen=True, slots=True)
+class SentPages:
+    """The pages of a prompt that are written to the pages of a lease, one to one."""
+
+    writes: OutgoingWrites
+    window: WriteWindow
+    """The window of the lease, whose pages are those of `entries`."""
+    kv: KvPages
+    entries: Sequence[int]
+    """The indices, ascending, of the sent pages in the prompt's page list (`KvPages.sent`)."""
+
+    async def post(self, pages: Sequence[int], first: int, end: int, notice: TransferNotice | None = None) -> None:
+        """Write the sent pages with numbers `first` to `end - 1`; `pages` is the prompt's page list.
+
+        Raises the errors of `WriteWindow.ensure_open`.
+        """
+        groups = self.kv.groups
+        some = slice(*(bisect_left(self.entries, number * groups) for number in (first, end)))
+        there = (await self.window.pages())[some]
+        await self.window.ensure_open()
+        here = [pages[entry] for entry in self.entries[some]]
+        orders = [entry % groups for entry in self.entries[some]]
+        self.writes.post(self.window.destination.peer, here, there, self.window.closes_at, notice, groups=orders)

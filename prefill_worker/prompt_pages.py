@@ -42,6 +42,7 @@ class PromptPages:
                 return False
             request.pages, request.backed_pages, request.reserved_pages = pages, backed_pages, backed_pages
         request.cached = request.prefix.known * self._kv.page_tokens
+        request.reloaded = self._cache.take_reloaded(request.prefix) * self._kv.page_tokens
         if self._kv.state_groups:
             request.indexed = self._cache.indexed(request.prefix) * self._kv.page_tokens
         request.computed = request.launched = request.cached

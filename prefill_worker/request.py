@@ -71,6 +71,8 @@ class PrefillRequest:
     """The number of `reserved_pages` for which the pool keeps free pages."""
     cached: int = 0
     """The number of prompt tokens that are not computed, because their KV was found in cached pages."""
+    reloaded: int = 0
+    """The part of `cached` whose KV was loaded from a tier of the prefix cache for this prompt."""
     indexed: int = 0
     """The number of leading prompt tokens whose pages are indexed, in models with state layers; at least `cached`."""
     computed: int = 0

@@ -382,6 +382,7 @@ class PrefillScheduler:
             logprobs=logprobs,
             cached_tokens=request.cached,
             prompt_logprobs=None if scores is None else scores.result(),
+            reloaded_tokens=request.reloaded,
         )
         return RoutedEvent(task.router_id, event)
 

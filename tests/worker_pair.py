@@ -14,6 +14,7 @@ from kv_transfer.in_memory_fabric import InMemoryFabric
 from kv_transfer.layout import KVLayout
 from tandem.cost_model.answer_length import SEEN_MIN
 from tandem.engine.config import EngineConfig
+from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.model_runner import ModelRunner
 from tandem.net import rpc
 from tandem.protocol.errors import ResourceExhausted
@@ -39,6 +40,7 @@ from tandem.worker.output_streams import OutputStream
 from tandem.worker.servicer import WorkerServicer
 from tandem.worker.transfer import layout_of
 from tandem.worker.worker import Worker
+from tests.factories import tiny_engine_config, write_tiny_model
 from tests.fake_engine import FakeEngine
 
 ROUTER = "router-1"
@@ -64,6 +66,7 @@ class RequestOutput:
     message: str = ""
     pages: int = 0
     cached_tokens: int = 0
+    reloaded_tokens: int = 0
     preempted_at: int = -1
     """The number of tokens at which the request was preempted; -1 = never."""
 
@@ -77,6 +80,7 @@ class RequestOutput:
         if event.transfer is not None:
             self.pages = event.transfer.pages
         self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
+        self.reloaded_tokens = max(self.reloaded_tokens, event.reloaded_tokens)
         if event.preempted:
             self.preempted_at = event.first_index
         if event.finish_reason is not None:
@@ -99,10 +103,31 @@ class PairedRunner(ModelRunner):
         """Does nothing: only fake engines can be held."""
 
 
+def tiny_engines(folder: Path, kind: str, **changes: Any) -> Callable[[int], PairedRunner]:
+    """Return the function that makes real engines with a tiny model of this kind, which is written to `folder`."""
+    config = tiny_engine_config(write_tiny_model(folder, kind), kv_cache_bytes=2 << 20, **changes)
+
+    def make(_pages: int) -> PairedRunner:
+        engine = PairedRunner.load(config, kernels=ReferenceKernels())
+        assert isinstance(engine, PairedRunner)
+        return engine
+
+    return make
+
+
 class End:
     """One worker, its engine and its server."""
 
-    def __init__(self, worker_id: str, role: Role, fabric: InMemoryFabric, pages: int, changes: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        worker_id: str,
+        role: Role,
+        fabric: InMemoryFabric,
+        pages: int,
+        changes: dict[str, Any],
+        *,
+        incarnation: int = 1,
+    ) -> None:
         self.engine = changes.pop("make_engine", FakeEngine)(pages)
         step_tokens = changes.pop("max_step_tokens", 16)
         batch = changes.pop("max_batch_requests", 8)
@@ -113,7 +138,7 @@ class End:
             ),
             **changes,
         )
-        self.me = PeerRef(worker_id, 1)
+        self.me = PeerRef(worker_id, incarnation)
         layout = self.engine.layout
         self.worker = Worker(
             self.config, self.me, self.engine, layout, lambda notice: InMemoryTransport(fabric, layout, self.me, notice)
@@ -124,7 +149,7 @@ class End:
         worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(self.worker, self.worker.drain), self.server)
         self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
         await self.server.start()
-        self.worker.start()
+        self.worker.start(self.address)
 
     async def stop(self) -> None:
         self.engine.resume()

@@ -120,7 +120,7 @@ async def measure_steps(
             config, ME, engine, engine.layout, lambda notice: InMemoryTransport(fabric, engine.layout, ME, notice)
         )
         reader = asyncio.ensure_future(_read(tested.attach(ROUTER), watch))
-        tested.start()
+        tested.start("")
         try:
             sampling = SamplingParams(answer, temperature, ignore_eos=True)
             await _decode_all(tested, plan, sampling)

@@ -77,7 +77,7 @@ class LocalWorker:
     async def open(cls, runner: ModelRunner, engine: EngineConfig, method: SpeculationMethod) -> AsyncIterator[Self]:
         """Run a worker that proposes draft tokens by `method`, until the context ends."""
         local_worker = cls(runner, engine, method)
-        local_worker.worker.start()
+        local_worker.worker.start("")
         reader = asyncio.create_task(local_worker._read())
         try:
             yield local_worker

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from kv_transfer.base import PageRanges, RankTransport
@@ -106,6 +107,23 @@ class Sums:
     pages: tuple[int, ...]
     filled: tuple[int, ...]
     groups: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SharePages:
+    """A request to map the memory in the file `path`, to which pages are copied; sent once, before any `CopyPages`."""
+
+    number: int
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPages:
+    """A request to copy pages to the first rows of the memory of `SharePages`, or back if `to_pool`."""
+
+    number: int
+    pages: tuple[int, ...]
+    to_pool: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from kv_transfer.base import NoticeHandler, PageRanges, PageWrite, RankTransport, WriteDone
@@ -21,6 +22,7 @@ from kv_transfer.ranks.rank_messages import (
     OPENING,
     AddPeer,
     Close,
+    CopyPages,
     Expect,
     Open,
     Opened,
@@ -28,6 +30,7 @@ from kv_transfer.ranks.rank_messages import (
     ReceivedMessages,
     RemovePeer,
     Result,
+    SharePages,
     Status,
     Sums,
     Write,
@@ -105,6 +108,18 @@ class RemoteTransport(RankTransport):
         """Start to compute the rank's checksums of pages (`kv_transfer.checksums.PageSums`)."""
         future: Future[Sequence[int]] = Future()
         self._request(future, lambda number: Sums(number, tuple(pages), tuple(filled), tuple(groups)))
+        return future
+
+    def share_pages(self, path: Path) -> "Future[None]":
+        """Let the rank map the memory in the file `path`, for `copy_pages`."""
+        future: Future[None] = Future()
+        self._request(future, lambda number: SharePages(number, path))
+        return future
+
+    def copy_pages(self, pages: Sequence[int], *, to_pool: bool) -> "Future[None]":
+        """Start to copy pages of the rank's pool to the first rows of the shared memory, or back if `to_pool`."""
+        future: Future[None] = Future()
+        self._request(future, lambda number: CopyPages(number, tuple(pages), to_pool))
         return future
 
     def describe(self) -> PeerDescription:

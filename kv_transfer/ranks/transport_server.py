@@ -2,10 +2,12 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Protocol
 
 from kv_transfer.base import NoticeHandler, PageWrite, RankTransport, WriteDone
 from kv_transfer.checksums import PageSums
@@ -13,11 +15,13 @@ from kv_transfer.ranks.rank_messages import (
     OPENING,
     AddPeer,
     Close,
+    CopyPages,
     Expect,
     Opened,
     Outbox,
     RemovePeer,
     Result,
+    SharePages,
     Status,
     Sums,
     Write,
@@ -29,23 +33,42 @@ STATUS_S = 0.1
 """Interval in seconds at which the rank reports its status."""
 
 
-def serve_transport(pipe: Connection, open_transport: Callable[[NoticeHandler], RankTransport], sums: PageSums) -> None:
+class CopyRankPages(Protocol):
+    """A function that copies pages of a rank's pool to the first rows of memory that it shares, or back."""
+
+    def __call__(self, pages: Sequence[int], *, to_pool: bool) -> None:
+        """Copy the pages, and wait until that is done. Only one thread may call it at a time."""
+
+
+def serve_transport(
+    pipe: Connection,
+    open_transport: Callable[[NoticeHandler], RankTransport],
+    sums: PageSums,
+    share_pages: Callable[[Path], CopyRankPages],
+) -> None:
     """Open a rank's transport when the first rank asks for it, and carry out its calls until it closes the transport.
 
-    Runs on a thread of the rank's process. `sums` computes the rank's part of the checksums of its pages.
+    Runs on a thread of the rank's process. `sums` computes the rank's part of the checksums of its pages, and
+    `share_pages` returns the function that copies them to and from the memory in a file.
     """
-    _TransportServer(pipe, open_transport, sums).run()
+    _TransportServer(pipe, open_transport, sums, share_pages).run()
 
 
 class _TransportServer:
     """The rank's end of the pipe."""
 
     def __init__(
-        self, pipe: Connection, open_transport: Callable[[NoticeHandler], RankTransport], sums: PageSums
+        self,
+        pipe: Connection,
+        open_transport: Callable[[NoticeHandler], RankTransport],
+        sums: PageSums,
+        share_pages: Callable[[Path], CopyRankPages],
     ) -> None:
-        self._pipe, self._open_transport, self._sums = pipe, open_transport, sums
+        self._pipe, self._open_transport, self._sums, self._share_pages = pipe, open_transport, sums, share_pages
+        self._copy: CopyRankPages | None = None
         self._outbox = Outbox(pipe, "to the first rank")
-        self._summing = ThreadPoolExecutor(1, thread_name_prefix="page sums")
+        self._pages = ThreadPoolExecutor(1, thread_name_prefix="rank pages")
+        """The thread that sums and copies pages."""
 
     def run(self) -> None:
         try:
@@ -59,7 +82,7 @@ class _TransportServer:
         except (EOFError, OSError):
             log.info("the first rank has closed its end")
         finally:
-            self._summing.shutdown(wait=False)
+            self._pages.shutdown(wait=False)
             self._outbox.close()
             self._pipe.close()
 
@@ -105,8 +128,8 @@ class _TransportServer:
                     self._outbox.put(Result(message.number, None, str(error) or repr(error)))
                     raise
                 written.add_done_callback(partial(self._report, message.number))
-            case Sums():
-                self._summing.submit(self._sum, message)
+            case Sums() | SharePages() | CopyPages():
+                self._pages.submit(self._use_pages, message)
             case AddPeer():
                 transport.add_peer(message.description, message.ranges)
             case RemovePeer():
@@ -121,9 +144,21 @@ class _TransportServer:
         else:
             self._outbox.put(Result(number, None, str(error)))
 
-    def _sum(self, request: Sums) -> None:
+    def _use_pages(self, request: Sums | SharePages | CopyPages) -> None:
+        """Carry out a call that reads or writes pages, and report its result."""
         try:
-            self._outbox.put(Result(request.number, tuple(self._sums(request.pages, request.filled, request.groups))))
+            self._outbox.put(Result(request.number, self._result(request)))
         except Exception as error:
-            log.exception("pages could not be summed")
-            self._outbox.put(Result(request.number, None, f"pages could not be summed: {error!r}"))
+            log.exception("pages could not be summed or copied")
+            self._outbox.put(Result(request.number, None, f"pages could not be summed or copied: {error!r}"))
+
+    def _result(self, request: Sums | SharePages | CopyPages) -> tuple[int, ...] | None:
+        match request:
+            case Sums():
+                return tuple(self._sums(request.pages, request.filled, request.groups))
+            case SharePages():
+                self._copy = self._share_pages(request.path)
+            case CopyPages():
+                assert self._copy is not None
+                self._copy(request.pages, to_pool=request.to_pool)
+        return None

@@ -194,6 +194,13 @@ def _request_attributes(trace: RequestTrace) -> dict[str, AttributeValue]:
         "tandem.internal_id": trace.internal_id,
     }
     attributes |= {"gen_ai.response.finish_reasons": (trace.outcome,)} if well else {"error.type": trace.outcome}
+    if (placement := trace.timeline.placement) is not None:
+        attributes |= {
+            **{f"tandem.placement.{name}_tokens": count for name, count in placement.tokens_by_source.items()},
+            "tandem.placement.predicted_seconds": placement.predicted.ttft_s,
+            "tandem.placement.seconds": placement.ttft_s,
+            "tandem.placement.regret_seconds": placement.regret_s,
+        }
     if trace.ttft_s is not None:
         attributes["tandem.time_to_first_token"] = trace.ttft_s
     return attributes

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from router.placement.policy import Placement
+from tandem.protocol.lifecycle.placement import PlacementStats
 
 _PART_MIN = 0.01
 """The minimum weight of the newest record in the running means."""
@@ -22,6 +23,9 @@ class PlacementRecord:
     itl_s: float | None
     """The mean gap between tokens, in seconds; None for an answer of one token."""
     cached_tokens: int
+    """Number of prompt tokens that were not computed."""
+    reloaded_tokens: int = 0
+    """The part of `cached_tokens` that was loaded from tiers of the prefix cache."""
 
     @property
     def prediction_error_s(self) -> float:
@@ -35,6 +39,20 @@ class PlacementRecord:
         It is `max(0, cost_s + prediction_error_s - runner_up_s)`.
         """
         return max(0.0, self.prediction.cost_s + self.prediction_error_s - self.prediction.runner_up_s)
+
+    @property
+    def stats(self) -> PlacementStats:
+        """The placement as the trace and the reply show it."""
+        cost = self.prediction.prompt
+        prompt_tokens = cost.resident_tokens + cost.reloaded_tokens + cost.computed_tokens
+        return PlacementStats(
+            self.cached_tokens - self.reloaded_tokens,
+            self.reloaded_tokens,
+            prompt_tokens - self.cached_tokens,
+            cost,
+            self.ttft_s,
+            self.regret_s,
+        )
 
 
 class PredictionQuality:

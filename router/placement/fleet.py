@@ -121,7 +121,7 @@ class Fleet:
         worker.slot = heapq.heappop(self._free_slots) if self._free_slots else len(self._by_slot)
         self._by_slot[worker.slot], worker.on_change = worker, self.rank
         states = worker.info.kv_pages.state_groups > 0
-        self.prefixes.open(worker.slot, worker.info.pages_total, states=states)
+        self.prefixes.open(worker.slot, worker.info.pages_total + worker.info.kv_tier_pages, states=states)
 
     def leave(self, worker: WorkerState) -> None:
         """Remove `worker` and its pages in the prefix index; its slot becomes free."""
@@ -135,6 +135,7 @@ class Fleet:
         """Set whether `worker` takes new work; also called after every change of the worker's registration."""
         self.changes += 1
         worker.live = live
+        self.prefixes.limit(worker.slot, worker.info.pages_total + worker.info.kv_tier_pages)
         self.live = [member for member in self._by_slot.values() if member.live]
         self.both_roles = sum(member.prefills and member.decodes for member in self.live)
         worker.refresh()

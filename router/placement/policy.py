@@ -4,19 +4,23 @@ The cost of a placement is defined in `router/placement/latency_model.py`, its l
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice, product
+from types import MappingProxyType
 from typing import NamedTuple
 
 from router.placement.fleet import Fleet
-from router.placement.latency_model import AnswerPrediction, PromptPrediction, exposed_transfer_s
+from router.placement.latency_model import AnswerPrediction, PromptPrediction, PullOption, exposed_transfer_s
 from router.placement.prefill_reserve import NO_WORKERS, PrefillReserve
 from router.placement.prefix_index import PrefixMatch
 from router.placement.queue import QueuedRequest
 from router.placement.worker_state import WorkerState
-from tandem.protocol.messages import PeerRef
+from tandem.cost_model.prefix_reload import ReloadOption
+from tandem.protocol.lifecycle.placement import PromptCost
+from tandem.protocol.messages import PeerRef, PrefixSource
 from tandem.protocol.mode import Mode
+from tandem.protocol.prefixes import KvTier
 
 _CANDIDATES = 2
 """Number of least loaded workers that are compared per role, and of workers with the longest cached prefixes."""
@@ -41,6 +45,12 @@ class Placement(NamedTuple):
     """The predicted seconds that all requests together lose by this placement (docs/decisions/placement.md)."""
     runner_up_s: float = math.inf
     """The cost of the second cheapest placement that misses the same number of targets; infinite if there is none."""
+    prompt: PromptCost = PromptCost()
+    """The tokens of the prompt by the source of their KV, and the parts of `ttft_s`."""
+    source: PrefixSource | None = None
+    """The worker from which the prefill worker pulls the first tokens of the prompt; None if it pulls none."""
+    reload_pages: Mapping[KvTier, int] = MappingProxyType({})
+    """The number of pages that the worker is to load from each tier."""
 
 
 class PlacementPolicy:
@@ -108,8 +118,7 @@ class PlacementPolicy:
         """
         match, takes = fleet.prefixes.match(request.digests), partial(_can_prefill, request=request)
         candidates = _with_holders(match, fleet, _first(fleet.prefills, takes, 1), takes)
-        prompts = (PromptPrediction(worker, request.prefill_tokens, held) for worker, held in candidates)
-        return min(prompts, key=lambda prompt: prompt.ttft_s, default=None)
+        return min(_prompts(candidates, request, fleet, match), key=lambda prompt: prompt.ttft_s, default=None)
 
     def predict_answer(self, request: QueuedRequest, fleet: Fleet, ahead: int) -> AnswerPrediction | None:
         """Return the prediction with the lowest ratio of `step_s` to `target_s` over the least loaded decode workers.
@@ -162,8 +171,7 @@ class PlacementPolicy:
                 candidates += [worker for worker, _ in prefills if worker not in candidates and takes_prompt(worker)]
             prefills = _with_holders(match, fleet, candidates, takes_prompt)
         left_s = request.slo.ttft_s - waited_s
-        prompts = [PromptPrediction(worker, request.prefill_tokens, held, left_s) for worker, held in prefills]
-        return self._choose(prompts, answers, fleet)
+        return self._choose(_prompts(prefills, request, fleet, match, left_s), answers, fleet)
 
     def _choose(
         self, prompts: list[PromptPrediction], answers: Sequence[AnswerPrediction | None], fleet: Fleet
@@ -201,6 +209,9 @@ class PlacementPolicy:
             computed_tokens=prompt.computed,
             cost_s=best[1],
             runner_up_s=runner_up[1] if runner_up[0] == best[0] else math.inf,
+            prompt=prompt.prompt_cost,
+            source=_source(prompt),
+            reload_pages=prompt.reload_pages,
         )
 
     def _allowed(self, fleet: Fleet) -> Callable[[WorkerState, WorkerState], bool]:
@@ -264,12 +275,68 @@ def _with_holders(
 ) -> list[tuple[WorkerState, int]]:
     """Return `workers`, and other workers that have cached more of the prompt than the worst of `workers`.
 
-    The result is pairs (worker, cached prompt tokens). Only the `_CANDIDATES` workers with the longest cached prefixes
-    are considered for addition.
+    The result is pairs (worker, prompt tokens on its device). Only the `_CANDIDATES` workers with the longest cached
+    prefixes on their devices, and as many with the longest ones if tiers count, are considered for addition.
     """
     held = [(worker, match.pages(worker.slot)) for worker in workers]
-    for slot, pages in match.longest(_CANDIDATES, min((pages for _, pages in held), default=0)):
-        worker = fleet.worker(slot)
+    on_devices = match.longest(_CANDIDATES, min((pages for _, pages in held), default=0))
+    slots = dict.fromkeys((*(slot for slot, _ in on_devices), *match.longest_with_tiers(_CANDIDATES)))
+    for worker in map(fleet.worker, slots):
         if worker and worker not in workers and takes(worker) and not worker.refusing:
-            held.append((worker, pages))
+            held.append((worker, match.pages(worker.slot)))
     return [(worker, pages * worker.kv.page_tokens) for worker, pages in held]
+
+
+def _prompts(
+    candidates: Sequence[tuple[WorkerState, int]],
+    request: QueuedRequest,
+    fleet: Fleet,
+    match: PrefixMatch,
+    left_s: float = math.inf,
+) -> list[PromptPrediction]:
+    """Return the prediction of the prompt on each candidate, a worker and its prompt tokens on the device."""
+    tokens, longest = request.prefill_tokens, match.longest(1)
+    source = fleet.worker(longest[0][0]) if longest else None
+    predictions = []
+    for worker, held in candidates:
+        reloads = _reloads(worker, request, fleet, held) if match.tiers else ()
+        pull = None if source is None else _pull(worker, source, request, fleet, held=held, there=longest[0][1])
+        predictions.append(PromptPrediction(worker, tokens, held, left_s, reloads, pull=pull))
+    return predictions
+
+
+def _pull(
+    worker: WorkerState, source: WorkerState, request: QueuedRequest, fleet: Fleet, *, held: int, there: int
+) -> PullOption | None:
+    """Return the part of the prompt that `worker` could pull from `source`, which has its first `there` pages.
+
+    `held` is the number of tokens on the device of `worker`. None if `source` has no more of the prompt, or cannot
+    send it.
+    """
+    kv = worker.kv
+    resident, end = held // kv.page_tokens, min(there, len(request.readable_digests(kv.page_tokens)))
+    if end <= resident or worker.pulls is None or not source.live or source.kv.page_tokens != kv.page_tokens:
+        return None
+    if fleet.incompatible and not fleet.incompatible.fit(source.peer, worker.peer):
+        return None
+    pages = {KvTier.PEER: kv.missing_pages(end, resident)}
+    return PullOption(source, ReloadOption((end - resident) * kv.page_tokens, pages))
+
+
+def _source(prompt: PromptPrediction) -> PrefixSource | None:
+    source = prompt.source
+    return None if source is None else PrefixSource(source.peer, source.info.address, prompt.cached)
+
+
+def _reloads(worker: WorkerState, request: QueuedRequest, fleet: Fleet, held: int) -> list[ReloadOption]:
+    """Return the parts of the prompt that `worker` could load from tiers, after `held` tokens on its device."""
+    if not worker.tiers:
+        return []
+    kv, resident = worker.kv, held // worker.kv.page_tokens
+    options = []
+    for end, counts in fleet.prefixes.reloads(worker.slot, request.readable_digests(kv.page_tokens), resident):
+        # The index counts page numbers; a model with several groups of layers has more or fewer pages.
+        pages_per_number = kv.missing_pages(end, resident) / (end - resident)
+        pages = {tier: round(count * pages_per_number) for tier, count in counts.items()}
+        options.append(ReloadOption((end - resident) * kv.page_tokens, pages))
+    return options

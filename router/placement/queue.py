@@ -68,6 +68,13 @@ class QueuedRequest:
         """Number of tokens that this attempt prefills: the prompt and the answer tokens of earlier attempts."""
         return self.prompt_tokens + self.prior_output_tokens
 
+    def readable_digests(self, page_tokens: int) -> tuple[bytes, ...]:
+        """Return the digests of the pages that may be read instead of computed, on workers with pages of this size.
+
+        The page of the last token is always computed.
+        """
+        return self.digests[: (self.prefill_tokens - 1) // page_tokens]
+
     @property
     def decodes(self) -> bool:
         """True if this attempt needs a decode worker: the answer may have more tokens than the one of prefill."""

@@ -11,6 +11,7 @@ from router.placement.queue import QueuedRequest, RequestQueue
 from router.placement.worker_state import BACK_OFF_S, AnswerWork, Clock, PromptWork, WorkerState
 from router.refusal import Refusal, Refused
 from tandem.cost_model.answer_length import AnswerLengths
+from tandem.protocol.messages import PeerRef
 from tandem.settings.slo import BEST_EFFORT, Overload
 
 _RETRY_MIN_S = 2 * BACK_OFF_S
@@ -182,6 +183,20 @@ class RequestScheduler:
             request.charged = max(placement.computed_tokens, request.charged)
         return placement
 
+    def read_ahead_target(self, request: QueuedRequest) -> PeerRef | None:
+        """Return the worker that would load KV of a request which waits for capacity; None if none would.
+
+        With several prefill workers it is not known yet: the request goes to the one that has capacity first. Nothing
+        is loaded if the worker has too few free pages for the request, because others would evict the loaded pages.
+        """
+        if len(self._fleet.prefills) != 1:
+            return None
+        prediction = self._policy.predict_prompt(request, self._fleet)
+        if prediction is None or not prediction.reloaded or prediction.source is not None:
+            return None
+        worker = prediction.worker
+        return worker.peer if worker.kv.held(request.prefill_tokens) <= worker.pages_free else None
+
     def may_pass(self, request: QueuedRequest) -> bool:
         """Return True if other requests may overtake the request at the head, which `bind` could not place.
 
@@ -219,8 +234,9 @@ class RequestScheduler:
 
 def record(request: QueuedRequest, placement: Placement, prefill: WorkerState, decode: WorkerState | None) -> None:
     """Add a placed request to the load of its workers; its decode context counts as prompt + half of the answer."""
-    cached = placement.cached_tokens
-    prefill.add_prompt(request.internal_id, PromptWork(request.prefill_tokens - cached, cached, request.tenant))
+    cached, reloaded = placement.cached_tokens, placement.prompt.reloaded_tokens
+    work = PromptWork(request.prefill_tokens - cached, cached, request.tenant, reloaded, placement.reload_pages)
+    prefill.add_prompt(request.internal_id, work)
     if decode is not None:
         pages = decode.kv.held(request.reserved_tokens, decoding=prefill is not decode)
         context = (request.prefill_tokens + request.reserved_tokens) // 2

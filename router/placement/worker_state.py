@@ -6,7 +6,9 @@ The router adds its own requests at once, and the worker's load reports add thos
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from tandem.cost_model.chunks import ConcurrentDecode, StepLimit, breaks_target, step_limit
@@ -15,7 +17,8 @@ from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import chunk_pairs
 from tandem.protocol.ending import answer_tokens
 from tandem.protocol.lifecycle.events import TransferStats
-from tandem.protocol.messages import WorkerInfo, WorkerLoad
+from tandem.protocol.messages import TierLoad, WorkerInfo, WorkerLoad
+from tandem.protocol.prefixes import KvTier
 from tandem.settings.slo import SloClass
 
 BACK_OFF_S = 0.05
@@ -33,11 +36,16 @@ Clock = Callable[[], float]
 
 
 class PromptWork(NamedTuple):
-    """The prefill work of one request of `tenant`: `tokens` tokens to compute, after `cached` cached tokens."""
+    """The prefill work of one request of `tenant`: `tokens` tokens to compute, after `cached` cached tokens.
+
+    The worker first loads `reloaded` of the cached tokens from tiers, in `pages` by tier, and accepts the prompt then.
+    """
 
     tokens: int
     cached: int = 0
     tenant: str = ""
+    reloaded: int = 0
+    pages: Mapping[KvTier, int] = MappingProxyType({})
 
 
 class AnswerWork(NamedTuple):
@@ -76,6 +84,10 @@ class WorkerState:
         self.cost = StepCost()
         self.decode_speedup = 1.0
         """The speedup of decoding by draft tokens, as the worker reports it (`WorkerLoad.decode_speedup`)."""
+        self._tiers: tuple[TierLoad, ...] = ()
+        """The tiers of the worker's prefix cache, as it last reported them, the fastest first."""
+        self._pulls: TierLoad | None = None
+        """The speed of the worker's pulls from other workers, as it last reported it; None if it pulls no pages."""
         self.page_transfer_s = 0.0
         """Mean time to transfer one KV page to this worker, in seconds; 0 before the first transfer."""
         self._transfer_s = self._pages_received = 0.0
@@ -117,6 +129,8 @@ class WorkerState:
         """Record that the worker has accepted a prompt; the worker's next load report will include the prompt."""
         if request_id in self._unreported:
             self._unreported[request_id] = True
+            if self._prompts[request_id].reloaded:
+                self._refresh_prompts()
 
     def prompt_computed(self, request_id: str) -> None:
         """Record that the whole prompt is computed; its KV transfer may still be in progress."""
@@ -155,6 +169,7 @@ class WorkerState:
     def report(self, load: WorkerLoad) -> None:
         """Apply a load report, which the worker sends after a step."""
         self._fresh, self.decode_speedup = True, load.decode_speedup
+        self._tiers, self._pulls = load.tiers, load.pulls
         reported = load.prefill_tokens, load.decode_requests, load.pages_used
         # The report includes the prompts that were known to be accepted before it came. The others stay unreported: the
         # worker may have made the report before it accepted them.
@@ -162,6 +177,28 @@ class WorkerState:
         if (load.cost, reported, unreported) != (self.cost.parameters, self._reported, self._unreported):
             self.cost, self._reported, self._unreported = StepCost(load.cost), reported, unreported
             self.refresh()
+
+    @property
+    def tiers(self) -> tuple[TierLoad, ...]:
+        """The tiers of the worker's prefix cache, the fastest first.
+
+        A queue is the larger of the reported one and of the pages of prompts that the worker has not accepted yet.
+        """
+        return self._with_own(self._tiers)
+
+    @property
+    def pulls(self) -> TierLoad | None:
+        """The pulls of the worker from others, with their queue like that of a tier; None if it pulls no pages."""
+        return None if self._pulls is None else self._with_own((self._pulls,))[0]
+
+    def _with_own(self, reported: tuple[TierLoad, ...]) -> tuple[TierLoad, ...]:
+        loading = [self._prompts[name].pages for name, accepted in self._unreported.items() if not accepted]
+        if not any(loading):
+            return reported
+        queued = [sum(pages.get(tier.tier, 0) for pages in loading) for tier in reported]
+        return tuple(
+            replace(tier, queued_pages=max(tier.queued_pages, own)) for tier, own in zip(reported, queued, strict=True)
+        )
 
     def learn_transfer(self, transfer: TransferStats) -> None:
         """Update `page_transfer_s` from a completed transfer to this worker; a transfer of no pages is ignored."""
@@ -272,7 +309,8 @@ class WorkerState:
 
     def _refresh_prompts(self) -> None:
         own, own_pairs, by_tenant = 0, 0.0, dict[str, int]()
-        for tokens, cached, tenant in self._prompts.values():
+        loading = sum(self._prompts[name].reloaded for name, accepted in self._unreported.items() if not accepted)
+        for tokens, cached, tenant, *_ in self._prompts.values():
             own, own_pairs = own + tokens, own_pairs + chunk_pairs(tokens, cached)
             by_tenant[tenant] = by_tenant.get(tenant, 0) + tokens
         waiting = self._reported[0] + sum(self._prompts[request_id].tokens for request_id in self._unreported)
@@ -280,7 +318,8 @@ class WorkerState:
             self._last_prompt_s = self.clock()
         self.prefill_tokens, self.backlog = waiting, None
         # A tenant without prompts on this worker is never full: the worker takes one prompt of any length from it.
-        limit = _STEPS_AHEAD * self.max_step_tokens
+        # Tokens that are being loaded count as well, so that prompts wait in the router and not at a slow tier.
+        limit = _STEPS_AHEAD * self.max_step_tokens - loading
         self.prefill_full = own > 0 and waiting >= limit
         self.full_tenants = frozenset(
             tenant for tenant, tokens in by_tenant.items() if tokens and waiting - (own - tokens) >= limit

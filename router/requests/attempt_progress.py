@@ -32,7 +32,7 @@ class AttemptProgress:
         if event.preempted:
             request.preempted_at = event.first_index
         if event.first_index == 0 and event.cached_tokens:
-            request.cached_tokens = event.cached_tokens
+            request.cached_tokens, request.reloaded_tokens = event.cached_tokens, event.reloaded_tokens
 
     def fail(self, request: RoutedRequest, event: RequestEvent) -> None:
         """End the attempt with the event's error, unless the whole answer has been generated."""

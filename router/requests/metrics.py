@@ -16,6 +16,7 @@ from tandem.metrics import families as f
 from tandem.metrics.registry import Registry
 from tandem.protocol.errors import TandemError
 from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
+from tandem.protocol.lifecycle.placement import TOKEN_SOURCES
 from tandem.protocol.lifecycle.spans import Phase, Span, spans_of
 from tandem.protocol.messages import FinishReason
 
@@ -101,6 +102,8 @@ class RouterMetrics:
         registry = self.registry
         registry.counter(f.PLACEMENTS).add()
         registry.counter(f.REGRET).add(record.regret_s)
+        for source, tokens in record.stats.tokens_by_source.items():
+            registry.counter(f.PLACED_TOKENS, source).add(tokens)
         for quantity, predicted, actual in (
             (_TTFT, record.prediction.ttft_s, record.ttft_s),
             (_ITL, record.prediction.itl_s, record.itl_s or 0.0),
@@ -204,6 +207,8 @@ class RouterMetrics:
                 registry.counter(f.SLO_REQUESTS, name, outcome)
             for phase in Phase:
                 registry.counter(f.SLO_MISSED, name, phase)
+        for source in TOKEN_SOURCES:
+            registry.counter(f.PLACED_TOKENS, source)
         for quantity in (_TTFT, _ITL):
             registry.counter(f.PREDICTED, quantity)
             registry.counter(f.ACTUAL, quantity)

@@ -79,9 +79,18 @@ class RequestPlacer:
             queued.prior_output_tokens = min(request.assembler.count, capacity)
         placement = self._scheduler.bind(queued)
         if placement is None:
+            self._read_ahead(request)
             return self._scheduler.may_pass(queued)
         self._place(request, placement)
         return True
+
+    def _read_ahead(self, request: RoutedRequest) -> None:
+        """Let a worker load KV of the request at the head of the queue from its tiers, while the request waits."""
+        if request.reads_ahead:
+            return
+        request.reads_ahead = True
+        if (target := self._scheduler.read_ahead_target(request.queued)) is not None:
+            request.read_ahead(self._link(target))
 
     def _place(self, request: RoutedRequest, placement: Placement) -> None:
         request.event_times.append(EventTime.now(LifecycleEvent.PLACED))

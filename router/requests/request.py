@@ -25,6 +25,8 @@ from router.workers.worker import Worker
 from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent, Timeline, TransferStats
 from tandem.protocol.lifecycle.request_trace import RequestTrace, TraceContext
 from tandem.protocol.messages import AdapterFacts, FinishReason, Lease, RequestRef, SamplingParams
+from tandem.protocol.page_digests import root_digest
+from tandem.protocol.prefixes import PrefixRun
 from tandem.settings.slo import BEST_EFFORT, SloClass
 
 SILENCE_S = 1e-3
@@ -237,6 +239,10 @@ class RoutedRequest:
     """
     cached_tokens: int = 0
     """Number of prompt tokens whose KV was found in the prefix cache."""
+    reloaded_tokens: int = 0
+    """The part of `cached_tokens` whose KV was loaded from a tier of the prefix cache for this prompt."""
+    reads_ahead: bool = False
+    """True once it was decided whether a worker loads KV of the prompt while the request waits in the queue."""
     prefill_worker: str = ""
     decode_worker: str = ""
     pace: GapTracker = field(default_factory=GapTracker)
@@ -268,6 +274,11 @@ class RoutedRequest:
         """The token ids to prefill: the prompt and the first `prior_output_tokens` tokens of the answer."""
         return self.admitted.prompt_token_ids + self.assembler.first(self.prior_output_tokens)
 
+    def read_ahead(self, worker: Worker) -> None:
+        """Let `worker` load what it has of the prompt in its tiers, before the prompt is sent."""
+        digests = self.queued.readable_digests(worker.info.page_tokens)
+        worker.read_ahead(PrefixRun(root_digest(self.admitted.cache_salt), digests))
+
     def only_continues_at(self, attempt: int, index: int) -> bool:
         """Return True if the attempt's tokens from `index` on are the answer's next, and change no other state.
 
@@ -293,7 +304,9 @@ class RoutedRequest:
 
     def timeline(self) -> Timeline:
         """Return the request's lifecycle events so far, with their times."""
-        return Timeline(tuple(self.event_times), self.transfer, self.prefill_worker, self.decode_worker)
+        record = self.placement_record()
+        placement = None if record is None else record.stats
+        return Timeline(tuple(self.event_times), self.transfer, self.prefill_worker, self.decode_worker, placement)
 
     def ending(self, reason: FinishReason, matched_stop: str) -> AnswerEnd:
         """Return the ending of the answer for the client, and record the FINISHED event."""
@@ -341,4 +354,5 @@ class RoutedRequest:
             ttft_s=self.first_token_s - self.placed_s,
             itl_s=(self.last_token_s - self.first_token_s) / gaps if gaps > 0 else None,
             cached_tokens=self.cached_tokens,
+            reloaded_tokens=self.reloaded_tokens,
         )

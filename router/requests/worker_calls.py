@@ -65,9 +65,15 @@ class DispatchCalls:
         sampling, salt = admitted.sampling, admitted.cache_salt
         waited_s = request.placed_s - request.waiting_since
         adapter = "" if admitted.adapter is None else admitted.adapter.identity
+        placement = request.prediction
+        source = None if placement is None else placement.source
         try:
             destination = None
             if decode is not None:
+                reloads = placement is not None and placement.prompt.reloaded_tokens and source is None
+                if decode is not prefill and reloads:
+                    # The pages are loaded while the decode worker reserves others.
+                    request.read_ahead(prefill)
                 peer = prefill.info.peer
                 reservation = Reservation(
                     self._config.router_id,
@@ -79,6 +85,7 @@ class DispatchCalls:
                     cache_salt=salt,
                     gap_target_s=decode.state.gap_target(request.queued.slo),
                     adapter=adapter,
+                    source=source if decode is prefill else None,
                 )
                 destination = await self._reserve(request, reservation, decode)
             asked = prefill
@@ -94,6 +101,7 @@ class DispatchCalls:
                         cache_salt=salt,
                         adapter=adapter,
                         waited_s=waited_s,
+                        source=source if decode is not prefill else None,
                     )
                 )
                 if _current(request, ref):

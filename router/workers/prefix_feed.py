@@ -1,7 +1,7 @@
 """Applies one worker's prefix cache updates to the prefix index.
 
-Updates are numbered batches of stored and removed pages. If a number is missing, updates are lost, and the worker's
-full list of pages is loaded.
+Updates are numbered batches of pages that were stored, moved to a tier or removed. If a number is missing, updates are
+lost, and the worker's full list of pages is loaded.
 """
 
 from router.placement.prefix_index import PrefixIndex
@@ -47,8 +47,7 @@ class PrefixFeed:
     def load(self, pages: PrefixList) -> None:
         """Replace the worker's pages by a full list, then apply the batches that are newer than the list."""
         self._index.clear(self._slot)
-        for run in pages.stored:
-            self._index.store(self._slot, run.digests)
+        self._store(pages)
         self._sequence = pages.sequence
         kept, self._kept = self._kept, []
         for changes in kept:
@@ -62,6 +61,11 @@ class PrefixFeed:
 
     def _apply(self, changes: PrefixChanges) -> None:
         self._index.remove(self._slot, changes.removed)
-        for run in changes.stored:
-            self._index.store(self._slot, run.digests)
+        self._store(changes)
         self._sequence = changes.sequence
+
+    def _store(self, pages: PrefixChanges | PrefixList) -> None:
+        for run in pages.stored:
+            self._index.store(self._slot, run.digests)
+        for members in pages.tiers:
+            self._index.store(self._slot, members.digests, members.tier)

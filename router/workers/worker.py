@@ -4,6 +4,7 @@ from typing import Protocol
 
 from router.placement.worker_state import WorkerState
 from tandem.protocol.messages import GrantedLease, PrefillTask, RequestRef, Reservation, WorkerInfo
+from tandem.protocol.prefixes import PrefixRun
 
 
 class Worker(Protocol):
@@ -28,6 +29,13 @@ class Worker(Protocol):
 
     async def prefill(self, task: PrefillTask) -> None:
         """Send a prompt to the worker. Raises the worker's `TandemError` if it refuses the prompt."""
+
+    def read_ahead(self, prompt: PrefixRun) -> None:
+        """Let the worker load pages of a prompt from its tiers before the prompt is sent; returns at once.
+
+        `prompt` has the digests of the full pages before the last token. Errors are ignored: the worker then loads the
+        pages, or computes them, when the prompt comes.
+        """
 
     def abort(self, ref: RequestRef) -> None:
         """Abort the attempt `ref` of a request, and all earlier attempts, on the worker; returns at once."""

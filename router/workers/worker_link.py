@@ -32,7 +32,7 @@ from tandem.protocol.messages import (
     StepOutput,
     WorkerInfo,
 )
-from tandem.protocol.prefixes import PrefixList
+from tandem.protocol.prefixes import PrefixList, PrefixRun
 
 log = logging.getLogger(__name__)
 
@@ -168,6 +168,17 @@ class WorkerLink:
         await self._call(
             self._stub.Prefill(conversion.to_proto(task, worker_pb2.PrefillRequest), timeout=self._timeout)
         )
+
+    def read_ahead(self, prompt: PrefixRun) -> None:
+        """See `Worker`."""
+        self._spawn(self._send_read_ahead(prompt))
+
+    async def _send_read_ahead(self, prompt: PrefixRun) -> None:
+        message = worker_pb2.ReadAheadRequest(prefix=conversion.to_proto(prompt, worker_pb2.PrefixRun))
+        try:
+            await self._call(self._stub.ReadAhead(message, timeout=self._timeout))
+        except TandemError as error:
+            log.debug("%s reads nothing ahead: %s", self.name, error)
 
     def abort(self, ref: RequestRef) -> None:
         """Abort the attempt `ref` of a request, and all earlier attempts, on the worker.

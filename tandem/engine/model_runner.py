@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from tandem.engine.adapters.slots import AdapterSlots
 from tandem.engine.cache.page_checksums import PageChecksums, page_checksums
 from tandem.engine.cache.page_pool import PagePool
 from tandem.engine.cache.paged_cache import PagedCache
+from tandem.engine.cache.tiers.group_copies import GroupPageCopies, RankCopies, SharedCopies
 from tandem.engine.cache.tiers.page_copies import PageCopies
 from tandem.engine.ceilings import measure_ceilings
 from tandem.engine.config import EngineConfig
@@ -53,6 +55,8 @@ class ModelRunner:
         self.stepper, self.expert_tokens, self.drawn_hidden = loaded.stepper, loaded.expert_tokens, loaded.drawn_hidden
         self.begin_answer, self.allowed_drafts = loaded.begin_answer, loaded.allowed_drafts
         self.draft_proposer = loaded.draft_proposer
+        self.other_ranks: Sequence[RankCopies] = ()
+        """The pages of the ranks that divide the model with this one; the rank group sets them."""
 
     @classmethod
     def load(
@@ -89,7 +93,10 @@ class ModelRunner:
 
     def page_copies(self) -> PageCopies:
         """Return copies of the pages of the KV cache, which one thread may use in parallel with the steps."""
-        return PageCopies(self.cache.storage, self._page_sums(), self.page_tokens)
+        storage, sums = self.cache.storage, self._page_sums()
+        if self.other_ranks:
+            return GroupPageCopies(storage, sums, self.page_tokens, self.other_ranks)
+        return PageCopies(storage, sums, self.page_tokens)
 
     def _page_sums(self) -> PageChecksums:
         return page_checksums(*self.cache.views, parts=self.page_parts)
@@ -168,6 +175,10 @@ class Follower:
         """Load this rank's part of the model, and allocate its KV cache. Raises as `ModelRunner.load` does."""
         model, cache, parts, adapters, graphs = load_rank(config, collectives, kernels=kernels)
         return cls(cache, parts, adapters, Forward(model, cache), graphs)
+
+    def share_pages(self, path: Path) -> SharedCopies:
+        """Return copies between the rank's pages and the memory in the file `path`, for one thread at a time."""
+        return SharedCopies(PageCopies(self.cache.storage, self.page_sums, self.cache.page_tokens), path)
 
     def run(self, steps: Iterable[RankStep]) -> None:
         """Run `steps` in order, and return after the last one; on a GPU, they are only launched."""

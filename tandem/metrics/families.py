@@ -116,6 +116,11 @@ GOODPUT = gauge(
     "slo_class",
 )
 PLACEMENTS = counter("placements_total", "Placements whose outcome was compared with the prediction.")
+PLACED_TOKENS = counter(
+    "placement_prompt_tokens_total",
+    "Prompt tokens of these placements, by the source of their KV (resident, reloaded, computed).",
+    "source",
+)
 PREDICTED = counter(
     "placement_predicted_seconds_total", "Sum of predicted seconds, by quantity (ttft, itl).", "quantity"
 )
@@ -275,11 +280,11 @@ PREFIX_EVENTS = counter(
     "prefix_cache_pages_total", "Pages added to (stored) or evicted from (removed) the prefix cache.", "event"
 )
 
-# Workers: tiers of the prefix cache; none without --kv-host-gib and --kv-disk-gib
+# Workers: tiers of the prefix cache (--kv-host-gib, --kv-disk-gib), and "peer", the pulls from other workers
 
 TIER_PAGES = counter(
     "kv_tier_pages_total",
-    "KV pages that a tier of the prefix cache has stored, loaded back (hits), evicted, or found corrupt.",
+    "KV pages that a tier of the prefix cache has stored, loaded (hits), evicted, or found corrupt; peer: were pulled.",
     "tier",
     "event",
 )
@@ -288,7 +293,7 @@ TIER_SECONDS = counter(
     "kv_tier_seconds_total", "Seconds of storing and loading KV pages, with copies and checksums.", "tier", "event"
 )
 TIER_FAILURES = counter(
-    "kv_tier_failures_total", "Reads and writes of KV pages that failed, for example because the disk is full.", "tier"
+    "kv_tier_failures_total", "Reads, writes and pulls of KV pages that failed, for example as a disk is full.", "tier"
 )
 TIER_USED = gauge("kv_tier_used_bytes", "Bytes of the KV pages in a tier.", "tier")
 TIER_CAPACITY = gauge("kv_tier_capacity_bytes", "Bytes of the KV pages that a tier may have.", "tier")

@@ -120,6 +120,11 @@ class KvPages:
         """
         return self.seen(tokens, skipped, self.numbers(tokens))
 
+    def missing_pages(self, numbers: int, known: int) -> int:
+        """Return how many pages a reader of the first `numbers` page numbers lacks if the first `known` are there."""
+        position = numbers * self.page_tokens
+        return sum(numbers - max(known, self.first(group, position)) for group in range(self.groups))
+
     def sent_pages(self, tokens: int) -> int:
         """Return the number of pages that a hand-over of `tokens` positions sends to a worker that has cached none."""
         return sum(self.numbers(tokens) - self.first(group, tokens) for group in range(self.groups))

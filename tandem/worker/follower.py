@@ -77,7 +77,7 @@ def follow(steps: socket.socket, adapters: socket.socket, calls: Connection) -> 
             follower = Follower.load(config, collectives)
             if transfer is not None:
                 opener = transfer.opener(rank.world_number, follower.cache)
-                _start_thread(serve_transport, calls, opener, follower.page_sums)
+                _start_thread(serve_transport, calls, opener, follower.page_sums, follower.share_pages)
             if rank.divides_tokens:
                 _start_thread(_report, calls)
             _start_thread(write_adapters, adapters, follower.adapters)

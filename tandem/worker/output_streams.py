@@ -179,10 +179,11 @@ class OutputStreams:
             if stream is not None:
                 stream.tokens.append(some.tokens)
         # Messages are written after the calls `then`: hand-overs post their last pages first.
-        self._events.call_soon(self._send_step)
+        self._events.call_soon(self.send_changes)
         call_all(then)
 
-    def _send_step(self) -> None:
+    def send_changes(self) -> None:
+        """Send each router a message with all that waits for it: events, tokens and changes of the prefix cache."""
         try:
             changes = self._changes()
         except Exception:

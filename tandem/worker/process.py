@@ -192,9 +192,10 @@ class WorkerProcess:
         worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(self._worker, self._drain), self._server)
         port = self._listen(self._server)
         await self._server.start()
-        self._worker.start()
+        address = address_of(self._config.host, port)
+        self._worker.start(address)
         await self._open_metrics(self._worker, engine)
-        describe = partial(self._info, engine, self._worker, address_of(self._config.host, port))
+        describe = partial(self._info, engine, self._worker, address)
         if self._config.controller_address is not None:
             self._controller = ControllerLink(
                 self._config.controller_address,
@@ -214,7 +215,7 @@ class WorkerProcess:
         config, registry = self._config, worker.metrics.registry
         registry.read(partial(worker_facts, worker.report, worker.transport))
         registry.read(partial(engine_facts, engine, lambda: worker.assignment.role.value))
-        registry.read(lambda: {} if worker.tiers is None else tier_facts(worker.tiers))
+        registry.read(lambda: tier_facts(worker.tiers, worker.admission.pull_counts))
         ranks = config.engine.ranks
         registry.read(partial(rank_facts, worker.metrics, engine.roofline.collectives, ranks))
         keys = reading_keys(
@@ -252,6 +253,7 @@ class WorkerProcess:
             started_unix_nanos=self._started_unix_nanos,
             kv_ports=worker.transport.open_ports(),
             kv_tiers=() if worker.tiers is None else worker.tiers.summary,
+            kv_tier_pages=0 if worker.tiers is None else worker.tiers.capacity,
         )
 
     async def _watch(self, group: RankGroup) -> None:

@@ -9,15 +9,22 @@ one hangs.
 import itertools
 import os
 import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from kv_transfer.rank_plan import pool_page_bytes
 from kv_transfer.ranks.page_sums import GroupPageSums
 from kv_transfer.ranks.rank_messages import ReceivedMessages
 from kv_transfer.ranks.remote_transport import RemoteTransport
 from tandem.cost_model.step_collectives import StepCollectives, with_divided_tokens
+from tandem.engine.cache.tiers.cache_tiers import BATCH
+from tandem.engine.cache.tiers.host_memory import HostMemory
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.sharding import Rank
 from tandem.engine.device import parse_device
@@ -37,6 +44,35 @@ from tandem.worker.worker import first_line
 END_TIMEOUT_S = 5.0
 HANG_S, HANG_ON_CPU_S = 2.0, 10.0
 """Seconds of silence after which a follower hangs. On a CPU, the ranks compete for its cores."""
+
+
+class FollowerCopies:
+    """`RankCopies` of a follower. The first use makes the shared memory; the follower's transport must be open."""
+
+    def __init__(self, transport: RemoteTransport, page_bytes: int) -> None:
+        self._transport = transport
+        self.page_bytes = page_bytes
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """The memory that this process shares with the follower, [pages copied together, page bytes] uint8."""
+        # A file without a name is freed when neither process has it mapped.
+        file = os.memfd_create("kv-pages")
+        try:
+            os.ftruncate(file, BATCH * self.page_bytes)
+            memory = HostMemory(BATCH, self.page_bytes, torch.device("cpu"), file)
+            self._transport.share_pages(Path(f"/proc/{os.getpid()}/fd/{file}")).result()
+        finally:
+            os.close(file)
+        return memory.rows
+
+    def copy(self, pages: Sequence[int], *, to_pool: bool) -> "Future[None]":
+        """Copy pages of the follower's pool into the first rows, or back (`RankCopies.copy`)."""
+        return self._transport.copy_pages(pages, to_pool=to_pool)
+
+    def sums(self, pages: Sequence[int], filled: Sequence[int], groups: Sequence[int]) -> "Future[Sequence[int]]":
+        """Compute the follower's checksums of pages (`RankCopies.sums`)."""
+        return self._transport.sums(pages, filled, groups)
 
 
 class RankGroup:
@@ -115,6 +151,8 @@ class RankGroup:
         else:
             pages = ranked_pages(runner.cache, runner.page_parts, self.ranks, self._stages)
             runner.page_sums = GroupPageSums(pages, runner.page_sums, [rank.sums for rank in self._transports])
+            sizes = [pool_page_bytes(pages, number) for number in range(1, self.ranks)]
+            runner.other_ranks = tuple(map(FollowerCopies, self._transports, sizes))
         if not config.on_cpu and self.ranks > self._stages:
             collectives = self._step_collectives(runner)
             runner.roofline = replace(runner.roofline, collectives=collectives)

@@ -14,9 +14,11 @@ from tandem.protocol.messages import (
     Lease,
     PeerRef,
     PrefillTask,
+    PrefixPull,
     RequestRef,
     Reservation,
 )
+from tandem.protocol.prefixes import PrefixRun
 from tandem.worker.worker import Worker
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -55,6 +57,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         await self._worker.reload(task)
         self._worker.prefill(task, history)
         return worker_pb2.PrefillResponse()
+
+    async def ReadAhead(self, request: worker_pb2.ReadAheadRequest, _context: _Context) -> worker_pb2.ReadAheadResponse:
+        """Begin to load pages of a prompt from tiers of the prefix cache; the reply does not wait for them."""
+        await self._worker.read_ahead(conversion.from_proto(request.prefix, PrefixRun))
+        return worker_pb2.ReadAheadResponse()
 
     async def Abort(self, request: worker_pb2.AbortWorkRequest, _context: _Context) -> worker_pb2.AbortWorkResponse:
         """Abort requests of a router."""
@@ -105,6 +112,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         return conversion.to_proto(self._worker.report.known_prefixes(), worker_pb2.ListPrefixesResponse)
 
     # ---- other workers ----
+
+    async def SendPrefix(
+        self, request: worker_pb2.SendPrefixRequest, _context: _Context
+    ) -> worker_pb2.SendPrefixResponse:
+        """Begin to send cached pages of a prefix to a worker that is about to compute the prompt."""
+        return worker_pb2.SendPrefixResponse(
+            digests=await self._worker.send_prefix(conversion.from_proto(request, PrefixPull))
+        )
 
     async def ConnectPeer(
         self, request: worker_pb2.ConnectPeerRequest, _context: _Context

@@ -32,12 +32,14 @@ from tandem.protocol.messages import (
     Lease,
     PeerRef,
     PrefillTask,
+    PrefixPull,
     RequestEvent,
     RequestRef,
     Reservation,
     WorkerInfo,
     WorkerLoad,
 )
+from tandem.protocol.prefixes import PrefixRun
 from tandem.worker.adapters import WorkerAdapters
 from tandem.worker.assignment import WorkerAssignment, check_role, decode_batch, prompt_step_tokens
 from tandem.worker.config import WorkerConfig
@@ -49,6 +51,7 @@ from tandem.worker.output_streams import OutputStream, OutputStreams
 from tandem.worker.peers.peers import Peers
 from tandem.worker.peers.warm_ups import WarmUps
 from tandem.worker.phases import PhaseSchedulers
+from tandem.worker.prefix_pulls import PrefixPulls
 from tandem.worker.reporting.metrics import Utilization, WorkerMetrics
 from tandem.worker.reporting.report import WorkerReport
 from tandem.worker.reporting.watchdog import Watchdog
@@ -100,6 +103,18 @@ class Worker:
         self.tiers: CacheTiers | None = None
         """The tiers of the prefix cache; None without the settings, and until the worker's role computes prompts."""
         self._reloads: KvReloads | None = None
+        self._pulls = PrefixPulls(
+            me,
+            self._cache,
+            self.admission,
+            self.peers,
+            cost=self._meter.cost,
+            chunk=prompt_step_tokens(config.assignment, config.engine),
+            most_s=config.rpc_timeout_s,
+            wake=self._wake,
+            # Another worker writes to the first rank only, and ranks that divide tokens each need the whole KV.
+            enabled=config.prefix_cache and config.engine.context_parallel_size == 1,
+        )
         self._loop = self._make_loop(engine)
         schedulers, loop, post = self._schedulers, self._loop, self._streams.post
         self.assignment = WorkerAssignment(
@@ -126,11 +141,14 @@ class Worker:
             meter=self._meter,
             assignment=self.assignment,
             watchdog=self._watchdog,
+            tiers=lambda: self.tiers,
+            pulls=self._pulls,
         )
         self._open_tiers()
 
-    def start(self) -> None:
-        """Start the step loop and the watchdog."""
+    def start(self, address: str) -> None:
+        """Start the step loop and the watchdog; `address` is host:port of the worker's gRPC server."""
+        self._pulls.address = address
         self._loop.start()
         self._watchdog.start()
         self._start_tiers()
@@ -163,13 +181,23 @@ class Worker:
         return history
 
     async def reload(self, work: Reservation | PrefillTask) -> None:
-        """Load the KV pages of a prompt that are in tiers of the prefix cache, if that pays (`KvReloads.load`).
+        """Load the KV pages of a prompt that are in tiers or on another worker, if that pays.
 
-        Raises the errors of `reserve` and `prefill` that can be found before: a request that is rejected loads nothing.
+        The tiers are those of `KvReloads.load`, the other worker is the request's source (`PrefixPulls.load`). Raises
+        the errors of `reserve` and `prefill` that can be found before: a request that is rejected loads nothing.
         """
+        if self._reloads is None and work.source is None:
+            return
+        self._check_accepts(work)
+        # The router names a source if that is predicted to be faster than tiers, which may have what does not come.
+        await self._pulls.load(work)
         if self._reloads is not None:
-            self._check_accepts(work)
             await self._reloads.load(work)
+
+    async def read_ahead(self, run: PrefixRun) -> None:
+        """Begin to load pages of a prompt that is still in a router's queue, if that pays (`KvReloads.read_ahead`)."""
+        if self._reloads is not None:
+            await self._reloads.read_ahead(run)
 
     def _check_accepts(self, work: Reservation | PrefillTask) -> None:
         if isinstance(work, PrefillTask):
@@ -210,6 +238,16 @@ class Worker:
         self._schedulers.abort(router_id, refs)
 
     # ---- other workers ----
+
+    async def send_prefix(self, pull: PrefixPull) -> int:
+        """Begin to send cached pages of a prefix to another worker (`Handoffs.send_prefix`).
+
+        Pages that are in tiers are loaded first, if they then still come in time. Returns the number of digests of
+        which the other worker will have pages.
+        """
+        if self._reloads is not None:
+            await self._reloads.load_for(pull)
+        return self._handoffs.send_prefix(pull)
 
     def peer_joined(self, info: WorkerInfo) -> None:
         """Record that another worker serves, or has opened a further phase.
@@ -318,7 +356,7 @@ class Worker:
 
     def _start_tiers(self) -> None:
         if self.tiers is not None:
-            self.tiers.start()
+            self.tiers.start(self._tiers_changed)
 
     def _make_reloads(self, tiers: CacheTiers) -> KvReloads:
         config = self._config
@@ -330,7 +368,7 @@ class Worker:
             cost=self._meter.cost,
             chunk=chunk,
             most_s=config.rpc_timeout_s,
-            wake=self._wake,
+            wake=self._tiers_changed,
         )
 
     def _make_peers(self, engine: LoadedEngine, layout: KVLayout) -> Peers:
@@ -341,7 +379,7 @@ class Worker:
     def _make_handoffs(self, engine: LoadedEngine) -> Handoffs:
         return Handoffs(
             self.me,
-            engine.kv_pages,
+            self._cache,
             self.transport,
             self.peers,
             self.admission,
@@ -417,6 +455,12 @@ class Worker:
 
     def _wake(self) -> None:
         self._loop.wake()
+
+    def _tiers_changed(self) -> None:
+        """Wake the step loop and send the places of pages to routers, because tiers are open or a reload has ended."""
+        self._wake()
+        if not self._events.is_closed():
+            self._events.call_soon_threadsafe(self._streams.send_changes)
 
     def _post_threadsafe(self, call: Callable[[Any], None], value: object) -> None:
         self._events.call_soon_threadsafe(call, value)

@@ -34,10 +34,17 @@ class Workers:
         damaged = 1 if (role, ranks) == ("decode", 2) else 0
         return WorkerEnd(f"{role}-{ranks}", role, model, engine=engine, damaged_transfers=damaged, **SETTINGS)
 
-    async def send(self, name: str, prompt: list[int], sampling: SamplingParams, pair: tuple[int, int]) -> Answer:
+    async def send(
+        self,
+        name: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+        pair: tuple[int, int],
+        source: WorkerEnd | None = None,
+    ) -> Answer:
         sender = Pair.__new__(Pair)
         sender.answers, sender.prefill, sender.decode = self.answers, self.prefill[pair[0]], self.decode[pair[1]]
-        answer = await sender.send(name, prompt, sampling)
+        answer = await sender.send(name, prompt, sampling, source)
         async with asyncio.timeout(120):
             await answer.done.wait()
         return answer
@@ -83,3 +90,18 @@ async def test_an_answer_after_a_hand_over_between_ranks_is_that_of_one_engine(
     after = await workers.decode[pair[1]].empty()
     assert after.checksums_equal - before.checksums_equal == sum(answer.pages for answer in answers)
     assert after.checksum_failures == before.checksum_failures
+
+
+@pytest.mark.parametrize(("source", "pair"), [(2, (3, 1)), (3, (1, 2)), (1, (2, 1))])
+async def test_a_prefix_is_pulled_from_a_worker_of_another_number_of_ranks(
+    workers: Workers, model: Path, source: int, pair: tuple[int, int]
+) -> None:
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+    prompt = [source, 11, *prompts(10)[-1]]
+    await workers.send(f"before {source}", prompt, sampling, (source, 1))
+    await workers.prefill[source].empty()
+    answer = await workers.send(f"pulls from {source}", prompt, sampling, pair, workers.prefill[source])
+    assert [answer.tokens[n] for n in range(8)] == alone(model, prompt, sampling)[0]
+    assert answer.cached_tokens == (len(prompt) - 1) // 16 * 16
+    for worker in workers.all:
+        await worker.empty()

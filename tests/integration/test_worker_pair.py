@@ -25,6 +25,7 @@ from tandem.protocol.messages import (
     GrantedLease,
     PeerRef,
     PrefillTask,
+    PrefixSource,
     RequestEvent,
     RequestRef,
     Reservation,
@@ -53,6 +54,7 @@ class Answer:
     error: str = ""
     moved: int = 0
     pages: int = 0
+    cached_tokens: int = 0
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take(self, event: RequestEvent) -> None:
@@ -62,6 +64,7 @@ class Answer:
         self.logprobs |= dict(enumerate(event.logprobs, event.first_index))
         if event.transfer is not None:
             self.moved, self.pages = event.transfer.bytes, event.transfer.pages
+        self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
         if event.finish_reason is not None:
             self.finish = event.finish_reason
             self.error = event.error.code if event.error else ""
@@ -142,14 +145,18 @@ class Pair:
         self.prefill = WorkerEnd("prefill-0", "prefill", model, **changes)
         self.decode = WorkerEnd("decode-0", "decode", model, damaged_transfers=damaged, **changes)
 
-    async def send(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> Answer:
+    async def send(
+        self, request_id: str, prompt: list[int], sampling: SamplingParams, source: WorkerEnd | None = None
+    ) -> Answer:
+        """Send a request as the router does; `source` is a worker from which the prompt's prefix may be pulled."""
         answer = self.answers[request_id] = Answer()
         ref = RequestRef(request_id, 1)
         reservation = Reservation("r", ref, tuple(prompt), sampling, self.prefill.peer)
         reply = await self.decode.stub.Reserve(conversion.to_proto(reservation, worker_pb2.ReserveRequest))
         lease = conversion.from_proto(reply, GrantedLease).lease
         destination = Destination(self.decode.peer, self.decode.info["address"], lease)
-        task = PrefillTask("r", ref, tuple(prompt), sampling, destination)
+        pulled = None if source is None else PrefixSource(source.peer, source.info["address"], len(prompt))
+        task = PrefillTask("r", ref, tuple(prompt), sampling, destination, source=pulled)
         await self.prefill.stub.Prefill(conversion.to_proto(task, worker_pb2.PrefillRequest))
         return answer
 
@@ -263,3 +270,20 @@ async def test_a_pair_generates_the_tokens_of_one_engine(pair: Pair, model: Path
     assert after.checksums_equal - before.checksums_equal == sum(answer.pages for answer in answers)
     assert after.checksum_failures == before.checksum_failures
     await pair.prefill.empty()
+
+
+async def test_the_prefill_worker_pulls_the_answer_before_from_the_decode_worker(pair: Pair, model: Path) -> None:
+    """The next turn of a conversation: the decode worker alone has the KV of the answer."""
+    prompt, sampling = [9, *prompts(10)[-1]], SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.0)
+    async with asyncio.timeout(60):
+        first = await pair.send("turn 1", prompt, sampling)
+        await first.done.wait()
+        await pair.prefill.empty()
+        await pair.decode.empty()
+        longer = [*prompt, *(first.tokens[n] for n in range(40)), 7, 8, 9]
+        second = await pair.send("turn 2", longer, sampling, source=pair.decode)
+        await second.done.wait()
+    assert [second.tokens[n] for n in range(40)] == alone(model, longer, sampling)[0]
+    assert second.cached_tokens == (len(prompt) + 39) // 16 * 16
+    assert (await pair.prefill.empty()).checksum_failures == 0
+    await pair.decode.empty()

@@ -139,7 +139,7 @@ class WorkerProcess:
         handoffs.emit = self._watch_transfers
         self._draft()
         self.servicer = WorkerServicer(self.worker, self.worker.drain)
-        self.worker.start()
+        self.worker.start(self.address)
 
     def _draft(self) -> None:
         """Make decode-1 propose draft tokens in every step in which it may.

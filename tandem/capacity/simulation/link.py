@@ -13,7 +13,7 @@ from tandem.capacity.simulation.clock import VirtualClock
 from tandem.capacity.simulation.network import Network
 from tandem.capacity.simulation.worker import VirtualWorker
 from tandem.protocol.messages import GrantedLease, PrefillTask, RequestRef, Reservation, StepOutput, WorkerInfo
-from tandem.protocol.prefixes import PrefixList
+from tandem.protocol.prefixes import PrefixList, PrefixRun
 
 
 class VirtualLink:
@@ -68,6 +68,7 @@ class VirtualLink:
         """See `Worker`."""
         await asyncio.sleep(self._network.call_s)
         try:
+            await self.worker.reload(reservation)
             return self.worker.reserve(reservation)
         finally:
             await asyncio.sleep(self._network.call_s)
@@ -76,9 +77,18 @@ class VirtualLink:
         """See `Worker`."""
         await asyncio.sleep(self._network.call_s)
         try:
+            await self.worker.reload(task)
             self.worker.prefill(task)
         finally:
             await asyncio.sleep(self._network.call_s)
+
+    def read_ahead(self, prompt: PrefixRun) -> None:
+        """See `Worker`."""
+        asyncio.get_running_loop().create_task(self._send_read_ahead(prompt))
+
+    async def _send_read_ahead(self, prompt: PrefixRun) -> None:
+        await asyncio.sleep(self._network.call_s)
+        await self.worker.read_ahead(prompt)
 
     def abort(self, ref: RequestRef) -> None:
         """See `Worker`."""

@@ -12,6 +12,7 @@ from router.observability.request_outcome import GapTracker, PhaseTimes, Request
 from router.placement.policy import Placement
 from tandem.capacity.simulation.prompt import VirtualPrompt
 from tandem.protocol.errors import ResourceExhausted
+from tandem.protocol.lifecycle.placement import PlacementStats
 from tandem.protocol.lifecycle.spans import Phase
 from tandem.settings.slo import SloClass
 
@@ -72,6 +73,8 @@ class Outcome:
     decode_worker: str = ""
     prediction: Placement | None = None
     """The first placement of the request, with its predicted latencies; None if the request was never placed."""
+    placement: PlacementStats | None = None
+    """How the KV of the prompt came to its prefill worker, with the predicted and the actual cost; None on a retry."""
     placed_s: float = 0.0
     attempts: int = 1
     firsts_s: list[float] = field(default_factory=list)

@@ -86,6 +86,11 @@ class VirtualRouter:
         """Requests that have not ended."""
         return self._live.values()
 
+    @property
+    def links(self) -> Iterable[VirtualLink]:
+        """The connections to all workers."""
+        return self._links.values()
+
     def join(self, worker: VirtualWorker) -> None:
         """Add a serving worker."""
         self._links[worker.peer] = VirtualLink(
@@ -193,4 +198,5 @@ class VirtualRouter:
         outcome.error, outcome.ended_s = request.failure, self._clock.now
         outcome.attempts, outcome.cached_tokens = request.attempt, request.cached_tokens
         outcome.prefill_worker, outcome.decode_worker = request.prefill_worker, request.decode_worker
+        outcome.placement = request.timeline().placement
         self.on_end(outcome)

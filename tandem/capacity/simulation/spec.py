@@ -6,6 +6,7 @@ from tandem.capacity.simulation.drafts import Drafts
 from tandem.cost_model.step_cost import CostParameters
 from tandem.protocol.kv_pages import KvPages
 from tandem.protocol.messages import ModelFacts, PeerRef, WorkerInfo
+from tandem.protocol.prefixes import KvTier
 from tandem.worker.assignment import decode_batch, prompt_step_tokens
 from tandem.worker.config import WorkerConfig
 
@@ -24,6 +25,15 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
+class TierSpec:
+    """A tier of the prefix cache: its room in bytes, and the bytes per second at which pages are loaded and saved."""
+
+    tier: KvTier
+    capacity_bytes: int
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerSpec:
     """The specification of one worker."""
 
@@ -32,6 +42,8 @@ class WorkerSpec:
     model: ModelFacts
     drafts: Drafts | None = None
     """The worker's draft tokens; None = no speculative decoding."""
+    tiers: tuple[TierSpec, ...] = ()
+    """The tiers of the worker's prefix cache, the fastest first."""
 
     @property
     def peer(self) -> PeerRef:
@@ -59,4 +71,5 @@ class WorkerSpec:
             device="virtual",
             transport="virtual",
             assignment=config.assignment,
+            kv_tier_pages=sum(tier.capacity_bytes // device.page_bytes for tier in self.tiers),
         )

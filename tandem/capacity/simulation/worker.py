@@ -21,6 +21,7 @@ from tandem.capacity.simulation.prompt import PageNames
 from tandem.capacity.simulation.request import StepLog
 from tandem.capacity.simulation.spec import WorkerSpec
 from tandem.capacity.simulation.steady import SteadyDecodeScheduler
+from tandem.capacity.simulation.tiers import VirtualTiers
 from tandem.capacity.simulation.transfer import VirtualFabric, VirtualPeers, layout_of
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import StepWork
@@ -41,8 +42,10 @@ from tandem.protocol.messages import (
     WorkerInfo,
     WorkerLoad,
 )
+from tandem.protocol.prefixes import PrefixRun
 from tandem.worker.assignment import WorkerAssignment
 from tandem.worker.handoffs import Handoffs
+from tandem.worker.kv_tiers import KvReloads
 from tandem.worker.phases import PhaseSchedulers
 from tandem.worker.reporting.report import load_of
 from tandem.worker.scheduler import StepScheduler
@@ -125,6 +128,8 @@ class VirtualWorker:
             jumps=jumps,
         )
         self.log = self._loop.log
+        self.tiers = self._open_tiers()
+        self._reloads = None if self.tiers is None else self._make_reloads(self.tiers)
         self._prefill.sync = self.sync
         self.assignment = WorkerAssignment(
             self.peer,
@@ -136,6 +141,19 @@ class VirtualWorker:
         )
 
     # ---- calls from other processes ----
+
+    async def reload(self, work: Reservation | PrefillTask) -> None:
+        """Load KV pages of a prompt from tiers, if that pays; see `KvReloads.load`."""
+        if self._reloads is not None:
+            with self.sync():
+                phase = self._prefill if isinstance(work, PrefillTask) else self.admission
+                phase.check_accepts(work)  # type: ignore[arg-type]
+            await self._reloads.load(work)
+
+    async def read_ahead(self, prompt: PrefixRun) -> None:
+        """Begin to load KV pages of a prompt that is not sent yet, see `KvReloads.read_ahead`."""
+        if self._reloads is not None:
+            await self._reloads.read_ahead(prompt)
 
     def reserve(self, reservation: Reservation) -> GrantedLease:
         """Reserve KV pages, see `DecodeAdmission.reserve`."""
@@ -185,7 +203,7 @@ class VirtualWorker:
 
     def load(self) -> WorkerLoad:
         """Return the load report that a real worker in this state would send."""
-        return load_of(self._schedulers, self.cache, self._loop.decoding, self._reported_cost.parameters)
+        return load_of(self._schedulers, self.cache, self._loop.decoding, self._reported_cost.parameters, self.tiers)
 
     @property
     def info(self) -> WorkerInfo:
@@ -244,6 +262,30 @@ class VirtualWorker:
 
     # ---- parts ----
 
+    def _open_tiers(self) -> VirtualTiers | None:
+        spec = self.spec
+        if not spec.tiers or not spec.config.role.prefills:
+            return None
+        tiers = VirtualTiers(self.cache, spec.tiers, spec.device.page_bytes, self._clock, self.sync)
+        tiers.start()
+        return tiers
+
+    def _make_reloads(self, tiers: VirtualTiers) -> KvReloads:
+        return KvReloads(
+            self.peer,
+            self.cache,
+            tiers,
+            cost=lambda: self._reported_cost,
+            chunk=self.spec.info.max_step_tokens,
+            most_s=self.spec.config.rpc_timeout_s,
+            wake=self._reload_ended,
+        )
+
+    def _reload_ended(self) -> None:
+        """Let prompts go on that waited for the pages of a reload, and report the pages to the router."""
+        self._wake()
+        self._publish_events(len(self.log), ())
+
     def _make_admission(self) -> DecodeAdmission:
         return DecodeAdmission(
             config=self.spec.config,
@@ -261,7 +303,7 @@ class VirtualWorker:
     def _make_handoffs(self, peers: VirtualPeers) -> Handoffs:
         return Handoffs(
             me=self.peer,
-            kv=self.spec.kv,
+            cache=self.cache,
             transport=self.transport,
             peers=peers,
             local=self.admission,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +19,7 @@ from tandem.protocol.lifecycle.request_trace import RequestTrace
 from tandem.protocol.lifecycle.spans import Phase, last_attempt, seconds_by_phase, spans_of
 
 if TYPE_CHECKING:
+    from tandem.protocol.lifecycle.placement import PlacementStats
     from tandem.protocol.lifecycle.request_trace import RequestTrace
 
 _BAR_COLUMNS = 60
@@ -83,6 +85,8 @@ def _head(trace: RequestTrace) -> Text:
 
 def _notes(trace: RequestTrace) -> list[Text]:
     lines = [f"first token after {_ms(trace.ttft_s)} ms" if trace.ttft_s is not None else "no token left the router"]
+    if (placement := trace.timeline.placement) is not None:
+        lines += _placement_notes(placement)
     timeline = last_attempt(trace.timeline)
     moved = timeline.transfer
     if moved is not None:
@@ -92,6 +96,22 @@ def _notes(trace: RequestTrace) -> list[Text]:
         lines.append(f"{moved.bytes / 1e6:.2f} MB in {moved.pages} pages by {moved.backend}, {wrote}{overlap}")
     lines.append(f"in logs {trace.internal_id}   trace {trace.context.trace_id}")
     return [Text(line, style="dim") for line in lines]
+
+
+def _placement_notes(placement: PlacementStats) -> Iterator[str]:
+    """Yield where the KV of the prompt came from, and the cost that was predicted for it and that it had."""
+    predicted = placement.predicted
+    wait, reload, compute = (_ms(seconds) for seconds in (predicted.wait_s, predicted.reload_s, predicted.compute_s))
+    parts = f"{wait} waiting, {reload} reloading, {compute} computing"
+    yield (
+        f"prompt tokens: {placement.resident_tokens} resident, {placement.reloaded_tokens} reloaded,"
+        f" {placement.computed_tokens} computed; predicted {predicted.resident_tokens},"
+        f" {predicted.reloaded_tokens}, {predicted.computed_tokens}"
+    )
+    yield (
+        f"placement to first token: {_ms(placement.ttft_s)} ms; predicted {_ms(predicted.ttft_s)} ms ({parts});"
+        f" regret {_ms(placement.regret_s)} ms"
+    )
 
 
 def _clock(trace: RequestTrace) -> str:

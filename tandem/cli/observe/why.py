@@ -37,7 +37,7 @@ def why(
     for line in models(interval.now):
         console.print(line, markup=False)
     console.print(findings(interval))
-    for line in speculation(interval):
+    for line in (*speculation(interval), *placements(interval)):
         console.print(line, markup=False)
 
 
@@ -118,3 +118,20 @@ def speculation(interval: ScrapeInterval) -> list[str]:
                 said += f"; proposing them took {proposing_s:.1f} s"
         lines.append(f"{name}: speculative decoding: {said}")
     return lines
+
+
+def placements(interval: ScrapeInterval) -> list[str]:
+    """Return a line about the sources of the prompts' KV and about predictions; none without placements."""
+    from tandem.metrics import families as f
+    from tandem.protocol.lifecycle.placement import TOKEN_SOURCES
+
+    placed = interval.grown(f.PLACEMENTS)
+    tokens = {source: interval.grown(f.PLACED_TOKENS, source=source) for source in TOKEN_SOURCES}
+    if not placed or not (prompt_tokens := sum(tokens.values())):
+        return []
+    sources = ", ".join(f"{count / prompt_tokens:.0%} {source}" for source, count in tokens.items())
+    predicted_s, actual_s = (interval.grown(family, quantity="ttft") / placed for family in (f.PREDICTED, f.ACTUAL))
+    return [
+        f"router: prompt tokens {sources}; first tokens predicted after {predicted_s * 1e3:.1f} ms, came after"
+        f" {actual_s * 1e3:.1f} ms; mean regret {interval.grown(f.REGRET) / placed * 1e3:.1f} ms"
+    ]

@@ -19,10 +19,10 @@ class Row:
 
 
 def timeline_rows(answer: Answer) -> list[Row]:
-    """Return the rows queue, prefill, transfer, first token, hand-over, inter-token, rate and total.
+    """Return the rows queue, prefill, predicted, transfer, first token, hand-over, inter-token, rate and total.
 
-    A phase that did not occur shows "-". The rows cover all attempts of the request, except that transfer covers only
-    the last attempt.
+    The row predicted is left out without a placement, for example after a retry. A phase that did not occur shows "-".
+    The rows cover all attempts of the request, except that transfer covers only the last attempt.
     """
     timeline, tokens = answer.timeline, answer.completion_tokens
     took, last = seconds_by_phase(spans_of(timeline)), last_attempt(timeline)
@@ -31,6 +31,7 @@ def timeline_rows(answer: Answer) -> list[Row]:
     return [
         Row("queue", _ms(took.get(Phase.QUEUE)), "router and prefill worker, until the first chunk begins"),
         Row("prefill", _ms(took.get(Phase.PREFILL)), _prefill_note(answer)),
+        *_placement_rows(timeline),
         Row("transfer", _ms(_transfer_s(last)), _transfer_note(last)),
         Row(
             "first token",
@@ -58,6 +59,16 @@ def timeline_table(answer: Answer) -> Table:
     for row in timeline_rows(answer):
         table.add_row(row.name, row.figure, row.note)
     return table
+
+
+def _placement_rows(timeline: Timeline) -> list[Row]:
+    """Return the predicted time to the first token, with the tokens by the source of their KV and the regret."""
+    if (placement := timeline.placement) is None:
+        return []
+    tokens = ", ".join(f"{count} {source}" for source, count in placement.tokens_by_source.items())
+    took = f"from placement to first token, took {_ms(placement.ttft_s)}"
+    note = f"{took}; prompt tokens: {tokens}; regret {_ms(placement.regret_s)}"
+    return [Row("predicted", _ms(placement.predicted.ttft_s), note)]
 
 
 def _transfer_s(timeline: Timeline) -> float | None:

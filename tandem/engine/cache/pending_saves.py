@@ -42,6 +42,10 @@ class PendingSaves:
         self._waiting.pop(page, None)
         self._copying.pop(page, None)
 
+    def __len__(self) -> int:
+        """Return the number of waiting pages."""
+        return len(self._waiting)
+
     def take(self, most: int) -> list[PendingSave]:
         """Return the oldest waiting pages, at most `most`, which are copied next; `finish` ends each copy."""
         taken = list(islice(self._waiting.values(), most))

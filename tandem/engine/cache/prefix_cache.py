@@ -31,6 +31,8 @@ The life of a request's `Prefix`:
 With tiers (`tandem/engine/cache/tiers/`), a reload is a short request of its own: `begin_reload` retains the indexed
 pages of a prompt and allocates pages for those that tiers have, and `complete_reload` publishes the loaded ones and
 leaves. So pages that are being loaded are owned, like those of any request, and are found by others only afterwards.
+Pages that another worker sends are loaded likewise: `begin_pull` advertises them to the sender's lease, and they are
+owned once all of them have arrived.
 
 A page is never written after it is published, because only full pages are indexed.
 """
@@ -41,17 +43,19 @@ from dataclasses import dataclass, field
 from tandem.engine.cache.page_key import PageKey
 from tandem.engine.cache.page_pool import PagePool
 from tandem.engine.cache.pending_saves import PendingSaves
-from tandem.engine.cache.prefix_log import PrefixLog, runs_of
+from tandem.engine.cache.prefix_log import PrefixLog, runs_of, tier_pages
 from tandem.protocol.errors import Internal, ResourceExhausted, StaleEpoch, TandemError
 from tandem.protocol.kv_pages import FREED, STATE, KvPages, held_pages
-from tandem.protocol.messages import RequestRef
+from tandem.protocol.messages import Lease, RequestRef
 from tandem.protocol.page_digests import page_digests, root_digest
-from tandem.protocol.prefixes import PrefixChanges, PrefixList
+from tandem.protocol.prefixes import KvTier, PrefixChanges, PrefixList
 
 PageNaming = Callable[[Sequence[int], int, bytes], list[bytes]]
 """A function that computes the digests of full pages; it has the signature of `page_digests`."""
 Stored = Callable[[PageKey], bool]
 """A function that returns True if a tier has this page."""
+TierOf = Callable[[PageKey], KvTier | None]
+"""A function that returns the fastest tier that has this page; None if no tier has it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -115,6 +119,11 @@ class PrefixCache:
         self._digests: dict[int, bytes] = {}
         self._log = PrefixLog()
         self._saves: PendingSaves | None = None
+        self._tier_of: TierOf = lambda _: None
+        self._in_tiers: dict[bytes, KvTier] = {}
+        """The digests that are not indexed and that routers know to be in tiers, each with the fastest tier."""
+        self._reloaded: set[bytes] = set()
+        """The indexed digests that were loaded from tiers, until a prompt reads them."""
         self.query_tokens = 0
         """The number of tokens of all prompts that were looked up."""
         self.hit_tokens = 0
@@ -270,7 +279,7 @@ class PrefixCache:
                         self._nodes[digest] = _Node(own, number, parent)
                         self._digests.update(dict.fromkeys(new, digest))
                         if self._has_states(self._nodes[digest]):
-                            self._log.stored(digest, parent)
+                            self._note_stored(digest, parent)
                 else:
                     # Another request indexed this digest first: `_retain_path` has retained the indexed pages, and
                     # this request keeps its own.
@@ -300,10 +309,35 @@ class PrefixCache:
 
     # ---- tiers ----
 
-    def save_to(self, saves: PendingSaves) -> None:
-        """Add each indexed page to `saves` when its last reader releases it, and drop it when it is evicted."""
-        self._saves = saves
+    def save_to(self, saves: PendingSaves, tier_of: TierOf) -> None:
+        """Add each indexed page to `saves` when its last reader releases it, and drop it when it is evicted.
+
+        `tier_of` finds the pages that the index reports to routers as being in tiers.
+        """
+        self._saves, self._tier_of = saves, tier_of
         self.pool.on_cached(lambda page: saves.add(page, self._key(page)))
+
+    def tier_changed(self, digest: bytes) -> None:
+        """Report to routers that a tier has got or lost a page of this digest, unless the digest is indexed."""
+        with self.pool.lock:
+            if self._is_indexed(digest):
+                return
+            before, tier = self._in_tiers.get(digest), self._slowest_tier(digest)
+            if tier is not before:
+                self._log.moved(digest, tier)
+                self._note_tier(digest, tier)
+
+    def take_reloaded(self, prefix: Prefix) -> int:
+        """Return the number of the prefix's known digests that were loaded from tiers and that no prompt has read yet.
+
+        They count as read from then on.
+        """
+        if not self._reloaded:
+            return 0
+        with self.pool.lock:
+            read = self._reloaded.intersection(prefix.digests[: prefix.known])
+            self._reloaded -= read
+            return len(read)
 
     def reusable(self, prefix: Prefix, stored: Stored) -> tuple[int, list[PageKey]]:
         """Return the number of leading digests that a request could reuse if the stored pages were loaded, and these.
@@ -348,6 +382,39 @@ class PrefixCache:
                 pages[entry] = page
             return pages
 
+    def begin_pull(self, lease: Lease, prefix: Prefix, end: int) -> tuple[list[int], int]:
+        """Advertise pages to `lease` for those that a reader of the first `end` digests needs after the cached ones.
+
+        Returns the pages of all these digests, listed as by `KvPages` with FREED for those that are not sent, and the
+        number of leading digests whose pages a request could reuse already: they are retained for `prefix`. The caller
+        adopts the pages when they have arrived and calls `complete_reload`; otherwise it frees the pages of the lease
+        and calls `release`. Raises ResourceExhausted, without any change, if too few pages are free.
+        """
+        with self.pool.lock:
+            held, seen = self._hit(prefix.digests[:end]), end * self.page_tokens
+            self._retain(prefix, held, seen)
+            entries = self.kv.seen(seen, held, end)
+            try:
+                if prefix.known < held:
+                    raise ResourceExhausted("too few KV pages are free to pull others")
+                taken = self.pool.advertise(lease, len(entries), from_reserved=False)
+            except TandemError:
+                self._release_prefix(prefix)
+                raise
+            pages = [FREED] * (end * self.kv.groups)
+            for entry, page in zip(entries, taken, strict=True):
+                pages[entry] = page
+            return pages, held
+
+    def hold(self, prefix: Prefix) -> int:
+        """Retain all pages that a request could reuse, so that they stay until `release`; return their digests' number.
+
+        The pages are those in `prefix.pages`, listed as by `KvPages`.
+        """
+        with self.pool.lock:
+            self._read(prefix, None)
+            return prefix.known
+
     def complete_reload(self, owner: RequestRef, prefix: Prefix, pages: list[int], failed: Collection[int]) -> None:
         """Index the loaded pages, and free those whose indices in `pages` are in `failed`."""
         groups = self.kv.groups
@@ -359,7 +426,9 @@ class PrefixCache:
                 pages[entry] = FREED
             # The state in a loaded page is that after its last position, because only such pages are stored.
             prefix.states.update(range(end))
+            loaded = {prefix.digests[entry // groups] for entry, page in enumerate(pages) if page != FREED}
             self.publish(owner, prefix, pages, end)
+            self._reloaded |= loaded & self._nodes.keys()
             self.leave(owner, prefix, pages)
 
     # ---- for the router's copy of the index ----
@@ -379,8 +448,8 @@ class PrefixCache:
         """
         with self.pool.lock:
             pages = [(digest, node.parent) for digest, node in self._nodes.items() if self._has_states(node)]
-            sequence = self._log.sequence
-        return PrefixList(sequence, runs_of(pages))
+            in_tiers, sequence = list(self._in_tiers.items()), self._log.sequence
+        return PrefixList(sequence, runs_of(pages), tier_pages(in_tiers))
 
     # ---- facts ----
 
@@ -523,14 +592,14 @@ class PrefixCache:
             parent = prefix.digests[number - 1] if number else prefix.root
             node = self._nodes[digest] = _Node([FREED] * self.kv.groups, number, parent)
             if not self._state_groups:
-                self._log.stored(digest, parent)
+                self._note_stored(digest, parent)
         if node is None or node.pages[group] != FREED:
             return False
         self.pool.share(owner, [page])
         node.pages[group] = page
         self._digests[page] = digest
         if group in self._state_groups and self._has_states(node):
-            self._log.stored(digest, node.parent)
+            self._note_stored(digest, node.parent)
         return True
 
     def _has_states(self, node: _Node) -> bool:
@@ -540,6 +609,34 @@ class PrefixCache:
     def _complete(self, prefix: Prefix, number: int, group: int) -> bool:
         """Return True if others may reuse the request's page of this number, once it is computed."""
         return self.kv.windows[group] != STATE or number in prefix.states
+
+    def _is_indexed(self, digest: bytes) -> bool:
+        """Return True if routers know the digest as one that is on the device."""
+        return (node := self._nodes.get(digest)) is not None and self._has_states(node)
+
+    def _slowest_tier(self, digest: bytes) -> KvTier | None:
+        """Return the slowest of the tiers from which a digest that is not indexed would be loaded.
+
+        None if it cannot be loaded. A digest needs its pages of state layers, or else those of groups without a window.
+        """
+        needed, slowest = self._state_groups or self._full or range(self.kv.groups), None
+        for key in (PageKey(digest, group) for group in needed):
+            if self._has(key):
+                continue
+            if (tier := self._tier_of(key)) is None:
+                return None
+            slowest = tier if slowest is None else max(slowest, tier)
+        return slowest
+
+    def _note_tier(self, digest: bytes, tier: KvTier | None) -> None:
+        if tier is None:
+            self._in_tiers.pop(digest, None)
+        else:
+            self._in_tiers[digest] = tier
+
+    def _note_stored(self, digest: bytes, parent: bytes) -> None:
+        self._in_tiers.pop(digest, None)
+        self._log.stored(digest, parent)
 
     def _release(self, prefix: Prefix, entry: int) -> None:
         page, prefix.pages[entry] = prefix.pages[entry], FREED
@@ -574,8 +671,12 @@ class PrefixCache:
         if self._saves is not None:
             for gone in (page, *others):
                 self._saves.evicted(gone)
-        if reported and not (digest in self._nodes and self._has_states(node)):
-            self._log.removed(digest)
+        if digest not in self._nodes:
+            self._reloaded.discard(digest)
+        if reported and not self._is_indexed(digest):
+            tier = self._slowest_tier(digest)
+            self._log.removed(digest, tier)
+            self._note_tier(digest, tier)
 
     def _faults(self) -> Iterator[str]:
         readers = self.pool.readers()

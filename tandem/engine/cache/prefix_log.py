@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from tandem.protocol.prefixes import PrefixChanges, PrefixRun
+from tandem.protocol.prefixes import KvTier, PrefixChanges, PrefixRun, TierPages
 
 
 class PrefixLog:
@@ -12,8 +12,11 @@ class PrefixLog:
     """
 
     def __init__(self) -> None:
-        self._parents: dict[bytes, bytes | None] = {}
-        """The parent of each digest indexed since the last batch; None for a digest evicted since then."""
+        self._changed: dict[bytes, bytes | KvTier | None] = {}
+        """The newest place of each digest that has changed since the last batch.
+
+        For an indexed digest it is its parent, for one that only a tier has the tier, and None if it is nowhere.
+        """
         self.sequence = 0
         """The sequence number of the last batch."""
         self.stored_pages = self.removed_pages = 0
@@ -22,23 +25,37 @@ class PrefixLog:
     def stored(self, digest: bytes, parent: bytes) -> None:
         """Record that a digest was indexed."""
         # Removed and inserted again, the digest moves to the end of the dict, and so comes after its parent.
-        self._parents.pop(digest, None)
-        self._parents[digest] = parent
+        self._changed.pop(digest, None)
+        self._changed[digest] = parent
         self.stored_pages += 1
 
-    def removed(self, digest: bytes) -> None:
-        """Record that a digest was evicted."""
-        self._parents[digest] = None
+    def removed(self, digest: bytes, tier: KvTier | None) -> None:
+        """Record that a digest was evicted from the pool; `tier` is the fastest tier that has it, if any."""
+        self._changed[digest] = tier
         self.removed_pages += 1
+
+    def moved(self, digest: bytes, tier: KvTier | None) -> None:
+        """Record the fastest tier that has a digest which is not indexed; None = no tier has it any longer."""
+        self._changed[digest] = tier
 
     def take(self) -> PrefixChanges | None:
         """Return all changes since the last call as one batch; None if there are none."""
-        if not self._parents:
+        if not self._changed:
             return None
-        changed, self._parents = self._parents, {}
+        changed, self._changed = self._changed, {}
         self.sequence += 1
-        stored = runs_of((digest, parent) for digest, parent in changed.items() if parent is not None)
-        return PrefixChanges(self.sequence, stored, tuple(d for d, parent in changed.items() if parent is None))
+        stored = runs_of((digest, place) for digest, place in changed.items() if isinstance(place, bytes))
+        removed = tuple(digest for digest, place in changed.items() if place is None)
+        tiers = tier_pages((digest, place) for digest, place in changed.items() if isinstance(place, KvTier))
+        return PrefixChanges(self.sequence, stored, removed, tiers)
+
+
+def tier_pages(places: Iterable[tuple[bytes, KvTier]]) -> tuple[TierPages, ...]:
+    """Group pages, given as (digest, tier), by their tiers."""
+    digests: dict[KvTier, list[bytes]] = {}
+    for digest, tier in places:
+        digests.setdefault(tier, []).append(digest)
+    return tuple(TierPages(tier, tuple(members)) for tier, members in sorted(digests.items()))
 
 
 def runs_of(pages: Iterable[tuple[bytes, bytes]]) -> tuple[PrefixRun, ...]:

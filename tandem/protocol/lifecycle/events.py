@@ -8,6 +8,8 @@ import time
 from dataclasses import dataclass
 from enum import IntEnum
 
+from tandem.protocol.lifecycle.placement import PlacementStats
+
 
 class LifecycleEvent(IntEnum):
     """The events in the life of a request, numbered as in `tandem.v1.LifecycleEvent`.
@@ -70,12 +72,14 @@ class TransferStats:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """All recorded events of one request, the statistics of its transfer, and the workers that served it."""
+    """All recorded events of one request, the statistics of its transfer and placement, and its workers."""
 
     event_times: tuple[EventTime, ...]
     transfer: TransferStats | None
     prefill_worker: str
     decode_worker: str
+    placement: PlacementStats | None = None
+    """The placement of the prompt; None before the first token, and after a retry."""
 
     def at(self, event: LifecycleEvent) -> int | None:
         """Return the time of the first `event` in Unix nanoseconds; None if there is none."""

@@ -8,7 +8,7 @@ from tandem.protocol.messages.assignment import Assignment, Role
 from tandem.protocol.messages.events import RequestEvent, RoutedEvent, RoutedTokens, StepOutput, StepTokens
 from tandem.protocol.messages.finish import ErrorDetail, FinishReason
 from tandem.protocol.messages.leases import GrantedLease, Lease
-from tandem.protocol.messages.load import WorkerInspection, WorkerLoad
+from tandem.protocol.messages.load import TierLoad, WorkerInspection, WorkerLoad
 from tandem.protocol.messages.membership import (
     Absence,
     AdapterFacts,
@@ -36,7 +36,7 @@ from tandem.protocol.messages.sampling import (
     TokenLogprobs,
 )
 from tandem.protocol.messages.transfer import Handshake, PageChecksum, PeerDescription, TransferNotice, hash_token_ids
-from tandem.protocol.messages.work import Destination, PrefillTask, Reservation
+from tandem.protocol.messages.work import Destination, PrefillTask, PrefixPull, PrefixSource, Reservation
 
 __all__ = [
     "CACHE_SALT_MAX",
@@ -67,6 +67,8 @@ __all__ = [
     "PeerDescription",
     "PeerRef",
     "PrefillTask",
+    "PrefixPull",
+    "PrefixSource",
     "PromptLogprobs",
     "RequestEvent",
     "RequestRef",
@@ -77,6 +79,7 @@ __all__ = [
     "SamplingParams",
     "StepOutput",
     "StepTokens",
+    "TierLoad",
     "TokenLogprobs",
     "TransferNotice",
     "WorkerInfo",

@@ -32,6 +32,8 @@ class RequestEvent:
     """True if the attempt was preempted after `first_index` tokens of the answer; the next attempt continues there."""
     prompt_logprobs: PromptLogprobs | None = None
     """The log probabilities of the prompt, sent with the first token of the answer; None if they are not requested."""
+    reloaded_tokens: int = 0
+    """The part of `cached_tokens` whose KV was loaded from a tier of the prefix cache for this prompt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,26 @@ from dataclasses import dataclass
 
 from tandem.protocol.cost_parameters import UNMEASURED, CostParameters
 from tandem.protocol.messages.references import PeerRef
+from tandem.protocol.prefixes import KvTier
+
+
+@dataclass(frozen=True, slots=True)
+class TierLoad:
+    """The speed of a tier of the prefix cache, and the depth of its queue."""
+
+    tier: KvTier
+    page_s: float = 0.0
+    """Measured seconds to load a page.
+
+    0 without a recent measurement, so that a first reload makes one; infinite if all recent loads have failed.
+    """
+    queued_pages: int = 0
+    """Number of pages to be loaded by reloads that have begun or wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """The load of a worker after a step; all fields except `cost` and `decode_speedup` are counts."""
+    """The load of a worker after a step; the fields up to `decode_context_tokens` are counts."""
 
     prefill_requests: int
     prefill_tokens: int
@@ -23,6 +38,10 @@ class WorkerLoad:
     """Number of preemptions since the worker started."""
     decode_speedup: float = 1.0
     """Tokens per second of recent decode steps ÷ those that steps without draft tokens would have given."""
+    tiers: tuple[TierLoad, ...] = ()
+    """The tiers of the prefix cache, the fastest first."""
+    pulls: TierLoad | None = None
+    """The pulls of pages from other workers; None if the worker pulls none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,8 @@ class WorkerInfo:
     """
     kv_tiers: tuple[str, ...] = ()
     """The tiers of the prefix cache with their sizes as text, such as `host 64 GiB`, the fastest first."""
+    kv_tier_pages: int = 0
+    """Number of KV pages for which the tiers have room."""
 
     @property
     def kv_pages(self) -> KvPages:

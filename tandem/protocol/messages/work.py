@@ -9,6 +9,18 @@ from tandem.protocol.messages.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixSource:
+    """A worker that has cached more of a prompt than the worker that computes it: the first `tokens` tokens.
+
+    `address` is that of its gRPC server.
+    """
+
+    peer: PeerRef
+    address: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Continued:
     """An attempt to compute an answer; earlier attempts may have generated its first tokens.
 
@@ -23,6 +35,8 @@ class _Continued:
     cache_salt: str = field(default="", kw_only=True)
     adapter: str = field(default="", kw_only=True)
     """The hash of the request's adapter; "" = the base model. Different adapters have different cache salts."""
+    source: PrefixSource | None = field(default=None, kw_only=True)
+    """The worker from which the first pages of the prompt are pulled; None if the receiver computes no part of it."""
 
     @property
     def scores_prompt(self) -> bool:
@@ -79,3 +93,16 @@ class PrefillTask(_Continued):
 
     destination: Destination | None
     waited_s: float = field(default=0.0, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixPull:
+    """A request to another worker to send the pages of a prefix, of which the caller has the first `held` digests.
+
+    The caller computes the tokens itself if the pages have not arrived after `within_s` seconds.
+    """
+
+    destination: Destination
+    digests: tuple[bytes, ...]
+    held: int
+    within_s: float

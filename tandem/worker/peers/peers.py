@@ -18,7 +18,7 @@ from tandem.net import rpc
 from tandem.protocol import conversion
 from tandem.protocol.errors import FailedPrecondition, StaleEpoch, TandemError, Unavailable
 from tandem.protocol.generated.tandem.v1 import types_pb2, worker_pb2, worker_pb2_grpc
-from tandem.protocol.messages import Destination, Handshake, Lease, PeerDescription, PeerRef
+from tandem.protocol.messages import Destination, Handshake, Lease, PeerDescription, PeerRef, PrefixPull, PrefixSource
 from tandem.worker.peers.deliveries import MOST_WAITING, Deliveries
 
 RUNS_KEPT = 16
@@ -228,6 +228,16 @@ class Peers(DecodePeers):
         )
         await _call(self._connection(peer, address).stub.NameDeliveries(request, timeout=self._timeout_s), peer)
         return True
+
+    async def send_prefix(self, source: PrefixSource, pull: PrefixPull) -> int:
+        """Ask another worker to send pages of a prefix; return the number of digests that this worker will then have.
+
+        Returns once the transfer has begun. Raises NotFound if that worker has no page that this one lacks.
+        """
+        request = conversion.to_proto(pull, worker_pb2.SendPrefixRequest)
+        stub = self._connection(source.peer, source.address).stub
+        reply = await _call(stub.SendPrefix(request, timeout=min(self._timeout_s, pull.within_s)), source.peer)
+        return int(reply.digests)
 
     # ---- decode side ----
 

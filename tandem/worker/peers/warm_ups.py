@@ -1,4 +1,8 @@
-"""Connects a worker that prefills to all decode workers in advance, so that no prompt waits for a first connection."""
+"""Connects a worker to those to which it may send KV in advance, so that no request waits for a first connection.
+
+A worker that computes prompts sends their KV to decode workers, and any worker sends prefixes to workers that compute
+prompts and pull them.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -58,9 +62,11 @@ class WarmUps:
                 return
 
     def _wanted(self, peer: PeerRef) -> bool:
-        """Return True if this worker may send KV to this incarnation."""
+        """Return True if this worker may send KV to this incarnation: prompts, or prefixes that it pulls."""
         info = self._others.get(peer.worker_id)
-        return info is not None and info.peer == peer and info.takes_answers and self._prefills()
+        if info is None or info.peer != peer:
+            return False
+        return info.takes_prompts or (info.takes_answers and self._prefills())
 
     def _ended(self, peer: PeerRef, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from decode_worker.speculation import SpeculationCounts
     from kv_transfer.base import Transport
     from tandem.engine.cache.tiers.cache_tiers import CacheTiers
+    from tandem.engine.cache.tiers.tier import TierCounts
     from tandem.engine.model_runner import ModelRunner
     from tandem.worker.reporting.report import WorkerReport
 
@@ -231,10 +232,13 @@ def worker_facts(report: WorkerReport, transport: Transport) -> Facts:
     }
 
 
-def tier_facts(tiers: CacheTiers) -> Facts:
-    """Return the metrics of the tiers of a prefix cache."""
+def tier_facts(tiers: CacheTiers | None, pulls: TierCounts) -> Facts:
+    """Return the metrics of the tiers of a prefix cache, if there are any, and of pulls from other workers."""
     facts: dict[Family, dict[tuple[str, ...], float]] = {family: {} for family in _TIER_FAMILIES}
-    for tier in tiers.tiers:
+    facts[f.TIER_PAGES].update({("peer", "loaded"): pulls.loaded_pages, ("peer", "corrupt"): pulls.corrupt_pages})
+    facts[f.TIER_SECONDS]["peer", "loaded"] = pulls.loaded_s
+    facts[f.TIER_FAILURES]["peer",] = pulls.failures
+    for tier in () if tiers is None else tiers.tiers:
         name, counts, size = tier.name, tier.counts, tier.page_bytes
         stored, loaded = counts.stored_pages, counts.loaded_pages
         facts[f.TIER_PAGES].update({(name, "stored"): stored, (name, "loaded"): loaded})

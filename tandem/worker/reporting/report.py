@@ -1,18 +1,29 @@
 """The report of a worker: its load, which routers use for placement, and its state for `Inspect`."""
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from decode_worker.speculation import SpeculationCounts
 from tandem.cost_model.step_cost import CostParameters
 from tandem.cost_model.step_work import StepWork
 from tandem.engine.cache.prefix_cache import PrefixCache
+from tandem.engine.cache.tiers.cache_tiers import CacheTiers
 from tandem.protocol.messages import PeerRef, WorkerInspection, WorkerLoad
 from tandem.protocol.prefixes import PrefixList
 from tandem.worker.assignment import WorkerAssignment
 from tandem.worker.loop import StepLoop, StepMeter
 from tandem.worker.phases import PhaseSchedulers
+from tandem.worker.prefix_pulls import PrefixPulls
 from tandem.worker.reporting.watchdog import Watchdog
 
 
-def load_of(schedulers: PhaseSchedulers, cache: PrefixCache, decoding: StepWork, cost: CostParameters) -> WorkerLoad:
+def load_of(
+    schedulers: PhaseSchedulers,
+    cache: PrefixCache,
+    decoding: StepWork,
+    cost: CostParameters,
+    tiers: CacheTiers | None = None,
+) -> WorkerLoad:
     """Return the load of a worker, real or simulated, from its newest decode rows and its cost parameters."""
     pool, speculation = cache.pool, schedulers.decode.speculation
     return WorkerLoad(
@@ -27,6 +38,7 @@ def load_of(schedulers: PhaseSchedulers, cache: PrefixCache, decoding: StepWork,
         cost=cost,
         preemptions=schedulers.admission.requests.preemptions,
         decode_speedup=1.0 if speculation is None else speculation.speedup,
+        tiers=() if tiers is None else tiers.loads,
     )
 
 
@@ -46,7 +58,10 @@ class WorkerReport:
         meter: StepMeter,
         assignment: WorkerAssignment,
         watchdog: Watchdog,
+        tiers: Callable[[], CacheTiers | None],
+        pulls: PrefixPulls,
     ) -> None:
+        """`tiers` returns the tiers of the prefix cache, which may be opened later; None without tiers."""
         self._me = me
         self._cache = cache
         self._schedulers = schedulers
@@ -54,10 +69,14 @@ class WorkerReport:
         self._meter = meter
         self._assignment = assignment
         self._watchdog = watchdog
+        self._tiers = tiers
+        self._pulls = pulls
 
     def load(self) -> WorkerLoad:
         """Return the current load."""
-        return load_of(self._schedulers, self._cache, self._loop.decoding, self._meter.parameters)
+        meter, tiers = self._meter, self._tiers()
+        load = load_of(self._schedulers, self._cache, self._loop.decoding, meter.parameters, tiers)
+        return replace(load, pulls=self._pulls.load_report)
 
     @property
     def not_ready(self) -> str:

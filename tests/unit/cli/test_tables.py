@@ -4,6 +4,7 @@ import io
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tandem.cli.requests.timeline_table import timeline_rows, timeline_table
 from tandem.client import Answer, FinishReason, Prompt
 from tandem.protocol.generated.tandem.v1 import inference_pb2
 from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent, Timeline, TransferStats
+from tandem.protocol.lifecycle.placement import PlacementStats, PromptCost
 from tandem.protocol.messages import Absence
 
 ROOT = Path(__file__).parents[3]
@@ -62,6 +64,17 @@ def test_a_disaggregated_request() -> None:
     assert rows["total"].figure == "127.0 ms"
     shown = text(timeline_table(disaggregated()))
     assert all(name in shown for name in rows)
+
+
+def test_a_placement_has_a_row() -> None:
+    placement = PlacementStats(16, 8, 16, PromptCost(16, 8, 16, 0.0, 0.002, 0.018), 0.022, 0.001)
+    answer = answer_of(replace(disaggregated().timeline, placement=placement), 40, 11)
+    row = {row.name: row for row in timeline_rows(answer)}["predicted"]
+    assert row.figure == "20.0 ms"
+    assert row.note == (
+        "from placement to first token, took 22.0 ms; prompt tokens: 16 resident, 8 reloaded, 16 computed;"
+        " regret 1.0 ms"
+    )
 
 
 def test_a_transfer_after_prefill_has_a_rate_and_long_times_are_seconds() -> None:

@@ -15,6 +15,7 @@ from tandem.cli.observe.trace import drawn, listed
 from tandem.metrics.metrics_server import TRACES_PATH, MetricsServer
 from tandem.protocol.conversion import traces_to_json
 from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent, Timeline, TransferStats
+from tandem.protocol.lifecycle.placement import PlacementStats, PromptCost
 from tandem.protocol.lifecycle.request_trace import RequestTrace, TraceContext
 
 MS = 10**6
@@ -48,6 +49,17 @@ def lines(picture: RenderableType) -> list[list[str]]:
     out = io.StringIO()
     Console(file=out, width=200).print(picture)
     return [line.split() for line in out.getvalue().splitlines() if line.split()]
+
+
+def test_a_placement_is_explained() -> None:
+    cost = PromptCost(64, 192, 44, 0.010, 0.030, 0.020)
+    placed = replace(TIMELINE, placement=PlacementStats(64, 128, 108, cost, 0.092, 0.0125))
+    rows = [" ".join(row) for row in lines(drawn(replace(TRACE, timeline=placed)))]
+    assert "prompt tokens: 64 resident, 128 reloaded, 108 computed; predicted 64, 192, 44" in rows
+    assert (
+        "placement to first token: 92.0 ms; predicted 50.0 ms (10.0 waiting, 30.0 reloading, 20.0 computing);"
+        " regret 12.5 ms"
+    ) in rows
 
 
 def test_a_request_is_drawn() -> None:

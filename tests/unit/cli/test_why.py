@@ -9,7 +9,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tandem.cli.main import app
-from tandem.cli.observe.why import findings, speculation
+from tandem.cli.observe.why import findings, placements, speculation
 from tandem.metrics import families as f
 from tandem.metrics.exposition import Exposition, merge
 from tandem.metrics.registry import Registry
@@ -80,6 +80,32 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.exit_code == 0, done.output
     assert "bandwidth" in done.output
     assert done.output.startswith("8.03 B parameters\nattention: 32 layers see all tokens\n")
+
+
+def test_where_prompts_come_from_and_what_they_cost() -> None:
+    router = Registry({"model": "llama", "role": "router", "worker": "router"})
+
+    def scraped(seconds: float) -> Scrape:
+        return Scrape(Exposition(router).render()[0].decode(), seconds)
+
+    for counter in (router.counter(f.PLACEMENTS), router.counter(f.REGRET)):
+        counter.add(0)
+    for family in (f.PREDICTED, f.ACTUAL):
+        router.counter(family, "ttft").add(0)
+    for source, tokens in (("resident", 10), ("reloaded", 0), ("computed", 90)):
+        router.counter(f.PLACED_TOKENS, source).add(tokens)
+    before = scraped(0.0)
+    assert placements(ScrapeInterval(before, before)) == []
+    for source, tokens in (("resident", 600), ("reloaded", 300), ("computed", 100)):
+        router.counter(f.PLACED_TOKENS, source).add(tokens)
+    router.counter(f.PLACEMENTS).add(4)
+    router.counter(f.PREDICTED, "ttft").add(0.4)
+    router.counter(f.ACTUAL, "ttft").add(0.5)
+    router.counter(f.REGRET).add(0.02)
+    assert placements(ScrapeInterval(before, scraped(1.0))) == [
+        "router: prompt tokens 60% resident, 30% reloaded, 10% computed; first tokens predicted after 100.0 ms,"
+        " came after 125.0 ms; mean regret 5.0 ms"
+    ]
 
 
 async def test_what_became_of_drafts() -> None:

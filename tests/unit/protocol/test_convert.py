@@ -86,10 +86,13 @@ costs = st.builds(
     *[st.integers(1, 1024)] * 2,
     st.floats(1.0, 2.0),
 )
-loads = st.builds(messages.WorkerLoad, *[uint32] * 5, *[uint64] * 3, costs)
+kv_tiers = st.sampled_from(prefixes.KvTier)
+tier_loads = st.lists(st.builds(messages.TierLoad, kv_tiers, st.floats(0.0, math.inf), uint32), max_size=2).map(tuple)
+loads = st.builds(messages.WorkerLoad, *[uint32] * 5, *[uint64] * 3, costs, tiers=tier_loads)
 digests = st.lists(st.binary(max_size=16), max_size=3).map(tuple)
 runs = st.lists(st.builds(prefixes.PrefixRun, st.binary(max_size=16), digests), max_size=2).map(tuple)
-prefix_changes = st.builds(prefixes.PrefixChanges, uint64, runs, digests)
+tier_pages = st.lists(st.builds(prefixes.TierPages, kv_tiers, digests), max_size=2).map(tuple)
+prefix_changes = st.builds(prefixes.PrefixChanges, uint64, runs, digests, tier_pages)
 descriptions = st.builds(
     messages.PeerDescription,
     peers,
@@ -204,7 +207,7 @@ CASES: dict[str, tuple[st.SearchStrategy[Any], type[Message]]] = {
     "load": (loads, worker_pb2.WorkerLoad),
     "step_tokens": (step_tokens, worker_pb2.StepTokens),
     "prefix_changes": (prefix_changes, worker_pb2.PrefixChanges),
-    "prefix_list": (st.builds(prefixes.PrefixList, uint64, runs), worker_pb2.ListPrefixesResponse),
+    "prefix_list": (st.builds(prefixes.PrefixList, uint64, runs, tier_pages), worker_pb2.ListPrefixesResponse),
     "inspection": (
         st.builds(
             messages.WorkerInspection, peers, *[uint32] * 9, text, *[uint64] * 3, uint32, uint64, uint64, seconds

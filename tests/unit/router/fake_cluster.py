@@ -38,11 +38,12 @@ from tandem.protocol.messages import (
     Role,
     StepOutput,
     StepTokens,
+    TierLoad,
     TokenLogprobs,
     WorkerInfo,
     WorkerLoad,
 )
-from tandem.protocol.prefixes import PrefixChanges, PrefixList, PrefixRun
+from tandem.protocol.prefixes import KvTier, PrefixChanges, PrefixList, PrefixRun, TierPages
 from tests.keyed_channel import keyed_channel
 
 EOS = 2
@@ -84,6 +85,8 @@ class Switches:
     """Answer this many Reserve calls with RESOURCE_EXHAUSTED."""
     cached_tokens: int = 0
     """The number of cached tokens of a prompt, plus one for each token that was generated before."""
+    reloaded_tokens: int = 0
+    """The number of the cached tokens of a prompt that were loaded from a tier."""
     silent_reserve: bool = False
     """Never answer Reserve."""
     held_reserves: int = 0
@@ -159,6 +162,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.batches = 0
         self.pages: dict[bytes, PrefixRun] = {}
         """The pages in its prefix cache, each as a run of one page."""
+        self.tiers: tuple[TierLoad, ...] = ()
+        """The tiers in its load reports."""
+        self.read_aheads: list[PrefixRun] = []
+        self.kept: list[TierPages] = []
+        """The pages that it has in tiers only."""
         self.listed = 0
 
     async def start(self) -> "FakeWorker":
@@ -188,7 +196,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         return WorkerInfo(
             PeerRef(self.worker_id, self.incarnation), self.role, self.address, facts, self.pages_total,
             self.page_tokens, self.max_batch_requests, self.max_step_tokens, "cpu", "in-memory", self.not_ready,
-            closing=self.closing,
+            closing=self.closing, kv_tier_pages=64,
         )  # fmt: skip
 
     @property
@@ -214,7 +222,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     async def ListPrefixes(self, _request: Any, _context: Any) -> Any:
         self.listed += 1
         return conversion.to_proto(
-            PrefixList(self.batches, tuple(self.pages.values())), worker_pb2.ListPrefixesResponse
+            PrefixList(self.batches, tuple(self.pages.values()), tuple(self.kept)), worker_pb2.ListPrefixesResponse
         )
 
     def cache(self, digests: Sequence[bytes], *, reported: bool = True) -> None:
@@ -226,9 +234,21 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         for queue in self.streams.values() if reported else ():
             queue.put_nowait(StepOutput(self.step, (), self.load, (changes,)))
 
+    def keep(self, digests: Sequence[bytes], tier: KvTier) -> None:
+        """Reports pages that it has in a tier only."""
+        self.batches += 1
+        self.kept.append(TierPages(tier, tuple(digests)))
+        changes = PrefixChanges(self.batches, tiers=(self.kept[-1],))
+        for queue in self.streams.values():
+            queue.put_nowait(StepOutput(self.step, (), self.load, (changes,)))
+
+    async def ReadAhead(self, request: Any, _context: Any) -> worker_pb2.ReadAheadResponse:
+        self.read_aheads.append(conversion.from_proto(request.prefix, PrefixRun))
+        return worker_pb2.ReadAheadResponse()
+
     @property
     def load(self) -> WorkerLoad:
-        return WorkerLoad(0, 0, len(self.tasks), 0, self.pages_total, cost=self.cost)
+        return WorkerLoad(0, 0, len(self.tasks), 0, self.pages_total, cost=self.cost, tiers=self.tiers)
 
     async def Reserve(self, request: Any, _context: Any) -> Any:
         reservation = conversion.from_proto(request, Reservation)
@@ -298,6 +318,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             event_times=(EventTime.now(LifecycleEvent.PREFILL_STARTED), EventTime.now(LifecycleEvent.PREFILL_FINISHED)),
             logprobs=answer_logprobs(self._token(prompt, index), task.sampling.logprobs),
             cached_tokens=self.switches.cached_tokens + index, prompt_logprobs=prompt_logprobs(task),
+            reloaded_tokens=self.switches.reloaded_tokens,
         )  # fmt: skip
         if only or not self.switches.decode_first:
             self.send(task.router_id, first)

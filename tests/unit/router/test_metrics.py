@@ -37,6 +37,7 @@ from tandem.net.security.credentials import metrics_key_of
 from tandem.protocol.errors import InvalidArgument, TransferFailed, Unavailable
 from tandem.protocol.generated.tandem.v1 import inference_pb2
 from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent, Timeline
+from tandem.protocol.lifecycle.placement import TOKEN_SOURCES, PlacementStats, PromptCost
 from tandem.protocol.lifecycle.spans import Phase, spans_of
 from tandem.protocol.messages import FinishReason, PeerRef, SamplingParams
 from tandem.settings.model import ModelSettings
@@ -324,13 +325,16 @@ def test_every_code_begins_at_zero(metrics: RouterMetrics) -> None:
 
 
 def test_predictions_and_regret(metrics: RouterMetrics) -> None:
-    prediction = Placement(PeerRef("p", 1), None, 0.2, 0.01, 0, 10, 0.3, 0.35)
-    record = PlacementRecord("r", "p", "d", "tight", prediction, ttft_s=0.4, itl_s=0.02, cached_tokens=0)
+    cost = PromptCost(5, 40, 10, 0.0, 0.1, 0.1)
+    prediction = Placement(PeerRef("p", 1), None, 0.2, 0.01, 45, 10, 0.3, 0.35, cost)
+    record = PlacementRecord("r", "p", "d", "tight", prediction, 0.4, 0.02, cached_tokens=25, reloaded_tokens=20)
+    assert record.stats == PlacementStats(5, 20, 30, cost, 0.4, record.regret_s)
     metrics.placed(record)
     metrics.placed(replace(record, itl_s=None, ttft_s=0.2))
     registry = metrics.registry
     assert registry.counter(f.PLACEMENTS).value == 2
     assert registry.counter(f.REGRET).value == pytest.approx(0.15)
+    assert [registry.counter(f.PLACED_TOKENS, source).value for source in TOKEN_SOURCES] == [10, 40, 60]
     assert registry.counter(f.PREDICTED, "ttft").value == pytest.approx(0.4)
     assert registry.counter(f.ACTUAL, "ttft").value == pytest.approx(0.6)
     assert registry.counter(f.ACTUAL, "itl").value == pytest.approx(0.02)

@@ -11,18 +11,31 @@ from typing import Any
 import pytest
 
 from kv_transfer.in_memory_fabric import InMemoryFabric
+from tandem.cost_model.prefix_reload import reload_seconds
 from tandem.engine.cache.prefix_cache import Prefix
 from tandem.engine.cache.tiers.cache_tiers import CacheTiers, Reload
-from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.config import EngineConfig
 from tandem.metrics import families as f
 from tandem.protocol.errors import InvalidArgument, ResourceExhausted, RoleClosed, TandemError
 from tandem.protocol.kv_pages import STATE, KvPages
-from tandem.protocol.messages import Assignment, PrefillTask, RequestRef, Reservation, Role, SamplingParams
+from tandem.protocol.messages import (
+    Assignment,
+    PrefillTask,
+    RequestRef,
+    Reservation,
+    Role,
+    SamplingParams,
+    TierLoad,
+    WorkerLoad,
+)
+from tandem.protocol.page_digests import page_digests, root_digest
+from tandem.protocol.prefixes import KvTier, PrefixRun
+from tandem.worker.config import WorkerConfig
+from tandem.worker.kv_tiers import make_tiers
 from tandem.worker.reporting.metrics import tier_facts
-from tests.factories import tiny_engine_config, write_tiny_model
 from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to
 from tests.soak import SOAKING
-from tests.worker_pair import End, PairedRunner, RequestOutput, WorkerPair, until
+from tests.worker_pair import End, RequestOutput, WorkerPair, tiny_engines, until
 
 PAGE_BYTES = PAGE_TOKENS * 2 * 4
 HYBRID = (None, 2 * PAGE_TOKENS, STATE)
@@ -32,7 +45,9 @@ CONVERSATIONS, TURNS = (500, 6) if SOAKING else (6, 4)
 @pytest.fixture(autouse=True)
 def _reload_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reload is chosen whenever it is possible, so that timing decides nothing."""
-    monkeypatch.setattr("tandem.worker.kv_tiers.saved_seconds", lambda _cost, _context, tokens, *_: float(tokens))
+    monkeypatch.setattr(
+        "tandem.cost_model.prefix_reload.saved_seconds", lambda _cost, _context, tokens, *_: float(tokens)
+    )
 
 
 def tiers_of(end: End) -> CacheTiers:
@@ -154,7 +169,7 @@ async def test_an_evicted_prefix_comes_back(
         assert again.cached_tokens == 12 * PAGE_TOKENS
         # In a group with a window, the last pages suffice.
         needed = 12 if len(windows) == 1 else 12 + 2 + 1
-        facts = tier_facts(tiers_of(pair.decode))
+        facts = tier_facts(tiers_of(pair.decode), pair.decode.worker.admission.pull_counts)
         loaded = facts[f.TIER_PAGES]
         assert isinstance(loaded, dict)
         assert sum(pages for (_, event), pages in loaded.items() if event == "loaded") == needed
@@ -301,14 +316,14 @@ async def test_a_prefix_that_is_being_loaded_is_paid_once(monkeypatch: pytest.Mo
         await evict(pair.decode)
         tiers, cache = tiers_of(pair.decode), pair.decode.worker._cache
         tier = tiers.tiers[0]
-        tiers._rates[tier.name].add(tiers.clock(), tier.page_bytes, 1.0)
+        tiers._rates[tier.tier].add(tiers.clock(), tier.page_bytes, 1.0)
         read = tier.read
         monkeypatch.setattr(tier, "read", lambda key: read(key) if go.wait(60) else None)
         predicted = []
         for tokens in (prompt, prompt, [*prompt, *range(500, 500 + 2 * PAGE_TOKENS)]):
             reload = tiers.plan(cache.prefix(tokens, ""), 1)
             assert reload is not None
-            predicted.append(tiers.predicted_s(reload))
+            predicted.append(reload_seconds(reload.pages, tiers.loads))
             tiers.begin(reload, 60.0)
         assert predicted == [8.0, 8.0, 10.0]
         go.set()
@@ -352,7 +367,7 @@ async def test_pages_that_cannot_be_read_do_not_count_in_the_rate(
         tiers = tiers_of(pair.decode)
         monkeypatch.setattr(tiers.tiers[0], "read", lambda _: None)
         await ask(pair, "again", prompt)
-        assert tiers._rates["disk"].seconds(1, tiers.clock()) == float("inf")
+        assert tiers._rates[KvTier.DISK].seconds(1, tiers.clock()) == float("inf")
 
 
 async def test_a_request_that_is_rejected_loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,7 +399,7 @@ async def test_a_request_that_is_rejected_loads_nothing(monkeypatch: pytest.Monk
 
 
 async def test_no_tier_is_used_if_computing_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.worker.kv_tiers.saved_seconds", lambda *_: -1.0)
+    monkeypatch.setattr("tandem.cost_model.prefix_reload.saved_seconds", lambda *_: -1.0)
     prompt = list(range(11, 11 + 8 * PAGE_TOKENS + 2))
     async with WorkerPair(both=True, pages=40, kv_host_bytes=1 << 16) as pair:
         await ask(pair, "first", prompt)
@@ -396,7 +411,8 @@ async def test_no_tier_is_used_if_computing_is_faster(monkeypatch: pytest.Monkey
 
 async def test_a_slow_tier_is_left_out_where_a_fast_one_pays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "tandem.worker.kv_tiers.saved_seconds", lambda _cost, _context, tokens, _chunk, reload_s: tokens - reload_s
+        "tandem.cost_model.prefix_reload.saved_seconds",
+        lambda _cost, _context, tokens, _chunk, reload_s: tokens - reload_s,
     )
     prompt = list(range(11, 11 + 12 * PAGE_TOKENS + 2))
     disk: dict[str, Any] = {"kv_disk_bytes": 1 << 20, "kv_disk_path": tmp_path}
@@ -404,7 +420,7 @@ async def test_a_slow_tier_is_left_out_where_a_fast_one_pays(tmp_path: Path, mon
         await ask(pair, "first", prompt)
         await evict(pair.decode)
         tiers = tiers_of(pair.decode)
-        tiers._rates["disk"].add(tiers.clock(), 1, 1e6)
+        tiers._rates[KvTier.DISK].add(tiers.clock(), 1, 1e6)
         # Host memory has the pages that were released last: the first ones.
         assert (await ask(pair, "again", prompt)).cached_tokens == 8 * PAGE_TOKENS
         assert [tier.counts.loaded_pages for tier in tiers.tiers] == [8, 0]
@@ -436,16 +452,11 @@ async def test_a_decode_worker_needs_no_room_for_tiers(caplog: pytest.LogCapture
     await end.stop()
 
 
-def test_workers_of_several_ranks_refuse_tiers() -> None:
-    from tandem.engine.config import EngineConfig
-    from tandem.protocol.messages import Role
-    from tandem.worker.config import WorkerConfig
-    from tandem.worker.kv_tiers import make_tiers
-
-    engine = replace(EngineConfig.of(Path("fake")), tensor_parallel_size=2)
-    config = WorkerConfig("w", Role.BOTH, engine, kv_host_bytes=1 << 20)
+def test_workers_whose_ranks_divide_tokens_refuse_tiers() -> None:
+    engine = replace(EngineConfig.of(Path("fake")), context_parallel_size=2)
+    config = WorkerConfig("w", Role.PREFILL, engine, kv_host_bytes=1 << 20)
     check: Callable[..., object] = make_tiers
-    with pytest.raises(InvalidArgument, match="for workers of one rank"):
+    with pytest.raises(InvalidArgument, match="kv_host_bytes: is not for workers whose ranks divide tokens"):
         check(config, None, None)
 
 
@@ -453,17 +464,10 @@ def test_workers_of_several_ranks_refuse_tiers() -> None:
 async def test_a_real_model_answers_the_same_after_a_reload(kind: str, tmp_path: Path) -> None:
     """A model with 8-bit pages, and one with states: their pages move as they are."""
     codes = {"kv_cache_dtype": "int8"} if kind == "llama3" else {}
-    config = tiny_engine_config(write_tiny_model(tmp_path / "model", kind), kv_cache_bytes=2 << 20, **codes)
-
-    def make(_pages: int) -> PairedRunner:
-        engine = PairedRunner.load(config, kernels=ReferenceKernels())
-        assert isinstance(engine, PairedRunner)
-        return engine
-
     prompt = [(7 * position + 3) % 157 for position in range(110)]
     greedy = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     settings: dict[str, Any] = {"kv_host_bytes": 1 << 19, "kv_disk_bytes": 4 << 20, "kv_disk_path": tmp_path / "kv"}
-    async with WorkerPair(make_engine=make, both=True, **settings) as pair:
+    async with WorkerPair(make_engine=tiny_engines(tmp_path / "model", kind, **codes), both=True, **settings) as pair:
         end, outputs = pair.decode, []
         for name in ("first", "again"):
             await end.worker.reload(pair.reservation(name, prompt, greedy))
@@ -475,3 +479,83 @@ async def test_a_real_model_answers_the_same_after_a_reload(kind: str, tmp_path:
         first, again = outputs
         assert (first.cached_tokens, again.cached_tokens) == (0, 109 // end.engine.page_tokens * end.engine.page_tokens)
         assert again.tokens == first.tokens
+
+
+# ---- what routers hear of it ----
+
+
+async def test_a_router_knows_where_pages_are_and_what_loading_takes() -> None:
+    prompt = list(range(11, 11 + 8 * PAGE_TOKENS + 2))
+    digests = set(page_digests(prompt, PAGE_TOKENS, root_digest("")))
+    async with WorkerPair(both=True, pages=40, kv_host_bytes=1 << 16) as pair:
+        stream = pair.decode.worker.attach("indexer", prefixes=True)
+        places: dict[bytes, KvTier | None] = {}
+        loads: list[WorkerLoad] = []
+
+        async def read() -> None:
+            async for step in stream.messages():
+                loads.append(step.load)
+                for changes in step.prefixes:
+                    for digest in changes.removed:
+                        del places[digest]
+                    places.update(dict.fromkeys((d for run in changes.stored for d in run.digests), None))
+                    places.update((d, part.tier) for part in changes.tiers for d in part.digests)
+
+        reader = asyncio.create_task(read())
+        assert (await ask(pair, "first", prompt)).reloaded_tokens == 0
+        await until(lambda: places.keys() >= digests)
+        assert {places[digest] for digest in digests} == {None}
+        await evict(pair.decode)
+        pair.decode.worker._tiers_changed()
+        await until(lambda: {places.get(digest) for digest in digests} == {KvTier.HOST})
+        assert loads[-1].tiers == (TierLoad(KvTier.HOST),)
+        again = await ask(pair, "again", prompt)
+        assert (again.cached_tokens, again.reloaded_tokens) == (8 * PAGE_TOKENS, 8 * PAGE_TOKENS)
+        await until(lambda: {places.get(digest) for digest in digests} == {None})
+        await until(lambda: loads[-1].tiers and loads[-1].tiers[0].page_s > 0)
+        third = await ask(pair, "third", prompt)
+        assert (third.cached_tokens, third.reloaded_tokens) == (8 * PAGE_TOKENS, 0)
+        await pair.empty()
+        pair.decode.worker.detach(stream)
+        await reader
+
+
+async def test_pages_of_an_earlier_process_are_reported_without_a_step(tmp_path: Path) -> None:
+    prompt = list(range(11, 11 + 8 * PAGE_TOKENS + 2))
+    settings: dict[str, Any] = {"kv_disk_bytes": 1 << 20, "kv_disk_path": tmp_path}
+    async with WorkerPair(both=True, pages=40, **settings) as pair:
+        await ask(pair, "first", prompt)
+        await saved(pair.decode)
+    async with WorkerPair(both=True, pages=40, **settings) as pair:
+        known: set[bytes] = set()
+        stream = pair.decode.worker.attach("indexer", prefixes=True)
+        tiers = tiers_of(pair.decode)
+
+        async def read() -> None:
+            async for step in stream.messages():
+                known.update(d for changes in step.prefixes for part in changes.tiers for d in part.digests)
+
+        reader = asyncio.create_task(read())
+        await until(tiers.opened.is_set)
+        known.update(d for part in pair.decode.worker.report.known_prefixes().tiers for d in part.digests)
+        await until(lambda: known >= set(page_digests(prompt, PAGE_TOKENS, root_digest(""))[:8]))
+        pair.decode.worker.detach(stream)
+        await reader
+
+
+async def test_pages_are_read_ahead_before_the_prompt_is_sent() -> None:
+    prompt = list(range(11, 11 + 8 * PAGE_TOKENS + 2))
+    root = root_digest("")
+    async with WorkerPair(both=True, pages=40, kv_host_bytes=1 << 16) as pair:
+        await ask(pair, "first", prompt)
+        await evict(pair.decode)
+        tier = tiers_of(pair.decode).tiers[0]
+        await pair.decode.worker.read_ahead(PrefixRun(root, tuple(page_digests(prompt, PAGE_TOKENS, root)[:6])))
+        await until(lambda: tier.counts.loaded_pages == 6)
+        again = await ask(pair, "again", prompt)
+        assert (again.cached_tokens, again.reloaded_tokens) == (8 * PAGE_TOKENS, 8 * PAGE_TOKENS)
+        assert tier.counts.loaded_pages == 8
+        await pair.decode.worker.read_ahead(PrefixRun(root, tuple(page_digests([5] * 40, PAGE_TOKENS, root))))
+        await pair.empty()
+    async with WorkerPair(both=True, pages=40) as pair:
+        await pair.decode.worker.read_ahead(PrefixRun(root, (b"unknown",)))

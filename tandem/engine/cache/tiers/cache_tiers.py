@@ -32,11 +32,12 @@ from tandem.engine.cache.tiers.tier import MeasuredRate, StoredPage, Tier
 from tandem.engine.memory import GIB
 from tandem.protocol.errors import FailedPrecondition, ResourceExhausted
 from tandem.protocol.kv_pages import FREED
-from tandem.protocol.messages import RequestRef
+from tandem.protocol.messages import RequestRef, TierLoad
+from tandem.protocol.prefixes import KvTier
 
 log = logging.getLogger(__name__)
 
-_BATCH = 64
+BATCH = 64
 """The maximum number of pages copied together: those whose checksums a GPU computes in one launch.
 
 A reload waits at most for one batch of saves.
@@ -51,8 +52,8 @@ class Reload:
 
     prefix: Prefix
     end: int
-    sizes: dict[str, int]
-    """The bytes to be loaded from each tier, by its name, without those that an earlier reload loads."""
+    pages: dict[KvTier, int]
+    """The number of pages to be loaded from each tier, without those that an earlier reload loads."""
     keys: frozenset[PageKey] = frozenset()
     """The pages that this reload loads, or an earlier one for it."""
     deadline: float = 0.0
@@ -79,21 +80,23 @@ class CacheTiers:
         self.clock = clock
         self._cache = cache
         self._copies = copies
-        self._rates = {tier.name: MeasuredRate() for tier in tiers}
+        self._rates = {tier.tier: MeasuredRate() for tier in tiers}
         self._reloads: deque[Reload] = deque()
         self._current: Reload | None = None
         self._numbers = itertools.count(1)
         self._work = threading.Event()
-        self._saves = PendingSaves(self._work.set)
+        self._saves = PendingSaves(self._wake)
         self._stopping = False
+        self._on_open: Callable[[], None] = lambda: None
         self.opened = threading.Event()
         """Set once the tiers are open: the memory is allocated, and files of an earlier process are known."""
         self._thread = threading.Thread(target=self._run, name="kv-tiers", daemon=True)
 
-    def start(self) -> None:
-        """Save pages from now on, and start the thread, which first opens the tiers. Idempotent."""
+    def start(self, on_open: Callable[[], None] = lambda: None) -> None:
+        """Save pages from now on, and start the thread, which first opens the tiers and calls `on_open`. Idempotent."""
         if self._thread.ident is None:
-            self._cache.save_to(self._saves)
+            self._on_open = on_open
+            self._cache.save_to(self._saves, self._tier_of)
             self._thread.start()
 
     # ---- any thread ----
@@ -104,22 +107,26 @@ class CacheTiers:
         end, missing = self._cache.reusable(prefix, lambda key: any(key in tier for tier in usable))
         if not missing:
             return None
-        sizes = dict.fromkeys((tier.name for tier in usable), 0)
+        pages = dict.fromkeys((tier.tier for tier in usable), 0)
         # Concurrent requests with one prefix load it once: the later ones find the pages in the pool.
         keys = frozenset(missing)
         for key in keys.difference(*(earlier.keys for earlier in self._begun())):
             tier = next((tier for tier in usable if key in tier), None)
             if tier is not None:
-                sizes[tier.name] += tier.page_bytes
-        return Reload(Prefix(prefix.root, prefix.digests[:end], end), end, sizes, keys)
+                pages[tier.tier] += 1
+        return Reload(Prefix(prefix.root, prefix.digests[:end], end), end, pages, keys)
 
-    def predicted_s(self, reload: Reload) -> float:
-        """Return the seconds until a reload ends, with those before it, by the measured rates of the tiers."""
-        now = self.clock()
-        return sum(
-            self._rates[name].seconds(size, now)
-            for each in (reload, *self._begun())
-            for name, size in each.sizes.items()
+    @property
+    def loads(self) -> tuple[TierLoad, ...]:
+        """The measured speed of each tier and the depth of its queue."""
+        now, begun = self.clock(), self._begun()
+        return tuple(
+            TierLoad(
+                tier.tier,
+                self._rates[tier.tier].seconds(tier.page_bytes, now),
+                sum(reload.pages.get(tier.tier, 0) for reload in begun),
+            )
+            for tier in self.tiers
         )
 
     @property
@@ -128,10 +135,21 @@ class CacheTiers:
         return tuple(f"{tier.name} {tier.capacity * tier.page_bytes / GIB:.4g} GiB" for tier in self.tiers)
 
     @property
+    def capacity(self) -> int:
+        """Number of pages for which the tiers have room."""
+        return sum(tier.capacity for tier in self.tiers)
+
+    @property
     def stalled(self) -> bool:
         """True if a reload has not ended by its deadline, because a tier does not respond."""
         now = self.clock()
         return any(now > reload.deadline for reload in self._begun())
+
+    def _tier_of(self, key: PageKey) -> KvTier | None:
+        return next((tier.tier for tier in self.tiers if key in tier), None)
+
+    def _report(self, key: PageKey) -> None:
+        self._cache.tier_changed(key.digest)
 
     def _begun(self) -> list[Reload]:
         """Return the reload in progress and those that wait for it."""
@@ -142,14 +160,17 @@ class CacheTiers:
         """Start a reload, which ends within `within_s` seconds unless a tier hangs; `reload.done` then completes."""
         reload.deadline = self.clock() + within_s
         self._reloads.append(reload)
-        self._work.set()
+        self._wake()
 
     def close(self) -> None:
         """End the thread and free the memory of the tiers. Idempotent. Reloads that have not begun end at once."""
         self._stopping = True
-        self._work.set()
+        self._wake()
         if self._thread.is_alive():
             self._thread.join(_JOIN_S)
+
+    def _wake(self) -> None:
+        self._work.set()
 
     # ---- the thread ----
 
@@ -178,7 +199,12 @@ class CacheTiers:
         for tier, next_tier in itertools.pairwise(opened):
             tier.next_tier = next_tier
         self.tiers = opened
+        for tier in opened:
+            tier.on_change = self._report
+            for key in tier.stored_keys():
+                self._report(key)
         self.opened.set()
+        self._on_open()
 
     def _step(self) -> bool:
         """Do the next reload, a batch of saves or a write to a lower tier; return False if there was none of them."""
@@ -199,7 +225,7 @@ class CacheTiers:
     def _save(self) -> bool:
         """Save a batch of pages; return False if there are none."""
         with self._cache.pool.lock:
-            saves = self._saves.take(_BATCH)
+            saves = self._saves.take(BATCH)
         try:
             if self.tiers:
                 self._store([save for save in saves if not self._touch(save)])
@@ -241,10 +267,10 @@ class CacheTiers:
         entries = [entry for entry, page in enumerate(pages) if page != FREED]
         failed = set(entries)
         try:
-            for first in range(0, len(entries), _BATCH):
+            for first in range(0, len(entries), BATCH):
                 if self.clock() > reload.deadline or self._stopping:
                     break
-                batch = entries[first : first + _BATCH]
+                batch = entries[first : first + BATCH]
                 loaded = self._load_batch(reload, pages, batch)
                 failed.difference_update(loaded)
                 if len(loaded) < len(batch):
@@ -263,7 +289,7 @@ class CacheTiers:
                 began = self.clock()
                 right = self._load_from(tier, pages, {entry: keys[entry] for entry in here})
                 seconds = self.clock() - began
-                self._rates[tier.name].add(self.clock(), len(right) * tier.page_bytes, seconds)
+                self._rates[tier.tier].add(self.clock(), len(right) * tier.page_bytes, seconds)
                 tier.counts.loaded_s += seconds
                 tier.counts.loaded_pages += len(right)
                 loaded += right

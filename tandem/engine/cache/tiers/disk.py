@@ -24,6 +24,7 @@ from tandem.engine.cache.tiers.tier import Fill, StoredPage, Tier
 from tandem.engine.memory import GIB
 from tandem.protocol.errors import FailedPrecondition, InvalidArgument
 from tandem.protocol.page_digests import DIGEST_BYTES
+from tandem.protocol.prefixes import KvTier
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class DiskTier(Tier[Path]):
         Raises InvalidArgument, which names the setting to change, if the folder cannot be written, or if the disk is
         smaller than `capacity_bytes`.
         """
-        super().__init__("disk", capacity_bytes, page_bytes + _END.size)
+        super().__init__(KvTier.DISK, capacity_bytes, page_bytes + _END.size)
         self._folder = folder
         self._data_bytes = page_bytes
         self._lock: int | None = None
@@ -116,7 +117,7 @@ class DiskTier(Tier[Path]):
                 with contextlib.suppress(OSError):
                     part.unlink(missing_ok=True)
                 continue
-            self._pages[key] = path
+            self._put(key, path)
             self.counts.stored_pages += 1
 
     def read(self, key: PageKey) -> StoredPage | None:
@@ -144,7 +145,7 @@ class DiskTier(Tier[Path]):
 
     def discard(self, key: PageKey) -> None:
         """Delete a page, if it is stored."""
-        path = self._pages.pop(key, None)
+        path = self._pop(key)
         if path is None:
             return
         try:

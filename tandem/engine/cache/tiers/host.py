@@ -1,7 +1,5 @@
 """The host tier: KV pages in one allocation of host memory, pinned if the page pool is on a GPU."""
 
-import logging
-import mmap
 from collections.abc import Sequence
 from functools import partial
 from itertools import islice
@@ -11,11 +9,11 @@ import torch
 from torch import Tensor
 
 from tandem.engine.cache.page_key import PageKey
+from tandem.engine.cache.tiers.host_memory import HostMemory
 from tandem.engine.cache.tiers.tier import Fill, StoredPage, Tier
 from tandem.engine.memory import GIB, free_bytes
 from tandem.protocol.errors import InvalidArgument
-
-log = logging.getLogger(__name__)
+from tandem.protocol.prefixes import KvTier
 
 
 class HostTier(Tier[tuple[int, int]]):
@@ -29,7 +27,7 @@ class HostTier(Tier[tuple[int, int]]):
 
         Raises InvalidArgument if it holds no page, or if the host has less free memory.
         """
-        super().__init__("host", capacity_bytes, page_bytes)
+        super().__init__(KvTier.HOST, capacity_bytes, page_bytes)
         if not self.capacity:
             raise InvalidArgument(
                 "kv_host_bytes", f"{capacity_bytes} bytes hold no KV page, which takes {page_bytes} bytes; choose more"
@@ -41,31 +39,17 @@ class HostTier(Tier[tuple[int, int]]):
                 " that are free; choose less",
             )
         self._device = device
-        self._pinned = False
+        self._allocation: HostMemory | None = None
         self._memory = torch.empty(0, page_bytes, dtype=torch.uint8)
         self._free: list[int] = []
         self._ahead: dict[PageKey, None] = {}
         """The pages that the next tier does not have yet, oldest first."""
 
     def open(self) -> None:
-        """Allocate the memory. Pinning it takes about 0.2 s per GiB; without it, copies are slower."""
-        size = self.capacity * self.page_bytes
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        self._memory = torch.frombuffer(memory, dtype=torch.uint8).view(self.capacity, self.page_bytes)
-        if self._device.type == "cuda":
-            self._pin(size)
+        """Allocate the memory."""
+        self._allocation = HostMemory(self.capacity, self.page_bytes, self._device)
+        self._memory = self._allocation.rows
         self._free = list(range(self.capacity - 1, -1, -1))
-
-    def _pin(self, size: int) -> None:
-        try:
-            # The current device is a property of each thread. Not `pin_memory`, which rounds up to a power of two.
-            with torch.cuda.device(self._device):
-                torch.cuda.check_error(_cudart().cudaHostRegister(self._memory.data_ptr(), size, 0))
-            self._pinned = True
-        except RuntimeError as error:
-            log.warning("the host memory of KV pages is not pinned, so copies are slow: %s", error)
 
     def store(self, keys: Sequence[PageKey], fill: Fill) -> None:
         """Store pages (`Tier.store`); `fill` is called for as many pages at once as the memory holds."""
@@ -73,11 +57,16 @@ class HostTier(Tier[tuple[int, int]]):
             part = keys[first : first + self.capacity]
             self._evict(len(part) - len(self._free))
             slots = [self._free.pop() for _ in part]
-            for key, slot, checksum in zip(part, slots, fill([self._memory[slot] for slot in slots]), strict=True):
+            try:
+                sums = fill([self._memory[slot] for slot in slots])
+            except BaseException:
+                self._free += slots
+                raise
+            for key, slot, checksum in zip(part, slots, sums, strict=True):
                 if checksum is None:
                     self._free.append(slot)
                 else:
-                    self._pages[key] = slot, checksum
+                    self._put(key, (slot, checksum))
                     self.counts.stored_pages += 1
                     if self.next_tier is not None and key not in self.next_tier:
                         self._ahead[key] = None
@@ -120,16 +109,12 @@ class HostTier(Tier[tuple[int, int]]):
     def discard(self, key: PageKey) -> None:
         """Delete a page, if it is stored."""
         self._ahead.pop(key, None)
-        if (location := self._pages.pop(key, None)) is not None:
+        if (location := self._pop(key)) is not None:
             self._free.append(location[0])
 
     def close(self) -> None:
         """Free the memory."""
         self._pages.clear()
-        if self._pinned:
-            torch.cuda.check_error(_cudart().cudaHostUnregister(self._memory.data_ptr()))
         self._memory = torch.empty(0, self.page_bytes, dtype=torch.uint8)
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if self._allocation is not None:
+            self._allocation.close()

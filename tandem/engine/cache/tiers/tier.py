@@ -15,6 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from torch import Tensor
 
 from tandem.engine.cache.page_key import PageKey
+from tandem.protocol.prefixes import KvTier
 
 Location = TypeVar("Location")
 
@@ -56,14 +57,17 @@ class Tier(ABC, Generic[Location]):
     Only one thread may call the methods, but any thread may test for membership (`key in tier`) and read the counts.
     """
 
-    def __init__(self, name: str, capacity_bytes: int, page_bytes: int) -> None:
-        self.name = name
+    def __init__(self, tier: KvTier, capacity_bytes: int, page_bytes: int) -> None:
+        self.tier = tier
+        self.name = tier.name.lower()
         self.page_bytes = page_bytes
         self.capacity = capacity_bytes // page_bytes
         """The maximum number of pages."""
         self.counts = TierCounts()
         self.next_tier: Tier[Any] | None = None
         """The tier that gets the pages which this one evicts; None if there is none. Set when both are open."""
+        self.on_change: Callable[[PageKey], None] = lambda _: None
+        """Called after a page was stored or deleted."""
         self._pages: OrderedDict[PageKey, Location] = OrderedDict()
         """The location of each stored page, the least recently used page first."""
 
@@ -73,6 +77,21 @@ class Tier(ABC, Generic[Location]):
     def __len__(self) -> int:
         """Return the number of stored pages."""
         return len(self._pages)
+
+    def stored_keys(self) -> list[PageKey]:
+        """Return the keys of all stored pages."""
+        return list(self._pages)
+
+    def _put(self, key: PageKey, location: Location) -> None:
+        self._pages[key] = location
+        self.on_change(key)
+
+    def _pop(self, key: PageKey) -> Location | None:
+        """Remove a page from the index; return its location, or None if it is not stored."""
+        location = self._pages.pop(key, None)
+        if location is not None:
+            self.on_change(key)
+        return location
 
     def touch(self, key: PageKey) -> None:
         """Make a page the most recently used one, if it is stored."""

@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tandem.engine.cache.page_pool import PagePool
 from tandem.engine.cache.prefix_cache import Prefix, PrefixCache
 from tandem.protocol.errors import ResourceExhausted
-from tandem.protocol.kv_pages import KvPages
-from tandem.protocol.messages import RequestRef
+from tandem.protocol.kv_pages import FREED, KvPages
+from tandem.protocol.messages import Lease, RequestRef
 from tests.soak import examples
 
 TOTAL, PAGE = 12, 2
@@ -79,6 +79,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache = PrefixCache(self.pool, KvPages(PAGE))
         self.reference = Reference()
         self.requests: list[Request] = []
+        self.pulls: list[tuple[Lease, Request]] = []
         self.started = 0
         self.queries = self.hits = 0
 
@@ -108,6 +109,9 @@ class CacheMachine(RuleBasedStateMachine):
         request = data.draw(st.sampled_from([request for request in self.requests if not request.published]))
         request.published = True
         self.cache.publish(request.ref, request.prefix, request.pages)
+        self._index(request)
+
+    def _index(self, request: Request) -> None:
         for path in request.paths[len(request.read) :]:
             if path not in self.reference.readers:
                 self.reference.readers[path] = 1
@@ -127,6 +131,45 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.leave(request.ref, request.prefix, request.pages)
         self.reference.owned -= request.owned
         self.reference.release(request.read)
+
+    @rule(salt=st.sampled_from(["", "s"]), tokens=st.lists(st.integers(0, 1), min_size=PAGE, max_size=9))
+    def pull(self, salt: str, tokens: list[int]) -> None:
+        """Advertise pages to a worker that sends a prefix."""
+        self.started += 1
+        lease = Lease(f"p{self.started}", 1, self.started)
+        prefix = self.cache.prefix(tokens, salt)
+        paths: list[Path] = [(salt, *tokens[: PAGE * n]) for n in range(1, len(tokens) // PAGE + 1)]
+        indexed = next((n for n, path in enumerate(paths) if path not in self.reference.readers), len(paths))
+        read = self.reference.read(paths)
+        if len(read) < indexed or len(paths) - indexed > self.reference.room:
+            with pytest.raises(ResourceExhausted):
+                self.cache.begin_pull(lease, prefix, len(paths))
+            self.reference.release(read)
+            return
+        pages, held = self.cache.begin_pull(lease, prefix, len(paths))
+        assert held == indexed
+        self.reference.take(len(paths) - held)
+        ref = RequestRef(lease.request_id, 1)
+        self.pulls.append((lease, Request(ref, prefix, pages, paths, read, len(paths) - held)))
+
+    @precondition(lambda self: self.pulls)
+    @rule(data=st.data(), outcome=st.sampled_from(["arrives", "is damaged", "ends"]))
+    def end_pull(self, data: st.DataObject, outcome: str) -> None:
+        """The pages have arrived, with the right checksums or not, or their lease has ended."""
+        lease, pull = self.pulls.pop(data.draw(st.integers(0, len(self.pulls) - 1)))
+        if outcome == "ends":
+            if pull.owned:
+                self.pool.free_lease(lease)
+            self.cache.release(pull.prefix)
+        else:
+            if pull.owned:
+                self.pool.adopt(lease, pull.ref)
+            sent = [entry for entry, page in enumerate(pull.pages) if page != FREED]
+            self.cache.complete_reload(pull.ref, pull.prefix, pull.pages, sent if outcome == "is damaged" else ())
+            if outcome == "arrives":
+                self._index(pull)
+        self.reference.owned -= pull.owned
+        self.reference.release(pull.read)
 
     @rule(pages=st.integers(0, 3))
     def reserve(self, pages: int) -> None:
@@ -148,7 +191,7 @@ class CacheMachine(RuleBasedStateMachine):
         counts, reference = self.pool.counts(), self.reference
         assert len(self.cache) == len(reference.readers)
         assert counts.shared == sum(count > 0 for count in reference.readers.values())
-        assert (counts.owned, counts.reserved) == (reference.owned, reference.reserved)
+        assert (counts.owned + counts.advertised, counts.reserved) == (reference.owned, reference.reserved)
         assert (self.cache.query_tokens, self.cache.hit_tokens) == (self.queries, self.hits)
         for request in self.requests:
             assert len(request.prefix.pages) == len(request.read)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import Pipe
+from pathlib import Path
 from threading import Thread
 
 import numpy as np
@@ -24,7 +25,7 @@ from kv_transfer.rank_plan import RankedPages, even_stages, pool_page_bytes
 from kv_transfer.ranks.group_transport import SLACK_S, GroupTransport, rank_peer
 from kv_transfer.ranks.page_sums import GroupPageSums
 from kv_transfer.ranks.remote_transport import RemoteTransport
-from kv_transfer.ranks.transport_server import serve_transport
+from kv_transfer.ranks.transport_server import CopyRankPages, serve_transport
 from tandem.engine.cache.page_checksums import page_checksums
 from tandem.engine.cache.paged_cache import kernel_view
 from tandem.engine.config.kv import KvGroup
@@ -78,7 +79,7 @@ def open_group(
         pools.append(pool)
         if rank and in_processes:
             here, there = Pipe()
-            Thread(target=serve_transport, args=(there, open_rank, rank_sums), daemon=True).start()
+            Thread(target=serve_transport, args=(there, open_rank, rank_sums, shares_nothing), daemon=True).start()
             remote = RemoteTransport(here, rank)
             openers.append(remote.open)
             sums.append(remote.sums)
@@ -88,6 +89,10 @@ def open_group(
     notices: list[TransferNotice] = []
     transport = GroupTransport(me, [pages], openers, notices.append)
     return Group(transport, pages, pools, GroupPageSums([pages], sums[0], sums[1:]), notices)
+
+
+def shares_nothing(path: Path) -> CopyRankPages:
+    raise AssertionError(path)
 
 
 def begun(sums: PageSums, pages: list[int], filled: list[int], groups: list[int]) -> Future[Sequence[int]]:

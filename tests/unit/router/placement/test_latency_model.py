@@ -5,12 +5,15 @@ from dataclasses import replace
 import pytest
 
 from router.placement.latency_model import AnswerPrediction, PromptPrediction, exposed_transfer_s, prefill_time
+from tandem.cost_model.prefix_reload import ReloadOption
 from tandem.cost_model.step_work import StepWork, chunk_pairs
 from tandem.protocol.lifecycle.events import TransferStats
-from tandem.protocol.messages import Assignment, Role
+from tandem.protocol.lifecycle.placement import PromptCost
+from tandem.protocol.messages import Assignment, Role, TierLoad
 from tandem.protocol.policy_name import PolicyName
+from tandem.protocol.prefixes import KvTier
 from tandem.settings.slo import SloClass
-from tests.unit.router.fleets import H200, TestFleet, need
+from tests.unit.router.fleets import H200, TestFleet, load, need
 
 STRICT = SloClass("strict", ttft_s=2.0, itl_s=0.010)
 LOOSE = SloClass("loose", itl_s=0.040)
@@ -83,6 +86,32 @@ def test_cached_tokens_are_not_computed_but_the_last(at: TestFleet) -> None:
     prompt = PromptPrediction(worker, 1000, 1000)
     assert (prompt.cached, prompt.computed) == (999, 1)
     assert prompt.ttft_s < PromptPrediction(worker, 1000, 0).ttft_s
+
+
+def test_pages_are_loaded_while_earlier_prompts_are_computed(at: TestFleet) -> None:
+    worker = at.add("w", Role.PREFILL, **BIG)
+    worker.report(replace(load(), cost=H200, tiers=(TierLoad(KvTier.HOST, 0.001, 10),)))
+    reloads = [ReloadOption(16_000, {KvTier.HOST: 90})]
+    prompt = PromptPrediction(worker, 20_000, 1600, reloads=reloads)
+    assert (prompt.cached, prompt.reloaded, prompt.computed) == (17_600, 16_000, 2400)
+    assert prompt.reload_s == pytest.approx(0.1)
+    rest_s = PromptPrediction(worker, 20_000, 17_600).ttft_s
+    assert prompt.ttft_s == pytest.approx(0.1 + rest_s)
+    assert prompt.prompt_cost == PromptCost(1600, 16_000, 2400, 0.0, prompt.reload_s, prompt.compute_s)
+    assert prompt.prompt_cost.ttft_s == pytest.approx(prompt.ttft_s)
+    at.prompt("w", 8000)
+    behind = PromptPrediction(worker, 20_000, 1600, reloads=reloads)
+    loaded = PromptPrediction(worker, 20_000, 17_600)
+    assert behind.ttft_s == pytest.approx(loaded.ttft_s), "the prompts before take longer"
+    assert behind.prompt_cost.ttft_s == pytest.approx(behind.ttft_s)
+
+
+def test_what_is_faster_to_compute_is_not_loaded(at: TestFleet) -> None:
+    worker = at.add("w", Role.PREFILL, **BIG)
+    worker.report(replace(load(), cost=H200, tiers=(TierLoad(KvTier.DISK, 0.01),)))
+    prompt = PromptPrediction(worker, 2000, 0, reloads=[ReloadOption(1600, {KvTier.DISK: 100})])
+    assert (prompt.reloaded, prompt.reload_s, prompt.computed) == (0, 0.0, 2000)
+    assert prompt.ttft_s == PromptPrediction(worker, 2000, 0).ttft_s
 
 
 def test_a_missed_first_token_counts_and_so_does_what_answers_wait(at: TestFleet) -> None:

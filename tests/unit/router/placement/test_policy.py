@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,10 +12,11 @@ from router.placement.policy import Placement, PlacementPolicy
 from router.placement.queue import QueuedRequest
 from router.placement.worker_state import AnswerWork, PromptWork, WorkerState
 from tandem.protocol.lifecycle.events import TransferStats
-from tandem.protocol.messages import Role
+from tandem.protocol.messages import Role, TierLoad
 from tandem.protocol.mode import Mode
+from tandem.protocol.prefixes import KvTier
 from tandem.settings.slo import SloClass
-from tests.unit.router.fleets import H200, TestFleet, names, need
+from tests.unit.router.fleets import H200, MODEL, TestFleet, load, names, need
 
 STRICT = SloClass("strict", ttft_s=2.0, itl_s=0.010)
 RELAXED = SloClass("relaxed", ttft_s=2.0, itl_s=0.2)
@@ -52,6 +54,46 @@ def test_a_prompt_goes_where_its_beginning_is_unless_too_much_waits_there(at: Te
     assert names(placed(at, asked)) == ("p0", "d")
 
 
+def test_a_prompt_goes_where_it_is_loaded_sooner_than_computed(at: TestFleet) -> None:
+    for name in ("p0", "p1", "p2"):
+        at.add(name, Role.PREFILL, kv_tier_pages=1000, **BIG)
+    at.add("d", Role.DECODE, **BIG)
+    digests, holder = tuple(pages(125)), at.workers["p2"]
+    asked = need(2000, digests=digests)
+    at.fleet.prefixes.store(holder.slot, digests, KvTier.HOST)
+    assert names(placed(at, asked)) == ("p0", "d"), "it has not reported its tiers"
+
+    def report(page_s: float, queued: int = 0) -> None:
+        tiers = (TierLoad(KvTier.HOST, page_s, queued), TierLoad(KvTier.DISK))
+        holder.report(replace(load(), cost=H200, tiers=tiers))
+
+    report(1e-4)
+    chosen = placed(at, asked)
+    assert names(chosen) == ("p2", "d")
+    # The page of the last token is computed.
+    assert (chosen.prompt.resident_tokens, chosen.prompt.reloaded_tokens, chosen.computed_tokens) == (0, 1984, 16)
+    assert (chosen.cached_tokens, chosen.reload_pages) == (1984, {KvTier.HOST: 124})
+    assert chosen.ttft_s == pytest.approx(0.0124 + chosen.prompt.compute_s)
+    report(1e-4, 400)
+    assert names(placed(at, asked)) == ("p0", "d"), "too much is loaded before"
+    report(1e-3)
+    assert names(placed(at, asked)) == ("p0", "d"), "the tier is slow"
+    report(1e-4)
+    at.fleet.prefixes.store(at.workers["p1"].slot, digests[:100])
+    assert names(placed(at, asked)) == ("p1", "d"), "most of it is on a device"
+
+
+def test_pages_of_several_groups_are_loaded_for_a_page_of_the_index(at: TestFleet) -> None:
+    windows = replace(MODEL, kv_windows=(None, None, 64))
+    worker = at.add("w", Role.BOTH, model=windows, kv_tier_pages=1000, **BIG)
+    worker.report(replace(load(), cost=H200, tiers=(TierLoad(KvTier.HOST, 1e-5),)))
+    digests = tuple(pages(100))
+    at.fleet.prefixes.store(worker.slot, digests, KvTier.HOST)
+    chosen = placed(at, need(1601, digests=digests))
+    # Two groups without a window, and 63 tokens before the next one in the third group.
+    assert chosen.reload_pages == {KvTier.HOST: 2 * 100 + 4}
+
+
 def test_a_worker_is_looked_at_for_what_others_do_not_hold(at: TestFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Holding what those hold that are asked anyway is no reason: all hold the beginning of all prompts."""
     for number in range(6):
@@ -62,9 +104,9 @@ def test_a_worker_is_looked_at_for_what_others_do_not_hold(at: TestFleet, monkey
     looked: list[str] = []
     made = PromptPrediction.__init__
 
-    def note(prediction: PromptPrediction, worker: WorkerState, *rest: float) -> None:
+    def note(prediction: PromptPrediction, worker: WorkerState, *rest: Any, **more: Any) -> None:
         looked.append(worker.peer.worker_id)
-        made(prediction, worker, *rest)  # type: ignore[arg-type]
+        made(prediction, worker, *rest, **more)
 
     monkeypatch.setattr(PromptPrediction, "__init__", note)
     placed(at, need(2000, digests=tuple(pages(8)) + (b"x" * 16,) * 100))

@@ -7,7 +7,7 @@ import pytest
 from router.placement.prefix_index import PrefixIndex
 from router.workers.prefix_feed import PrefixFeed
 from tandem.protocol.page_digests import page_digests, root_digest
-from tandem.protocol.prefixes import PrefixChanges, PrefixList, PrefixRun
+from tandem.protocol.prefixes import KvTier, PrefixChanges, PrefixList, PrefixRun, TierPages
 
 PAGE = 4
 ROOT = root_digest("")
@@ -107,6 +107,77 @@ def test_against_a_plain_walk() -> None:
     assert len(index) == len(set().union(*held.values()))
 
 
+def test_pages_in_tiers_follow_those_on_the_device() -> None:
+    prompt = chain(9)
+    index = index_of(w0=prompt[:2], w1=prompt[:4], w2=[])
+    assert index.match(prompt).tiers == ()
+    index.store(0, prompt[2:5], KvTier.HOST)
+    index.store(0, prompt[5:8], KvTier.DISK)
+    index.store(2, prompt[:1], KvTier.DISK)
+    match = index.match(prompt)
+    assert [match.pages(slot) for slot in range(3)] == [2, 4, 0]
+    assert match.longest_with_tiers(9) == [0, 1, 2]
+    assert index.reloads(0, prompt, 2) == [(8, {KvTier.HOST: 3, KvTier.DISK: 3}), (5, {KvTier.HOST: 3})]
+    assert index.reloads(1, prompt, 4) == []
+    assert index.reloads(2, prompt, 0) == [(1, {KvTier.DISK: 1})]
+    index.remove(0, prompt[3:4])
+    assert index.reloads(0, prompt, 2) == [(3, {KvTier.HOST: 1})], "a page before the others is missing"
+
+
+def test_a_page_is_where_it_was_reported_last() -> None:
+    prompt = chain(3)
+    index = index_of(w0=prompt, w1=prompt[:1])
+    index.store(0, prompt[1:], KvTier.HOST)
+    assert (index.match(prompt).pages(0), index.reloads(0, prompt, 1)) == (1, [(3, {KvTier.HOST: 2})])
+    index.store(0, prompt[2:], KvTier.DISK)
+    assert index.reloads(0, prompt, 1)[0] == (3, {KvTier.HOST: 1, KvTier.DISK: 1})
+    index.store(0, prompt)
+    assert (index.match(prompt).pages(0), index.match(prompt).tiers) == (3, ())
+    index.store(0, prompt, KvTier.HOST)
+    index.drop(0)
+    index.drop(1)
+    assert len(index) == 0
+
+
+def test_a_worker_with_state_layers_loads_its_last_state() -> None:
+    prompt = chain(9)
+    index = index_of()
+    index.open(1, 1000, states=True)
+    index.store(1, prompt[1:2])
+    index.store(1, [prompt[4], prompt[6]], KvTier.HOST)
+    assert index.match(prompt).longest_with_tiers(1) == [1]
+    assert index.reloads(1, prompt, 2) == [(7, {KvTier.HOST: 5})]
+    assert index.reloads(1, prompt[:6], 2) == [(5, {KvTier.HOST: 3})]
+
+
+def test_tiers_against_a_plain_walk() -> None:
+    dice = random.Random(7)
+    prompts = [chain(dice.randrange(1, 30), branch) for branch in range(4)]
+    index = index_of(**{f"w{slot}": [] for slot in range(5)})
+    held: dict[int, dict[bytes, KvTier | None]] = {slot: {} for slot in range(5)}
+    for _ in range(600):
+        slot, prompt = dice.randrange(5), dice.choice(prompts)
+        cut, tier = dice.randrange(len(prompt) + 1), dice.choice((None, KvTier.HOST, KvTier.DISK))
+        if dice.random() < 0.7:
+            part = prompt[:cut] if tier is None else prompt[cut:]
+            index.store(slot, part, tier)
+            held[slot].update(dict.fromkeys(part, tier))
+        else:
+            index.remove(slot, prompt[cut:])
+            held[slot] = {digest: place for digest, place in held[slot].items() if digest not in prompt[cut:]}
+        asked = dice.choice(prompts)
+        for worker, has in held.items():
+            resident = next((n for n, d in enumerate(asked) if has.get(d, 1) is not None), len(asked))
+            options = dict(index.reloads(worker, asked, resident))
+            end = next((n for n, d in enumerate(asked) if d not in has), len(asked))
+            loaded = [place for place in (has[d] for d in asked[resident:end]) if place is not None]
+            expected = {tier: loaded.count(tier) for tier in set(loaded)}
+            assert options.get(end, {}) == expected if loaded else not options
+            fast = next((n for n, d in enumerate(asked) if has.get(d, KvTier.DISK) is KvTier.DISK), len(asked))
+            if any(has[d] is KvTier.HOST for d in asked[resident:fast]):
+                assert options[fast] == {KvTier.HOST: sum(has[d] is KvTier.HOST for d in asked[resident:fast])}
+
+
 def test_a_worker_that_is_gone_leaves_nothing() -> None:
     prompt = chain(5)
     index = index_of(w0=prompt, w1=prompt[:2])
@@ -182,3 +253,14 @@ def test_a_broken_stream_forgets(feed: PrefixFeed) -> None:
     feed.load(PrefixList(1, (run(chain(3)),)))
     feed.lose()
     assert (held(feed, chain(3)), feed.in_step) == (0, False)
+
+
+def test_a_feed_names_the_tiers_of_pages(feed: PrefixFeed) -> None:
+    prompt, index = chain(6), feed._index
+    feed.load(PrefixList(1, (run(prompt[:2]),), (TierPages(KvTier.DISK, tuple(prompt[2:])),)))
+    assert index.reloads(2, prompt, 2) == [(6, {KvTier.DISK: 4})]
+    feed.take(PrefixChanges(2, (run(prompt[2:3], prompt[1]),), (prompt[5],), (TierPages(KvTier.HOST, (prompt[1],)),)))
+    assert held(feed, prompt) == 1
+    assert index.reloads(2, prompt, 1) == [(5, {KvTier.HOST: 1, KvTier.DISK: 2}), (3, {KvTier.HOST: 1})]
+    feed.lose()
+    assert len(index) == 0

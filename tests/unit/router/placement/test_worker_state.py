@@ -10,8 +10,9 @@ from tandem.cost_model.chunks import StepLimit
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import chunk_pairs
 from tandem.protocol.lifecycle.events import TransferStats
-from tandem.protocol.messages import Assignment, Role
+from tandem.protocol.messages import Assignment, Role, TierLoad
 from tandem.protocol.policy_name import PolicyName
+from tandem.protocol.prefixes import KvTier
 from tandem.settings.slo import BEST_EFFORT, SloClass
 from tests.unit.router.fleets import H200, TestFleet, load
 
@@ -51,6 +52,16 @@ class TestPrompts:
         assert worker.full_tenants == {"long"}
         worker.prompt_computed("a")
         assert not worker.full_tenants
+
+    def test_tokens_that_are_being_loaded_fill_it_until_it_accepts_the_prompt(self, worker: WorkerState) -> None:
+        limit = 2 * worker.max_step_tokens
+        worker.report(replace(load(), tiers=(TierLoad(KvTier.HOST, 1.0, 5), TierLoad(KvTier.DISK, 9.0))))
+        worker.add_prompt("a", PromptWork(10, limit, "x", limit, {KvTier.HOST: 30, KvTier.DISK: 2}))
+        assert (worker.prefill_tokens, worker.prefill_full, worker.full_tenants) == (10, True, {"x"})
+        assert [tier.queued_pages for tier in worker.tiers] == [30, 2]
+        worker.prompt_accepted("a")
+        assert (worker.prefill_tokens, worker.prefill_full, worker.full_tenants) == (10, False, frozenset())
+        assert [tier.queued_pages for tier in worker.tiers] == [5, 0]
 
     def test_the_worker_reports_how_far_a_prompt_is(self, at: TestFleet, worker: WorkerState) -> None:
         worker.add_prompt("a", PromptWork(1000))

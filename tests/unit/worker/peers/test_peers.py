@@ -223,7 +223,9 @@ async def test_closing_a_worker_ends_its_warm_ups(monkeypatch: pytest.MonkeyPatc
 
     async with WorkerPair() as pair:
         monkeypatch.setattr(pair.prefill.worker.peers, "warm_up", endless)
-        info: Any = SimpleNamespace(peer=pair.decode.me, address=pair.decode.address, takes_answers=True)
+        info: Any = SimpleNamespace(
+            peer=pair.decode.me, address=pair.decode.address, takes_answers=True, takes_prompts=False
+        )
         pair.prefill.worker.peer_joined(info)
         await begun.wait()
     assert ended.is_set()

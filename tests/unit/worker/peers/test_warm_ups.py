@@ -35,8 +35,8 @@ async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
     made.fabric.close()
 
 
-def seen(scene: Scene, peer: PeerRef = THERE, role: Role = Role.DECODE) -> WorkerInfo:
-    return WorkerInfo(peer, role, scene.there.address, MODEL, 8, 16, 4, 512, "cpu", "in-memory")
+def seen(scene: Scene, peer: PeerRef = THERE, role: Role = Role.DECODE, *, closing: Role | None = None) -> WorkerInfo:
+    return WorkerInfo(peer, role, scene.there.address, MODEL, 8, 16, 4, 512, "cpu", "in-memory", closing=closing)
 
 
 def let_in(scene: Scene) -> None:
@@ -58,8 +58,8 @@ async def test_a_way_that_failed_is_tried_again_until_it_is_warm(scene: Scene) -
     await ways.close()
 
 
-@pytest.mark.parametrize("end", ["gone", "replaced", "other role", "own role"])
-async def test_only_workers_that_get_prompts_from_here_are_warmed_up(scene: Scene, end: str) -> None:
+@pytest.mark.parametrize("end", ["gone", "replaced", "closes", "own role"])
+async def test_only_workers_that_get_kv_from_here_are_warmed_up(scene: Scene, end: str) -> None:
     scene.decode.refusal = Unavailable("not yet")
     prefills = [True]
     ways = WarmUps(scene.peers, lambda: prefills[0])
@@ -68,12 +68,23 @@ async def test_only_workers_that_get_prompts_from_here_are_warmed_up(scene: Scen
     if end == "gone":
         ways.forget(THERE)
     elif end == "replaced":
-        ways.add(seen(scene, PeerRef(THERE.worker_id, THERE.incarnation + 1), Role.PREFILL))
-    elif end == "other role":
-        ways.add(seen(scene, role=Role.PREFILL))
+        ways.add(seen(scene, PeerRef(THERE.worker_id, THERE.incarnation + 1), closing=Role.DECODE))
+    elif end == "closes":
+        ways.add(seen(scene, closing=Role.DECODE))
     else:
         prefills[0] = False
     await until(lambda: not ways._tasks)
+    await ways.close()
+
+
+async def test_a_decode_worker_warms_up_those_that_pull_prefixes(scene: Scene) -> None:
+    ways = WarmUps(scene.peers, lambda: False)
+    ways.add(seen(scene))
+    assert not ways._tasks
+    let_in(scene)
+    ways.add(seen(scene, role=Role.PREFILL))
+    await until(lambda: not ways._tasks)
+    assert len(scene.decode.calls) == 1
     await ways.close()
 
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem.protocol.generated.tandem.v1 import types_pb2 as tandem_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/cluster.proto\x12\ttandem.v1\x1a\x15tandem/v1/types.proto\"\x96\x03\n\nWorkerInfo\x12 \n\x04peer\x18\x01 \x01(\x0b\x32\x12.tandem.v1.PeerRef\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12$\n\x05model\x18\x04 \x01(\x0b\x32\x15.tandem.v1.ModelFacts\x12\x13\n\x0bpages_total\x18\x05 \x01(\r\x12\x13\n\x0bpage_tokens\x18\x06 \x01(\r\x12\x1a\n\x12max_batch_requests\x18\x07 \x01(\r\x12\x17\n\x0fmax_step_tokens\x18\x08 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12\x11\n\ttransport\x18\n \x01(\t\x12\x11\n\tnot_ready\x18\x0b \x01(\t\x12\x10\n\x08warnings\x18\x0c \x03(\t\x12)\n\nassignment\x18\r \x01(\x0b\x32\x15.tandem.v1.Assignment\x12\x0f\n\x07\x63losing\x18\x0e \x01(\t\x12\x1a\n\x12started_unix_nanos\x18\x0f \x01(\x03\x12\x10\n\x08kv_ports\x18\x10 \x03(\t\x12\x10\n\x08kv_tiers\x18\x11 \x03(\t\"\xd1\x01\n\nModelFacts\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x13\n\x0bmax_context\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x0f\n\x07summary\x18\x06 \x03(\t\x12\x12\n\nkv_windows\x18\x07 \x03(\x05\x12)\n\x08\x61\x64\x61pters\x18\x08 \x03(\x0b\x32\x17.tandem.v1.AdapterFacts\x12\x16\n\x0ekv_step_tokens\x18\t \x01(\r\"8\n\x0fRegisterRequest\x12%\n\x06worker\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfo\"\x12\n\x10RegisterResponse\"5\n\x11UnregisterRequest\x12 \n\x04peer\x18\x01 \x01(\x0b\x32\x12.tandem.v1.PeerRef\"\x14\n\x12UnregisterResponse\"\x0e\n\x0cWatchRequest\"\xab\x01\n\nMembership\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12&\n\x07workers\x18\x02 \x03(\x0b\x32\x15.tandem.v1.WorkerInfo\x12\x0c\n\x04mode\x18\x03 \x01(\t\x12(\n\x08\x61\x64\x61pters\x18\x04 \x01(\x0b\x32\x16.tandem.v1.AdapterList\x12+\n\x08\x65xpected\x18\x05 \x03(\x0b\x32\x19.tandem.v1.ExpectedWorker\"1\n\x0e\x45xpectedWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\"8\n\x0b\x41\x64\x61pterList\x12)\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x17.tandem.v1.AdapterFacts\"\x90\x01\n\x0eSetModeRequest\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12\x0f\n\x07prefill\x18\x02 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x03 \x01(\r\x12\x13\n\x0bstep_policy\x18\x04 \x01(\t\x12\x13\n\x0bstep_budget\x18\x05 \x01(\r\x12\x14\n\x0citl_target_s\x18\x06 \x01(\x01\x12\x0f\n\x07grace_s\x18\x07 \x01(\x01\"J\n\x0fSetModeResponse\x12&\n\x07workers\x18\x01 \x03(\x0b\x32\x15.tandem.v1.WorkerInfo\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"m\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07grace_s\x18\x02 \x01(\x01\x12\x0f\n\x07restart\x18\x03 \x01(\x08\x12\r\n\x05\x66orce\x18\x04 \x01(\x08\x12\x13\n\x0bnode_leaves\x18\x05 \x01(\x08\"b\n\rResizeRequest\x12\x0f\n\x07prefill\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\r\x12\x0f\n\x07workers\x18\x03 \x01(\r\x12\x0f\n\x07grace_s\x18\x04 \x01(\x01\x12\x0e\n\x06wait_s\x18\x05 \x01(\x01\"I\n\x0eResizeResponse\x12&\n\x07workers\x18\x01 \x03(\x0b\x32\x15.tandem.v1.WorkerInfo\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"&\n\x13\x44rainWorkerResponse\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\"\x13\n\x11ListAbsentRequest\"9\n\x12ListAbsentResponse\x12#\n\x07workers\x18\x01 \x03(\x0b\x32\x12.tandem.v1.Absence\"<\n\x07\x41\x62sence\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06\x63oming\x18\x03 \x01(\x08\"\x13\n\x11GetMetricsRequest\"\"\n\x12GetMetricsResponse\x12\x0c\n\x04text\x18\x01 \x01(\t2\xdb\x05\n\x07\x43luster\x12\x43\n\x08Register\x12\x1a.tandem.v1.RegisterRequest\x1a\x1b.tandem.v1.RegisterResponse\x12I\n\nUnregister\x12\x1c.tandem.v1.UnregisterRequest\x1a\x1d.tandem.v1.UnregisterResponse\x12\x39\n\x05Watch\x12\x17.tandem.v1.WatchRequest\x1a\x15.tandem.v1.Membership0\x01\x12@\n\x07SetMode\x12\x19.tandem.v1.SetModeRequest\x1a\x1a.tandem.v1.SetModeResponse\x12L\n\x0b\x44rainWorker\x12\x1d.tandem.v1.DrainWorkerRequest\x1a\x1e.tandem.v1.DrainWorkerResponse\x12=\n\x06Resize\x12\x18.tandem.v1.ResizeRequest\x1a\x19.tandem.v1.ResizeResponse\x12L\n\x0bLoadAdapter\x12\x1d.tandem.v1.LoadAdapterRequest\x1a\x1e.tandem.v1.LoadAdapterResponse\x12R\n\rUnloadAdapter\x12\x1f.tandem.v1.UnloadAdapterRequest\x1a .tandem.v1.UnloadAdapterResponse\x12I\n\nListAbsent\x12\x1c.tandem.v1.ListAbsentRequest\x1a\x1d.tandem.v1.ListAbsentResponse\x12I\n\nGetMetrics\x12\x1c.tandem.v1.GetMetricsRequest\x1a\x1d.tandem.v1.GetMetricsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/cluster.proto\x12\ttandem.v1\x1a\x15tandem/v1/types.proto\"\xad\x03\n\nWorkerInfo\x12 \n\x04peer\x18\x01 \x01(\x0b\x32\x12.tandem.v1.PeerRef\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12$\n\x05model\x18\x04 \x01(\x0b\x32\x15.tandem.v1.ModelFacts\x12\x13\n\x0bpages_total\x18\x05 \x01(\r\x12\x13\n\x0bpage_tokens\x18\x06 \x01(\r\x12\x1a\n\x12max_batch_requests\x18\x07 \x01(\r\x12\x17\n\x0fmax_step_tokens\x18\x08 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12\x11\n\ttransport\x18\n \x01(\t\x12\x11\n\tnot_ready\x18\x0b \x01(\t\x12\x10\n\x08warnings\x18\x0c \x03(\t\x12)\n\nassignment\x18\r \x01(\x0b\x32\x15.tandem.v1.Assignment\x12\x0f\n\x07\x63losing\x18\x0e \x01(\t\x12\x1a\n\x12started_unix_nanos\x18\x0f \x01(\x03\x12\x10\n\x08kv_ports\x18\x10 \x03(\t\x12\x10\n\x08kv_tiers\x18\x11 \x03(\t\x12\x15\n\rkv_tier_pages\x18\x12 \x01(\x04\"\xd1\x01\n\nModelFacts\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x13\n\x0bmax_context\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x0f\n\x07summary\x18\x06 \x03(\t\x12\x12\n\nkv_windows\x18\x07 \x03(\x05\x12)\n\x08\x61\x64\x61pters\x18\x08 \x03(\x0b\x32\x17.tandem.v1.AdapterFacts\x12\x16\n\x0ekv_step_tokens\x18\t \x01(\r\"8\n\x0fRegisterRequest\x12%\n\x06worker\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfo\"\x12\n\x10RegisterResponse\"5\n\x11UnregisterRequest\x12 \n\x04peer\x18\x01 \x01(\x0b\x32\x12.tandem.v1.PeerRef\"\x14\n\x12UnregisterResponse\"\x0e\n\x0cWatchRequest\"\xab\x01\n\nMembership\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12&\n\x07workers\x18\x02 \x03(\x0b\x32\x15.tandem.v1.WorkerInfo\x12\x0c\n\x04mode\x18\x03 \x01(\t\x12(\n\x08\x61\x64\x61pters\x18\x04 \x01(\x0b\x32\x16.tandem.v1.AdapterList\x12+\n\x08\x65xpected\x18\x05 \x03(\x0b\x32\x19.tandem.v1.ExpectedWorker\"1\n\x0e\x45xpectedWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\"8\n\x0b\x41\x64\x61pterList\x12)\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x17.tandem.v1.AdapterFacts\"\x90\x01\n\x0eSetModeRequest\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12\x0f\n\x07prefill\x18\x02 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x03 \x01(\r\x12\x13\n\x0bstep_policy\x18\x04 \x01(\t\x12\x13\n\x0bstep_budget\x18\x05 \x01(\r\x12\x14\n\x0citl_target_s\x18\x06 \x01(\x01\x12\x0f\n\x07grace_s\x18\x07 \x01(\x01\"J\n\x0fSetModeResponse\x12&\n\x07workers\x18\x01 \x03(\x0b\x32\x15.tandem.v1.WorkerInfo\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"m\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07grace_s\x18\x02 \x01(\x01\x12\x0f\n\x07restart\x18\x03 \x01(\x08\x12\r\n\x05\x66orce\x18\x04 \x01(\x08\x12\x13\n\x0bnode_leaves\x18\x05 \x01(\x08\"b\n\rResizeRequest\x12\x0f\n\x07prefill\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\r\x12\x0f\n\x07workers\x18\x03 \x01(\r\x12\x0f\n\x07grace_s\x18\x04 \x01(\x01\x12\x0e\n\x06wait_s\x18\x05 \x01(\x01\"I\n\x0eResizeResponse\x12&\n\x07workers\x18\x01 \x03(\x0b\x32\x15.tandem.v1.WorkerInfo\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"&\n\x13\x44rainWorkerResponse\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\"\x13\n\x11ListAbsentRequest\"9\n\x12ListAbsentResponse\x12#\n\x07workers\x18\x01 \x03(\x0b\x32\x12.tandem.v1.Absence\"<\n\x07\x41\x62sence\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06\x63oming\x18\x03 \x01(\x08\"\x13\n\x11GetMetricsRequest\"\"\n\x12GetMetricsResponse\x12\x0c\n\x04text\x18\x01 \x01(\t2\xdb\x05\n\x07\x43luster\x12\x43\n\x08Register\x12\x1a.tandem.v1.RegisterRequest\x1a\x1b.tandem.v1.RegisterResponse\x12I\n\nUnregister\x12\x1c.tandem.v1.UnregisterRequest\x1a\x1d.tandem.v1.UnregisterResponse\x12\x39\n\x05Watch\x12\x17.tandem.v1.WatchRequest\x1a\x15.tandem.v1.Membership0\x01\x12@\n\x07SetMode\x12\x19.tandem.v1.SetModeRequest\x1a\x1a.tandem.v1.SetModeResponse\x12L\n\x0b\x44rainWorker\x12\x1d.tandem.v1.DrainWorkerRequest\x1a\x1e.tandem.v1.DrainWorkerResponse\x12=\n\x06Resize\x12\x18.tandem.v1.ResizeRequest\x1a\x19.tandem.v1.ResizeResponse\x12L\n\x0bLoadAdapter\x12\x1d.tandem.v1.LoadAdapterRequest\x1a\x1e.tandem.v1.LoadAdapterResponse\x12R\n\rUnloadAdapter\x12\x1f.tandem.v1.UnloadAdapterRequest\x1a .tandem.v1.UnloadAdapterResponse\x12I\n\nListAbsent\x12\x1c.tandem.v1.ListAbsentRequest\x1a\x1d.tandem.v1.ListAbsentResponse\x12I\n\nGetMetrics\x12\x1c.tandem.v1.GetMetricsRequest\x1a\x1d.tandem.v1.GetMetricsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,47 +33,47 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.cluster_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WORKERINFO']._serialized_start=62
-  _globals['_WORKERINFO']._serialized_end=468
-  _globals['_MODELFACTS']._serialized_start=471
-  _globals['_MODELFACTS']._serialized_end=680
-  _globals['_REGISTERREQUEST']._serialized_start=682
-  _globals['_REGISTERREQUEST']._serialized_end=738
-  _globals['_REGISTERRESPONSE']._serialized_start=740
-  _globals['_REGISTERRESPONSE']._serialized_end=758
-  _globals['_UNREGISTERREQUEST']._serialized_start=760
-  _globals['_UNREGISTERREQUEST']._serialized_end=813
-  _globals['_UNREGISTERRESPONSE']._serialized_start=815
-  _globals['_UNREGISTERRESPONSE']._serialized_end=835
-  _globals['_WATCHREQUEST']._serialized_start=837
-  _globals['_WATCHREQUEST']._serialized_end=851
-  _globals['_MEMBERSHIP']._serialized_start=854
-  _globals['_MEMBERSHIP']._serialized_end=1025
-  _globals['_EXPECTEDWORKER']._serialized_start=1027
-  _globals['_EXPECTEDWORKER']._serialized_end=1076
-  _globals['_ADAPTERLIST']._serialized_start=1078
-  _globals['_ADAPTERLIST']._serialized_end=1134
-  _globals['_SETMODEREQUEST']._serialized_start=1137
-  _globals['_SETMODEREQUEST']._serialized_end=1281
-  _globals['_SETMODERESPONSE']._serialized_start=1283
-  _globals['_SETMODERESPONSE']._serialized_end=1357
-  _globals['_DRAINWORKERREQUEST']._serialized_start=1359
-  _globals['_DRAINWORKERREQUEST']._serialized_end=1468
-  _globals['_RESIZEREQUEST']._serialized_start=1470
-  _globals['_RESIZEREQUEST']._serialized_end=1568
-  _globals['_RESIZERESPONSE']._serialized_start=1570
-  _globals['_RESIZERESPONSE']._serialized_end=1643
-  _globals['_DRAINWORKERRESPONSE']._serialized_start=1645
-  _globals['_DRAINWORKERRESPONSE']._serialized_end=1683
-  _globals['_LISTABSENTREQUEST']._serialized_start=1685
-  _globals['_LISTABSENTREQUEST']._serialized_end=1704
-  _globals['_LISTABSENTRESPONSE']._serialized_start=1706
-  _globals['_LISTABSENTRESPONSE']._serialized_end=1763
-  _globals['_ABSENCE']._serialized_start=1765
-  _globals['_ABSENCE']._serialized_end=1825
-  _globals['_GETMETRICSREQUEST']._serialized_start=1827
-  _globals['_GETMETRICSREQUEST']._serialized_end=1846
-  _globals['_GETMETRICSRESPONSE']._serialized_start=1848
-  _globals['_GETMETRICSRESPONSE']._serialized_end=1882
-  _globals['_CLUSTER']._serialized_start=1885
-  _globals['_CLUSTER']._serialized_end=2616
+  _globals['_WORKERINFO']._serialized_end=491
+  _globals['_MODELFACTS']._serialized_start=494
+  _globals['_MODELFACTS']._serialized_end=703
+  _globals['_REGISTERREQUEST']._serialized_start=705
+  _globals['_REGISTERREQUEST']._serialized_end=761
+  _globals['_REGISTERRESPONSE']._serialized_start=763
+  _globals['_REGISTERRESPONSE']._serialized_end=781
+  _globals['_UNREGISTERREQUEST']._serialized_start=783
+  _globals['_UNREGISTERREQUEST']._serialized_end=836
+  _globals['_UNREGISTERRESPONSE']._serialized_start=838
+  _globals['_UNREGISTERRESPONSE']._serialized_end=858
+  _globals['_WATCHREQUEST']._serialized_start=860
+  _globals['_WATCHREQUEST']._serialized_end=874
+  _globals['_MEMBERSHIP']._serialized_start=877
+  _globals['_MEMBERSHIP']._serialized_end=1048
+  _globals['_EXPECTEDWORKER']._serialized_start=1050
+  _globals['_EXPECTEDWORKER']._serialized_end=1099
+  _globals['_ADAPTERLIST']._serialized_start=1101
+  _globals['_ADAPTERLIST']._serialized_end=1157
+  _globals['_SETMODEREQUEST']._serialized_start=1160
+  _globals['_SETMODEREQUEST']._serialized_end=1304
+  _globals['_SETMODERESPONSE']._serialized_start=1306
+  _globals['_SETMODERESPONSE']._serialized_end=1380
+  _globals['_DRAINWORKERREQUEST']._serialized_start=1382
+  _globals['_DRAINWORKERREQUEST']._serialized_end=1491
+  _globals['_RESIZEREQUEST']._serialized_start=1493
+  _globals['_RESIZEREQUEST']._serialized_end=1591
+  _globals['_RESIZERESPONSE']._serialized_start=1593
+  _globals['_RESIZERESPONSE']._serialized_end=1666
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=1668
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=1706
+  _globals['_LISTABSENTREQUEST']._serialized_start=1708
+  _globals['_LISTABSENTREQUEST']._serialized_end=1727
+  _globals['_LISTABSENTRESPONSE']._serialized_start=1729
+  _globals['_LISTABSENTRESPONSE']._serialized_end=1786
+  _globals['_ABSENCE']._serialized_start=1788
+  _globals['_ABSENCE']._serialized_end=1848
+  _globals['_GETMETRICSREQUEST']._serialized_start=1850
+  _globals['_GETMETRICSREQUEST']._serialized_end=1869
+  _globals['_GETMETRICSRESPONSE']._serialized_start=1871
+  _globals['_GETMETRICSRESPONSE']._serialized_end=1905
+  _globals['_CLUSTER']._serialized_start=1908
+  _globals['_CLUSTER']._serialized_end=2639
 # @@protoc_insertion_point(module_scope)

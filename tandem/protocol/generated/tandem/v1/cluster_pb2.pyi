@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("peer", "role", "address", "model", "pages_total", "page_tokens", "max_batch_requests", "max_step_tokens", "device", "transport", "not_ready", "warnings", "assignment", "closing", "started_unix_nanos", "kv_ports", "kv_tiers")
+    __slots__ = ("peer", "role", "address", "model", "pages_total", "page_tokens", "max_batch_requests", "max_step_tokens", "device", "transport", "not_ready", "warnings", "assignment", "closing", "started_unix_nanos", "kv_ports", "kv_tiers", "kv_tier_pages")
     PEER_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,7 @@ class WorkerInfo(_message.Message):
     STARTED_UNIX_NANOS_FIELD_NUMBER: _ClassVar[int]
     KV_PORTS_FIELD_NUMBER: _ClassVar[int]
     KV_TIERS_FIELD_NUMBER: _ClassVar[int]
+    KV_TIER_PAGES_FIELD_NUMBER: _ClassVar[int]
     peer: _types_pb2.PeerRef
     role: str
     address: str
@@ -43,7 +44,8 @@ class WorkerInfo(_message.Message):
     started_unix_nanos: int
     kv_ports: _containers.RepeatedScalarFieldContainer[str]
     kv_tiers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, peer: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[_Union[ModelFacts, _Mapping]] = ..., pages_total: _Optional[int] = ..., page_tokens: _Optional[int] = ..., max_batch_requests: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., device: _Optional[str] = ..., transport: _Optional[str] = ..., not_ready: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ..., assignment: _Optional[_Union[_types_pb2.Assignment, _Mapping]] = ..., closing: _Optional[str] = ..., started_unix_nanos: _Optional[int] = ..., kv_ports: _Optional[_Iterable[str]] = ..., kv_tiers: _Optional[_Iterable[str]] = ...) -> None: ...
+    kv_tier_pages: int
+    def __init__(self, peer: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[_Union[ModelFacts, _Mapping]] = ..., pages_total: _Optional[int] = ..., page_tokens: _Optional[int] = ..., max_batch_requests: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., device: _Optional[str] = ..., transport: _Optional[str] = ..., not_ready: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ..., assignment: _Optional[_Union[_types_pb2.Assignment, _Mapping]] = ..., closing: _Optional[str] = ..., started_unix_nanos: _Optional[int] = ..., kv_ports: _Optional[_Iterable[str]] = ..., kv_tiers: _Optional[_Iterable[str]] = ..., kv_tier_pages: _Optional[int] = ...) -> None: ...
 
 class ModelFacts(_message.Message):
     __slots__ = ("name", "vocab_size", "max_context", "eos_token_ids", "dtype", "summary", "kv_windows", "adapters", "kv_step_tokens")

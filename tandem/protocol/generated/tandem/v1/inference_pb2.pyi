@@ -275,16 +275,52 @@ class Complete(_message.Message):
     def __init__(self, finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., matched_stop: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ...) -> None: ...
 
 class Timeline(_message.Message):
-    __slots__ = ("event_times", "transfer", "prefill_worker", "decode_worker")
+    __slots__ = ("event_times", "transfer", "prefill_worker", "decode_worker", "placement")
     EVENT_TIMES_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     event_times: _containers.RepeatedCompositeFieldContainer[_types_pb2.EventTime]
     transfer: _types_pb2.TransferStats
     prefill_worker: str
     decode_worker: str
-    def __init__(self, event_times: _Optional[_Iterable[_Union[_types_pb2.EventTime, _Mapping]]] = ..., transfer: _Optional[_Union[_types_pb2.TransferStats, _Mapping]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ...) -> None: ...
+    placement: PlacementStats
+    def __init__(self, event_times: _Optional[_Iterable[_Union[_types_pb2.EventTime, _Mapping]]] = ..., transfer: _Optional[_Union[_types_pb2.TransferStats, _Mapping]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., placement: _Optional[_Union[PlacementStats, _Mapping]] = ...) -> None: ...
+
+class PlacementStats(_message.Message):
+    __slots__ = ("resident_tokens", "reloaded_tokens", "computed_tokens", "predicted", "ttft_s", "regret_s")
+    RESIDENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RELOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    REGRET_S_FIELD_NUMBER: _ClassVar[int]
+    resident_tokens: int
+    reloaded_tokens: int
+    computed_tokens: int
+    predicted: PromptCost
+    ttft_s: float
+    regret_s: float
+    def __init__(self, resident_tokens: _Optional[int] = ..., reloaded_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., predicted: _Optional[_Union[PromptCost, _Mapping]] = ..., ttft_s: _Optional[float] = ..., regret_s: _Optional[float] = ...) -> None: ...
+
+class PromptCost(_message.Message):
+    __slots__ = ("resident_tokens", "reloaded_tokens", "computed_tokens", "wait_s", "reload_s", "compute_s", "source")
+    RESIDENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RELOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    RELOAD_S_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    resident_tokens: int
+    reloaded_tokens: int
+    computed_tokens: int
+    wait_s: float
+    reload_s: float
+    compute_s: float
+    source: str
+    def __init__(self, resident_tokens: _Optional[int] = ..., reloaded_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., wait_s: _Optional[float] = ..., reload_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., source: _Optional[str] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("generate", "chat", "return_token_strs")

@@ -1,11 +1,23 @@
 from tandem.protocol.generated.tandem.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class KvTier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KV_TIER_UNSPECIFIED: _ClassVar[KvTier]
+    KV_TIER_HOST: _ClassVar[KvTier]
+    KV_TIER_DISK: _ClassVar[KvTier]
+    KV_TIER_PEER: _ClassVar[KvTier]
+KV_TIER_UNSPECIFIED: KvTier
+KV_TIER_HOST: KvTier
+KV_TIER_DISK: KvTier
+KV_TIER_PEER: KvTier
 
 class Lease(_message.Message):
     __slots__ = ("request_id", "attempt", "epoch")
@@ -54,14 +66,24 @@ class StepTokens(_message.Message):
     def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., attempts: _Optional[_Iterable[int]] = ..., indices: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefixChanges(_message.Message):
-    __slots__ = ("sequence", "stored", "removed")
+    __slots__ = ("sequence", "stored", "removed", "tiers")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
     REMOVED_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     stored: _containers.RepeatedCompositeFieldContainer[PrefixRun]
     removed: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, sequence: _Optional[int] = ..., stored: _Optional[_Iterable[_Union[PrefixRun, _Mapping]]] = ..., removed: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    tiers: _containers.RepeatedCompositeFieldContainer[TierPages]
+    def __init__(self, sequence: _Optional[int] = ..., stored: _Optional[_Iterable[_Union[PrefixRun, _Mapping]]] = ..., removed: _Optional[_Iterable[bytes]] = ..., tiers: _Optional[_Iterable[_Union[TierPages, _Mapping]]] = ...) -> None: ...
+
+class TierPages(_message.Message):
+    __slots__ = ("tier", "digests")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    tier: KvTier
+    digests: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, tier: _Optional[_Union[KvTier, str]] = ..., digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class PrefixRun(_message.Message):
     __slots__ = ("parent", "digests")
@@ -71,20 +93,32 @@ class PrefixRun(_message.Message):
     digests: _containers.RepeatedScalarFieldContainer[bytes]
     def __init__(self, parent: _Optional[bytes] = ..., digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
+class ReadAheadRequest(_message.Message):
+    __slots__ = ("prefix",)
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    prefix: PrefixRun
+    def __init__(self, prefix: _Optional[_Union[PrefixRun, _Mapping]] = ...) -> None: ...
+
+class ReadAheadResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class ListPrefixesRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ListPrefixesResponse(_message.Message):
-    __slots__ = ("sequence", "stored")
+    __slots__ = ("sequence", "stored", "tiers")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     stored: _containers.RepeatedCompositeFieldContainer[PrefixRun]
-    def __init__(self, sequence: _Optional[int] = ..., stored: _Optional[_Iterable[_Union[PrefixRun, _Mapping]]] = ...) -> None: ...
+    tiers: _containers.RepeatedCompositeFieldContainer[TierPages]
+    def __init__(self, sequence: _Optional[int] = ..., stored: _Optional[_Iterable[_Union[PrefixRun, _Mapping]]] = ..., tiers: _Optional[_Iterable[_Union[TierPages, _Mapping]]] = ...) -> None: ...
 
 class RequestEvent(_message.Message):
-    __slots__ = ("ref", "first_index", "token_ids", "finish_reason", "error", "event_times", "transfer", "logprobs", "cached_tokens", "preempted", "prompt_logprobs")
+    __slots__ = ("ref", "first_index", "token_ids", "finish_reason", "error", "event_times", "transfer", "logprobs", "cached_tokens", "preempted", "prompt_logprobs", "reloaded_tokens")
     REF_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -96,6 +130,7 @@ class RequestEvent(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    RELOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ref: RequestRef
     first_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -107,7 +142,8 @@ class RequestEvent(_message.Message):
     cached_tokens: int
     preempted: bool
     prompt_logprobs: PromptLogprobs
-    def __init__(self, ref: _Optional[_Union[RequestRef, _Mapping]] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., error: _Optional[_Union[_types_pb2.ErrorDetail, _Mapping]] = ..., event_times: _Optional[_Iterable[_Union[_types_pb2.EventTime, _Mapping]]] = ..., transfer: _Optional[_Union[_types_pb2.TransferStats, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., preempted: _Optional[bool] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
+    reloaded_tokens: int
+    def __init__(self, ref: _Optional[_Union[RequestRef, _Mapping]] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., error: _Optional[_Union[_types_pb2.ErrorDetail, _Mapping]] = ..., event_times: _Optional[_Iterable[_Union[_types_pb2.EventTime, _Mapping]]] = ..., transfer: _Optional[_Union[_types_pb2.TransferStats, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., preempted: _Optional[bool] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., reloaded_tokens: _Optional[int] = ...) -> None: ...
 
 class PromptLogprobs(_message.Message):
     __slots__ = ("chosen", "top_count", "top_ids", "top")
@@ -132,7 +168,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, chosen: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("prefill_requests", "prefill_tokens", "decode_requests", "pages_used", "pages_total", "prefix_query_tokens", "prefix_hit_tokens", "decode_context_tokens", "cost", "preemptions", "decode_speedup")
+    __slots__ = ("prefill_requests", "prefill_tokens", "decode_requests", "pages_used", "pages_total", "prefix_query_tokens", "prefix_hit_tokens", "decode_context_tokens", "cost", "preemptions", "decode_speedup", "tiers", "pulls")
     PREFILL_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DECODE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -144,6 +180,8 @@ class WorkerLoad(_message.Message):
     COST_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     DECODE_SPEEDUP_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    PULLS_FIELD_NUMBER: _ClassVar[int]
     prefill_requests: int
     prefill_tokens: int
     decode_requests: int
@@ -155,7 +193,19 @@ class WorkerLoad(_message.Message):
     cost: CostParameters
     preemptions: int
     decode_speedup: float
-    def __init__(self, prefill_requests: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_requests: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., decode_context_tokens: _Optional[int] = ..., cost: _Optional[_Union[CostParameters, _Mapping]] = ..., preemptions: _Optional[int] = ..., decode_speedup: _Optional[float] = ...) -> None: ...
+    tiers: _containers.RepeatedCompositeFieldContainer[TierLoad]
+    pulls: TierLoad
+    def __init__(self, prefill_requests: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_requests: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., decode_context_tokens: _Optional[int] = ..., cost: _Optional[_Union[CostParameters, _Mapping]] = ..., preemptions: _Optional[int] = ..., decode_speedup: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierLoad, _Mapping]]] = ..., pulls: _Optional[_Union[TierLoad, _Mapping]] = ...) -> None: ...
+
+class TierLoad(_message.Message):
+    __slots__ = ("tier", "page_s", "queued_pages")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    PAGE_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    tier: KvTier
+    page_s: float
+    queued_pages: int
+    def __init__(self, tier: _Optional[_Union[KvTier, str]] = ..., page_s: _Optional[float] = ..., queued_pages: _Optional[int] = ...) -> None: ...
 
 class CostParameters(_message.Message):
     __slots__ = ("base_s", "prompt_base_s", "token_s", "pair_s", "row_s", "context_s", "free_tokens", "error", "observed", "tile_tokens", "mixed_step_margin", "wave_tokens", "verify_base_s")
@@ -188,7 +238,7 @@ class CostParameters(_message.Message):
     def __init__(self, base_s: _Optional[float] = ..., prompt_base_s: _Optional[float] = ..., token_s: _Optional[float] = ..., pair_s: _Optional[float] = ..., row_s: _Optional[float] = ..., context_s: _Optional[float] = ..., free_tokens: _Optional[int] = ..., error: _Optional[float] = ..., observed: _Optional[int] = ..., tile_tokens: _Optional[int] = ..., mixed_step_margin: _Optional[float] = ..., wave_tokens: _Optional[int] = ..., verify_base_s: _Optional[float] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("router_id", "ref", "prompt_token_ids", "sampling", "prefill", "prior_output_tokens", "cache_salt", "gap_target_s", "adapter")
+    __slots__ = ("router_id", "ref", "prompt_token_ids", "sampling", "prefill", "prior_output_tokens", "cache_salt", "gap_target_s", "adapter", "source")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     REF_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -198,6 +248,7 @@ class ReserveRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     GAP_TARGET_S_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     ref: RequestRef
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -207,7 +258,18 @@ class ReserveRequest(_message.Message):
     cache_salt: str
     gap_target_s: float
     adapter: str
-    def __init__(self, router_id: _Optional[str] = ..., ref: _Optional[_Union[RequestRef, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., prefill: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ..., prior_output_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., gap_target_s: _Optional[float] = ..., adapter: _Optional[str] = ...) -> None: ...
+    source: PrefixSource
+    def __init__(self, router_id: _Optional[str] = ..., ref: _Optional[_Union[RequestRef, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., prefill: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ..., prior_output_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., gap_target_s: _Optional[float] = ..., adapter: _Optional[str] = ..., source: _Optional[_Union[PrefixSource, _Mapping]] = ...) -> None: ...
+
+class PrefixSource(_message.Message):
+    __slots__ = ("peer", "address", "tokens")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    peer: _types_pb2.PeerRef
+    address: str
+    tokens: int
+    def __init__(self, peer: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ..., address: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
     __slots__ = ("lease", "duration_s", "held_tokens")
@@ -220,7 +282,7 @@ class ReserveResponse(_message.Message):
     def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., duration_s: _Optional[float] = ..., held_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("router_id", "ref", "prompt_token_ids", "sampling", "destination", "prior_output_tokens", "cache_salt", "adapter", "waited_s")
+    __slots__ = ("router_id", "ref", "prompt_token_ids", "sampling", "destination", "prior_output_tokens", "cache_salt", "adapter", "source", "waited_s")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     REF_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -229,6 +291,7 @@ class PrefillRequest(_message.Message):
     PRIOR_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     WAITED_S_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     ref: RequestRef
@@ -238,8 +301,9 @@ class PrefillRequest(_message.Message):
     prior_output_tokens: int
     cache_salt: str
     adapter: str
+    source: PrefixSource
     waited_s: float
-    def __init__(self, router_id: _Optional[str] = ..., ref: _Optional[_Union[RequestRef, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., destination: _Optional[_Union[Destination, _Mapping]] = ..., prior_output_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., waited_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, router_id: _Optional[str] = ..., ref: _Optional[_Union[RequestRef, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., destination: _Optional[_Union[Destination, _Mapping]] = ..., prior_output_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., source: _Optional[_Union[PrefixSource, _Mapping]] = ..., waited_s: _Optional[float] = ...) -> None: ...
 
 class Destination(_message.Message):
     __slots__ = ("peer", "address", "lease")
@@ -386,6 +450,24 @@ class InspectResponse(_message.Message):
     step_cost_error: float
     adapters_in_use: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, peer: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_owned: _Optional[int] = ..., pages_shared: _Optional[int] = ..., pages_advertised: _Optional[int] = ..., pages_quarantined: _Optional[int] = ..., pages_reserved: _Optional[int] = ..., requests: _Optional[int] = ..., leases: _Optional[int] = ..., integrity_error: _Optional[str] = ..., fenced: _Optional[int] = ..., checksums_equal: _Optional[int] = ..., checksum_failures: _Optional[int] = ..., pages_cached: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., step_cost_error: _Optional[float] = ..., adapters_in_use: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class SendPrefixRequest(_message.Message):
+    __slots__ = ("destination", "digests", "held", "within_s")
+    DESTINATION_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    WITHIN_S_FIELD_NUMBER: _ClassVar[int]
+    destination: Destination
+    digests: _containers.RepeatedScalarFieldContainer[bytes]
+    held: int
+    within_s: float
+    def __init__(self, destination: _Optional[_Union[Destination, _Mapping]] = ..., digests: _Optional[_Iterable[bytes]] = ..., held: _Optional[int] = ..., within_s: _Optional[float] = ...) -> None: ...
+
+class SendPrefixResponse(_message.Message):
+    __slots__ = ("digests",)
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    digests: int
+    def __init__(self, digests: _Optional[int] = ...) -> None: ...
 
 class ConnectPeerRequest(_message.Message):
     __slots__ = ("protocol_version", "compatibility_hash", "compatibility_facts", "description")

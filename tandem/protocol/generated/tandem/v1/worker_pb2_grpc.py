@@ -86,10 +86,20 @@ class WorkerStub:
                 request_serializer=tandem_dot_v1_dot_worker__pb2.InspectRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_worker__pb2.InspectResponse.FromString,
                 _registered_method=True)
+        self.ReadAhead = channel.unary_unary(
+                '/tandem.v1.Worker/ReadAhead',
+                request_serializer=tandem_dot_v1_dot_worker__pb2.ReadAheadRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_worker__pb2.ReadAheadResponse.FromString,
+                _registered_method=True)
         self.ListPrefixes = channel.unary_unary(
                 '/tandem.v1.Worker/ListPrefixes',
                 request_serializer=tandem_dot_v1_dot_worker__pb2.ListPrefixesRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_worker__pb2.ListPrefixesResponse.FromString,
+                _registered_method=True)
+        self.SendPrefix = channel.unary_unary(
+                '/tandem.v1.Worker/SendPrefix',
+                request_serializer=tandem_dot_v1_dot_worker__pb2.SendPrefixRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_worker__pb2.SendPrefixResponse.FromString,
                 _registered_method=True)
         self.ConnectPeer = channel.unary_unary(
                 '/tandem.v1.Worker/ConnectPeer',
@@ -195,8 +205,23 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadAhead(self, request, context):
+        """Called by a router: begin to load the pages of a prompt from tiers of the prefix cache before the prompt is sent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListPrefixes(self, request, context):
         """Called by a router: returns the digests of all pages in the prefix cache, initially and after a gap in StepOutput.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SendPrefix(self, request, context):
+        """Called by a worker that is about to compute a prompt: send it the pages of a prefix that this worker has cached, as a
+        hand-over under the given lease. Returns when the transfer has begun.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -291,10 +316,20 @@ def add_WorkerServicer_to_server(servicer, server):
                     request_deserializer=tandem_dot_v1_dot_worker__pb2.InspectRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_worker__pb2.InspectResponse.SerializeToString,
             ),
+            'ReadAhead': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadAhead,
+                    request_deserializer=tandem_dot_v1_dot_worker__pb2.ReadAheadRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_worker__pb2.ReadAheadResponse.SerializeToString,
+            ),
             'ListPrefixes': grpc.unary_unary_rpc_method_handler(
                     servicer.ListPrefixes,
                     request_deserializer=tandem_dot_v1_dot_worker__pb2.ListPrefixesRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_worker__pb2.ListPrefixesResponse.SerializeToString,
+            ),
+            'SendPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.SendPrefix,
+                    request_deserializer=tandem_dot_v1_dot_worker__pb2.SendPrefixRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_worker__pb2.SendPrefixResponse.SerializeToString,
             ),
             'ConnectPeer': grpc.unary_unary_rpc_method_handler(
                     servicer.ConnectPeer,
@@ -605,6 +640,33 @@ class Worker:
             _registered_method=True)
 
     @staticmethod
+    def ReadAhead(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Worker/ReadAhead',
+            tandem_dot_v1_dot_worker__pb2.ReadAheadRequest.SerializeToString,
+            tandem_dot_v1_dot_worker__pb2.ReadAheadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ListPrefixes(request,
             target,
             options=(),
@@ -621,6 +683,33 @@ class Worker:
             '/tandem.v1.Worker/ListPrefixes',
             tandem_dot_v1_dot_worker__pb2.ListPrefixesRequest.SerializeToString,
             tandem_dot_v1_dot_worker__pb2.ListPrefixesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SendPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Worker/SendPrefix',
+            tandem_dot_v1_dot_worker__pb2.SendPrefixRequest.SerializeToString,
+            tandem_dot_v1_dot_worker__pb2.SendPrefixResponse.FromString,
             options,
             channel_credentials,
             insecure,

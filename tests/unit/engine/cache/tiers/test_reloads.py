@@ -8,7 +8,8 @@ from tandem.engine.cache.page_key import PageKey
 from tandem.engine.cache.pending_saves import PendingSaves
 from tandem.engine.cache.prefix_cache import Prefix
 from tandem.protocol.errors import ResourceExhausted
-from tandem.protocol.kv_pages import FREED
+from tandem.protocol.kv_pages import FREED, STATE
+from tandem.protocol.prefixes import KvTier, TierPages
 from tests.soak import seeds
 from tests.unit.engine.cache.test_prefix_windows import PAGE, PROMPT, WINDOWS, Desk, ref
 
@@ -20,8 +21,12 @@ class Reloads(Desk):
         super().__init__(pages, windows)
         self.contents: dict[int, PageKey] = {}
         self.saves = PendingSaves(lambda: None)
-        self.cache.save_to(self.saves)
+        self.tiers: dict[PageKey, KvTier] = {}
+        """The pages in tiers, for what routers are told."""
+        self.cache.save_to(self.saves, self.tiers.get)
         self.loading: list[tuple[str, Prefix, list[int]]] = []
+        self.told: dict[bytes, KvTier | None] = {}
+        """The pages as a router knows them; None = on the device."""
 
     def begin(self, name: str, prompt: "list[int] | tuple[int, ...]" = tuple(PROMPT)) -> int:  # type: ignore[override]
         known = super().begin(name, prompt)
@@ -50,6 +55,36 @@ class Reloads(Desk):
         failed = failing.sample(entries, failing.choice((0, 0, min(2, len(entries)), len(entries))))
         self.cache.complete_reload(ref(name), prefix, pages, failed)
 
+    def store(self, key: PageKey, tier: KvTier | None) -> None:
+        """Put a page into a tier; None = take it out."""
+        if tier is None:
+            self.tiers.pop(key, None)
+        else:
+            self.tiers[key] = tier
+        self.cache.tier_changed(key.digest)
+
+    def listen(self) -> None:
+        """Tell the router the newest changes."""
+        if (changes := self.cache.changes()) is None:
+            return
+        for digest in changes.removed:
+            self.told.pop(digest, None)
+        self.told.update(dict.fromkeys((digest for run in changes.stored for digest in run.digests), None))
+        self.told.update((digest, part.tier) for part in changes.tiers for digest in part.digests)
+
+    def check_told(self) -> None:
+        """A router knows the pages on the device, and of the others those that could be loaded, with their tiers."""
+        truth: dict[bytes, KvTier | None] = dict.fromkeys(self.cache._nodes)
+        for digest in {key.digest for key in self.tiers} - truth.keys():
+            if (tier := self.tiers.get(PageKey(digest, 0))) is not None:
+                truth[digest] = tier
+        assert self.told == truth
+        known = self.cache.known()
+        assert self.told == {
+            **dict.fromkeys((digest for run in known.stored for digest in run.digests), None),
+            **{digest: part.tier for part in known.tiers for digest in part.digests},
+        }
+
     def check(self) -> None:
         self.cache.check_integrity()
         if self.kv.groups == 1:
@@ -65,7 +100,7 @@ def test_reloads_between_prompts_and_evictions(windows: tuple[int | None, ...], 
         [*range(1, 1 + shared), *[50 + number] * rng.randrange(1, 20)] for number in range(8) for shared in (0, 9)
     ]
     for step in range(300):
-        prompt, action = rng.choice(prompts), rng.randrange(5)
+        prompt, action = rng.choice(prompts), rng.randrange(7)
         try:
             if action == 0:
                 desk.begin(f"{step}", prompt)
@@ -77,6 +112,13 @@ def test_reloads_between_prompts_and_evictions(windows: tuple[int | None, ...], 
                 desk.complete_reload(rng)
             elif action == 4:
                 desk.evict(rng.randrange(desk.pool.counts().cached + 1))
+            elif action == 5:
+                digests = desk.cache.prefix(prompt, "").digests
+                key = PageKey(rng.choice(digests), rng.randrange(len(windows)))
+                desk.store(key, rng.choice((None, *KvTier)))
+            elif action == 6:
+                desk.listen()
+                desk.check_told()
         except ResourceExhausted:
             if desk.open:
                 desk.end(rng.choice(list(desk.open)))
@@ -153,3 +195,32 @@ def test_a_reload_takes_no_reserved_page() -> None:
     desk.check()
     assert desk.pool.counts().owned == 0
     assert PAGE * len(prefix.digests) < len(PROMPT)
+
+
+def test_a_model_with_states_reports_the_tiers_of_its_states() -> None:
+    desk = Reloads(60, (None, STATE))
+    digests = desk.cache.prefix(PROMPT, "").digests
+    desk.store(PageKey(digests[2], 0), KvTier.HOST)
+    assert desk.cache.changes() is None, "without its state, no request could reuse it"
+    desk.store(PageKey(digests[2], 1), KvTier.DISK)
+    changes = desk.cache.changes()
+    assert changes is not None
+    assert changes.tiers == (TierPages(KvTier.DISK, (digests[2],)),)
+    desk.store(PageKey(digests[2], 1), None)
+    changes = desk.cache.changes()
+    assert changes is not None
+    assert (changes.removed, changes.tiers) == ((digests[2],), ())
+
+
+def test_a_prompt_that_reads_loaded_pages_says_so_once() -> None:
+    desk = Reloads(60, (None,))
+    prefix = desk.cache.prefix(PROMPT, "")
+    desk.begin_reload("r", PROMPT)
+    _, whole, pages = desk.loading.pop()
+    desk.cache.complete_reload(ref("r"), whole, pages, [])
+    loaded = desk.cache.hit(prefix)
+    for expected in (loaded, 0):
+        reader = desk.cache.prefix(PROMPT, "")
+        desk.cache.reserve(reader, loaded, len(PROMPT))
+        assert desk.cache.take_reloaded(reader) == expected
+        desk.cache.release(reader)
