@@ -14,19 +14,13 @@ TUNED: dict[Shape, dict[int, Skinny]] = {}
 
 From `python -m benchmarks.kernels products --candidates`, for weights with one scale per 128 columns of a row.
 """
-LEAST_TOKENS: dict[tuple[int, int], tuple[int, int]] = {
-    (6144, 4096): (32, 1024),
-    (4096, 4096): (1024, 1024),
-    (28672, 4096): (1, 1024),
-}
+LEAST_TOKENS: dict[tuple[int, int], tuple[int, int]] = {}
 """For (rows, columns) of a weight: the least tokens of a step with 8-bit inputs, and of one computed by the library.
 
-On an H200, in µs with 8-bit and with 16-bit inputs, less the time by which quantizing took longer than it does since:
-[28672, 4096] 31 and 40 for 1 token, 39 and 57 for 64, 113 and 186 for 256, 568 and 713 for 2,048; [6144, 4096] 12.3 and
-13.8 for 32, 31 and 42 for 256, 128 and 153 for 2,048; [4096, 4096] 15.2 and 13.2 for 64, 31 and 28 for 256, 100 and 102
-for 2,048.
+`python -m benchmarks.kernels products --candidates` prints lines for it. It is empty until the present kernel has been
+measured, so no product quantizes the inputs of 4-bit weights yet (docs/decisions/quantized_weights.md).
 """
-_DEFAULT_LEAST_TOKENS = (32, 1024)
+_NEVER = 1 << 31
 TOKEN_TILES = (16, 32, 64, 128)
 """Possible numbers of tokens in a tile."""
 MANY_TOKENS = 256
@@ -42,12 +36,12 @@ def bucket_of(tokens: int) -> int:
 
 def least_tokens(rows: int, columns: int) -> int:
     """Return the minimum number of tokens of a step that quantizes the inputs of a product."""
-    return LEAST_TOKENS.get((rows, columns), _DEFAULT_LEAST_TOKENS)[0]
+    return LEAST_TOKENS.get((rows, columns), (_NEVER, _NEVER))[0]
 
 
 def library_tokens(rows: int, columns: int) -> int:
     """Return the minimum number of tokens of a step for which the library is faster than Triton, with 8-bit inputs."""
-    return LEAST_TOKENS.get((rows, columns), _DEFAULT_LEAST_TOKENS)[1]
+    return LEAST_TOKENS.get((rows, columns), (_NEVER, _NEVER))[1]
 
 
 @lru_cache(maxsize=4096)
