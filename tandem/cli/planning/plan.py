@@ -238,6 +238,7 @@ def plan(
 
     targets, demand = latency.targets(), asked.demand()
     report.check()
+    _print_workload(asked, demand)
     if workers is not None:
         check_above_0("--workers", workers)
     model, fitted = shape.config(), costs.fitted()
@@ -331,6 +332,15 @@ def _check_kinds(inputs: PlanInputs, *, fitted: bool, compares: bool) -> None:
     ):
         if refused:
             raise InvalidArgument(option, why)
+
+
+def _print_workload(asked: DemandOptions, demand: Demand) -> None:
+    """Print the distributions of the trace of --workload, if there is one."""
+    from tandem.cli.planning.workload_file import workload_lines
+
+    if (trace := asked.trace()) is not None:
+        for line in workload_lines(trace, demand):
+            _console().print(line, highlight=False)
 
 
 def _print_tables(inputs: PlanInputs, report: ReportOptions) -> None:

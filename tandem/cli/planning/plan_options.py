@@ -14,6 +14,7 @@ from tandem.cli.start.setting_options import OPTIONS
 if TYPE_CHECKING:
     from tandem.capacity.plan.memory import DraftMemory
     from tandem.capacity.planner.demand import Demand, LatencyTargets
+    from tandem.cli.load.trace import Trace
     from tandem.cost_model.devices import DeviceKind
     from tandem.engine.config.model import ModelSpec
     from tandem.protocol.cost_parameters import CostParameters
@@ -192,12 +193,25 @@ class DemandOptions:
     answer_tokens: Annotated[float, typer.Option(help="Mean output tokens of a request.")] = 500.0
     cached: Annotated[float, kv_option(help="Fraction of prompt tokens in prefix caches, 0 to 1.")] = 0.0
     rate: Annotated[float, typer.Option(help="Requests per second.")] = 10.0
+    workload: Annotated[
+        Path | None,
+        kv_option(help="A trace, as of `tandem bench --dataset`, whose rate, lengths and common prefixes are used."),
+    ] = None
+
+    def trace(self) -> Trace | None:
+        """Return the trace of --workload, None without it. Raises InvalidArgument if it cannot be read."""
+        from tandem.cli.planning.workload_file import read_workload
+
+        return None if self.workload is None else read_workload(self.workload)
 
     def demand(self) -> Demand:
         """Return the load. Raises InvalidArgument, which names the option."""
         from tandem.capacity.planner.demand import Demand
+        from tandem.cli.planning.workload_file import demand_of
         from tandem.protocol.errors import InvalidArgument
 
+        if (trace := self.trace()) is not None:
+            return demand_of(trace)
         check_above_0("--prompt-tokens", self.prompt_tokens)
         check_above_0("--answer-tokens", self.answer_tokens)
         check_above_0("--rate", self.rate)

@@ -527,3 +527,23 @@ def test_the_price_of_tokens_is_that_of_all_gpus_at_the_knee(short_loads: None) 
         assert float(price) == pytest.approx(2 * 3 / 3600 / (float(knee) * 2500) * 1e6, rel=0.02)
     refused = run(*LOAD, "--price-per-hour", "-1")
     assert refused.stderr.startswith("error: --price-per-hour: -1 is not above 0")
+
+
+def test_a_trace_gives_rate_lengths_and_cached_prefixes(tmp_path: Path) -> None:
+    """The second prompt begins with the first block of the first, and the third with both."""
+    file = tmp_path / "trace.jsonl"
+    requests = [(0, [1, 2], 1024, 10), (100, [1, 3], 1024, 20), (200, [1, 3, 4], 1536, 30)]
+    names = "timestamp", "hash_ids", "input_length", "output_length"
+    file.write_text("".join(json.dumps(dict(zip(names, request, strict=True))) + "\n" for request in requests))
+    result = run("--workload", str(file), "--no-simulate")
+    assert result.exit_code == 0, result.output
+    first, prompts, answers, gaps = result.stdout.splitlines()[:4]
+    assert first == "workload  trace: 3 requests, 10 a second, 43% of the prompt tokens in an earlier prompt"
+    assert prompts.strip() == "prompt tokens: mean 1,195, P50 1,024, P90 1,536, P99 1,536"
+    assert answers.strip().startswith("answer tokens: mean 20, P50 20")
+    assert gaps.strip().startswith("ms between arrivals: mean 100, P50 100")
+    assert "to compute a prompt of 683 tokens" in result.stdout
+    file.write_text(json.dumps(dict(zip(names, requests[0], strict=True))) + "\n")
+    refused = run("--workload", str(file))
+    assert refused.exit_code == 2
+    assert refused.stderr.startswith("error: --workload: trace.jsonl has no two requests at different times")
