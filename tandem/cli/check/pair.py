@@ -108,7 +108,9 @@ async def hand_overs(run: CheckRun) -> None:
         try:
             parameters = await asyncio.gather(*(pair.prefill(request) for request in (*late, *abandoned)))
         except (httpx.HTTPError, ValueError) as failure:
-            raise Unavailable(f"{pair.prefill_url} does not answer a prompt: {failure}") from None
+            raise Unavailable(
+                f"{pair.prefill_url} does not answer a prompt: {type(failure).__name__} {failure}"
+            ) from None
         await run.wave(others)
         fetching = [replace(request, handed_over=found) for request, found in zip(late, parameters, strict=False)]
         for _ in ("the first time", "the second time"):

@@ -14,6 +14,10 @@ CONTEXT = 400
 TEMPLATE_TOKENS, TOKENS_PER_WORD = 11, 2
 
 
+class _ThreadingServer(ThreadingHTTPServer):
+    request_queue_size = 128  # with the default, 5, connections of many clients at once are reset
+
+
 class OpenAIServer:
     """Answers completions and chats; `asked` has the requests. Answers of `refused_tokens` are refused with 429."""
 
@@ -32,7 +36,7 @@ class OpenAIServer:
     def running(self) -> Iterator[str]:
         """Serves until the end of the context; yields http://HOST:PORT."""
         handler = type("Handler", (self.handler,), {"server_state": self})
-        with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        with _ThreadingServer(("127.0.0.1", 0), handler) as server:
             thread = threading.Thread(target=server.serve_forever)
             thread.start()
             try:
