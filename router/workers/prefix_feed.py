@@ -4,8 +4,11 @@ Updates are numbered batches of stored and removed pages. If a number is missing
 full list of pages is loaded.
 """
 
+from collections.abc import Collection, Sequence
+
 from router.placement.prefix_index import PrefixIndex
-from tandem.protocol.prefixes import PrefixChanges, PrefixList
+from router.workers.kv_events import KvEventLog
+from tandem.protocol.prefixes import PrefixChanges, PrefixList, PrefixRun
 
 _KEPT_MAX = 1024
 """Maximum number of batches kept while a full list is loaded.
@@ -21,8 +24,10 @@ class PrefixFeed:
     pages before this router connected.
     """
 
-    def __init__(self, index: PrefixIndex, slot: int) -> None:
+    def __init__(self, index: PrefixIndex, slot: int, events: KvEventLog | None = None) -> None:
+        """`events` gets the changes of the index; None = no KV events are published."""
         self._index = index
+        self._events = events
         self._slot = slot
         self._sequence: int | None = None
         self._kept: list[PrefixChanges] = []
@@ -46,9 +51,8 @@ class PrefixFeed:
 
     def load(self, pages: PrefixList) -> None:
         """Replace the worker's pages by a full list, then apply the batches that are newer than the list."""
-        self._index.clear(self._slot)
-        for run in pages.stored:
-            self._index.store(self._slot, run.digests)
+        self._clear()
+        self._store(pages.stored)
         self._sequence = pages.sequence
         kept, self._kept = self._kept, []
         for changes in kept:
@@ -58,10 +62,23 @@ class PrefixFeed:
         """Remove the worker's pages from the index after its event stream broke; a full list must be loaded again."""
         self._sequence = None
         self._kept.clear()
-        self._index.clear(self._slot)
+        self._clear()
 
     def _apply(self, changes: PrefixChanges) -> None:
-        self._index.remove(self._slot, changes.removed)
-        for run in changes.stored:
-            self._index.store(self._slot, run.digests)
+        self._remove(changes.removed)
+        self._store(changes.stored)
         self._sequence = changes.sequence
+
+    def _store(self, runs: Sequence[PrefixRun]) -> None:
+        for run in runs:
+            self._index.store(self._slot, run.digests)
+        if self._events is not None and runs:
+            self._events.stored(runs)
+
+    def _remove(self, digests: Collection[bytes]) -> None:
+        self._index.remove(self._slot, digests)
+        if self._events is not None and digests:
+            self._events.removed(digests)
+
+    def _clear(self) -> None:
+        self._remove(self._index.pages(self._slot))

@@ -88,7 +88,10 @@ costs = st.builds(
 )
 loads = st.builds(messages.WorkerLoad, *[uint32] * 5, *[uint64] * 3, costs)
 digests = st.lists(st.binary(max_size=16), max_size=3).map(tuple)
-runs = st.lists(st.builds(prefixes.PrefixRun, st.binary(max_size=16), digests), max_size=2).map(tuple)
+page_tokens = st.lists(uint32, max_size=4).map(tuple)
+runs = st.lists(st.builds(prefixes.PrefixRun, st.binary(max_size=16), digests, page_tokens, text), max_size=2).map(
+    tuple
+)
 prefix_changes = st.builds(prefixes.PrefixChanges, uint64, runs, digests)
 descriptions = st.builds(
     messages.PeerDescription,

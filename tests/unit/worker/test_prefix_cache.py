@@ -433,7 +433,7 @@ async def test_a_later_attempt_of_a_scored_request_reads_the_cache() -> None:
 
 
 async def test_routers_that_request_it_get_the_cached_prefixes() -> None:
-    async with WorkerPair(pages=12) as pair:
+    async with WorkerPair(pages=12, reports_tokens=True) as pair:
         received: list[PrefixChanges] = []
         stream = pair.decode.worker.attach("indexer", prefixes=True)
 
@@ -457,5 +457,7 @@ async def test_routers_that_request_it_get_the_cached_prefixes() -> None:
         assert [changes.sequence for changes in received] == list(range(1, len(received) + 1))
         assert index == everything
         assert set(page_digests(PROMPT, PAGE_TOKENS, root_digest(""))) <= index
+        for run in known.stored:
+            assert tuple(page_digests(run.token_ids, PAGE_TOKENS, run.parent)) == run.digests
         assert any(changes.removed for changes in received)
         assert all(not step.prefixes for step in pair.steps)

@@ -111,7 +111,7 @@ class CacheTiers:
             tier = next((tier for tier in usable if key in tier), None)
             if tier is not None:
                 sizes[tier.name] += tier.page_bytes
-        return Reload(Prefix(prefix.root, prefix.digests[:end], end), end, sizes, keys)
+        return Reload(prefix.part(end), end, sizes, keys)
 
     def predicted_s(self, reload: Reload) -> float:
         """Return the seconds until a reload ends, with those before it, by the measured rates of the tiers."""

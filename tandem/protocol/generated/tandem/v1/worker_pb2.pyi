@@ -64,12 +64,16 @@ class PrefixChanges(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., stored: _Optional[_Iterable[_Union[PrefixRun, _Mapping]]] = ..., removed: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class PrefixRun(_message.Message):
-    __slots__ = ("parent", "digests")
+    __slots__ = ("parent", "digests", "token_ids", "salt")
     PARENT_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
     parent: bytes
     digests: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, parent: _Optional[bytes] = ..., digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    salt: str
+    def __init__(self, parent: _Optional[bytes] = ..., digests: _Optional[_Iterable[bytes]] = ..., token_ids: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ...) -> None: ...
 
 class ListPrefixesRequest(_message.Message):
     __slots__ = ()
