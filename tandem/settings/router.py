@@ -193,6 +193,12 @@ class RouterSettings(Settings):
         topic=Topic.OBSERVABILITY,
         check=check_endpoint,
     )
+    open_picker_metrics: bool = setting(
+        False,
+        help="Show the cluster's load at /metrics/endpoint-picker without a key, for an endpoint picker of Kubernetes'"
+        " Gateway API, which sends none.",
+        topic=Topic.OBSERVABILITY,
+    )
     kv_events_endpoint: str = setting(
         "",
         help="ZeroMQ endpoint for KV events in vLLM's format, which tell other routers what is cached here: tcp://*:5557"
