@@ -36,6 +36,7 @@ A page is never written after it is published, because only full pages are index
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -70,6 +71,9 @@ class Prefix:
     """The number of leading digests that have entries in `pages`."""
     pages: list[int] = field(default_factory=list)
     """The pages of the first `known` digests in the order of `KvPages`: retained once for this request, or FREED."""
+    tenant: str = ""
+    retention_s: float = 0.0
+    """Seconds for which the pages are kept in preference to others after the request has released them."""
     salt: str = ""
     tokens: list[bytes] = field(default_factory=list)
     """The tokens of the page of each digest (`_Node.tokens`); empty unless the cache reports tokens."""
@@ -83,7 +87,15 @@ class Prefix:
 
     def part(self, end: int) -> "Prefix":
         """Return the path of the first `end` digests, all readable; it retains no page."""
-        return Prefix(self.root, self.digests[:end], end, salt=self.salt, tokens=self.tokens[:end])
+        return Prefix(
+            self.root,
+            self.digests[:end],
+            end,
+            tenant=self.tenant,
+            retention_s=self.retention_s,
+            salt=self.salt,
+            tokens=self.tokens[:end],
+        )
 
 
 @dataclass(slots=True)
@@ -94,6 +106,7 @@ class _Node:
     """The page of this digest in each group of layers; FREED in a group that has none."""
     number: int
     parent: bytes
+    tenant: str = ""
     salt: str = ""
     tokens: bytes = b""
     """The token ids of the page as 32-bit integers in the order of this host; b"" unless the cache reports tokens."""
@@ -136,26 +149,33 @@ class PrefixCache:
         self._digests: dict[int, bytes] = {}
         self._log = PrefixLog()
         self._saves: PendingSaves | None = None
+        self._tenants: Counter[str] = Counter()
+        """The number of indexed digests of each tenant that has any."""
         self.query_tokens = 0
         """The number of tokens of all prompts that were looked up."""
         self.hit_tokens = 0
         """The number of tokens of the looked-up prompts whose KV was cached."""
         pool.on_eviction(self._forget)
+        pool.limit_kept(lambda: pool.total // len(self._tenants))
 
     # ---- a request's path ----
 
-    def prefix(self, token_ids: Sequence[int], salt: str, *, reads: bool = True) -> Prefix:
+    def prefix(
+        self, token_ids: Sequence[int], salt: str, *, reads: bool = True, tenant: str = "", retention_s: float = 0.0
+    ) -> Prefix:
         """Hash all tokens of a prompt, and return the prompt's path; no page is retained yet.
 
         `salt` separates prefixes that must not be shared. If `reads` is False, the request computes all pages, even
-        cached ones.
+        cached ones. The pages are kept for `retention_s` seconds after the request, within the share of the `tenant`:
+        the pool divided by the number of tenants that have pages in it.
         """
         root = root_digest(salt)
         if not self._enabled:
             return Prefix(root)
         digests = self._names(token_ids, self.page_tokens, root)
         readable = (len(token_ids) - 1) // self.page_tokens if reads else 0
-        return Prefix(root, digests, readable, salt=salt, tokens=self._tokens_of_pages(token_ids))
+        tokens = self._tokens_of_pages(token_ids)
+        return Prefix(root, digests, readable, tenant=tenant, retention_s=retention_s, salt=salt, tokens=tokens)
 
     def extend(self, prefix: Prefix, token_ids: Sequence[int]) -> None:
         """Extend the path with the digests of further full pages.
@@ -576,7 +596,8 @@ class PrefixCache:
     def _node(self, prefix: Prefix, number: int, pages: list[int]) -> _Node:
         parent = prefix.digests[number - 1] if number else prefix.root
         tokens = prefix.tokens[number] if self._reports_tokens else b""
-        return _Node(pages, number, parent, prefix.salt, tokens)
+        self._tenants[prefix.tenant] += 1
+        return _Node(pages, number, parent, prefix.tenant, prefix.salt, tokens)
 
     def _has_states(self, node: _Node) -> bool:
         """Return True if the digest has a page in each group of state layers, if there are any."""
@@ -592,7 +613,10 @@ class PrefixCache:
 
     def _release_prefix(self, prefix: Prefix) -> None:
         """Release the retained pages, last page first: the pool evicts in this order, and must evict leaves first."""
-        self.pool.release(held_pages(prefix.pages)[::-1])
+        held = held_pages(prefix.pages)[::-1]
+        if prefix.retention_s:
+            self.pool.keep(held, prefix.tenant, prefix.retention_s)
+        self.pool.release(held)
         prefix.pages.clear()
         prefix.known = 0
 
@@ -611,6 +635,9 @@ class PrefixCache:
         # it.
         if group in self._full or not others:
             del self._nodes[digest]
+            self._tenants[node.tenant] -= 1
+            if not self._tenants[node.tenant]:
+                del self._tenants[node.tenant]
             for other_page in others:
                 del self._digests[other_page]
             self.pool.drop_cached(others)
