@@ -1,7 +1,7 @@
 """The fields by which clients of each API say how long a prompt's KV will be of use, and which session it belongs to.
 
 They change no answer: KV is cached without them, and a hint is bounded by the tenant's share of each worker's cache
-(`tandem/engine/cache/kept_pages.py`).
+(`tandem/engine/cache/eviction_order.py`).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from router.api.body import Body
-from router.requests.validation import RETENTION_MAX_S, SESSION_MAX
+from router.requests.validation import SESSION_MAX
 from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.messages import CACHE_RETENTION_MAX_S
 
 SESSION_HEADER = "x-session-id"
 """The header with the id of the client's session, for any API; it takes precedence over `prompt_cache_key`."""
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
-_RETENTION_S = {"24h": 86400.0}
 BREAKPOINTS_MAX = 4
 """Maximum number of `cache_control` fields in a request; Anthropic's limit."""
 
@@ -70,10 +70,10 @@ class PromptCaching(Body):
 
     def cache_hints(self) -> dict[str, Any]:
         """Return the options of a request that the hints set. Raises InvalidArgument for a time that is too long."""
-        retention_s = _RETENTION_S.get(self.prompt_cache_retention or "", 0.0)
+        retention_s = seconds_of("24h") if self.prompt_cache_retention == "24h" else 0.0
         if self.prompt_cache_options is not None and self.prompt_cache_options.ttl is not None:
             retention_s = max(retention_s, seconds_of(self.prompt_cache_options.ttl))
-            if retention_s > RETENTION_MAX_S:
+            if retention_s > CACHE_RETENTION_MAX_S:
                 raise InvalidArgument("prompt_cache_options.ttl", "is longer than 24h, the limit")
         return {"session": self.prompt_cache_key or "", "cache_retention_s": retention_s}
 

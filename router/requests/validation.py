@@ -26,6 +26,7 @@ from tandem.protocol.errors import InvalidArgument, NotFound, TandemError, Unava
 from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.protocol.lifecycle.request_trace import TraceContext
 from tandem.protocol.messages import (
+    CACHE_RETENTION_MAX_S,
     FREQUENCY_MAX,
     INT32_MAX,
     LOGIT_BIAS_MAX,
@@ -47,7 +48,6 @@ from tandem.tokenizers.model_folder import GenerationDefaults
 _T = TypeVar("_T")
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 SALT_MAX, SESSION_MAX = 256, 256
-RETENTION_MAX_S = 86400.0
 _GREEDY_BELOW = 1e-5
 """A lower temperature is set to 0 (greedy), which gives the same result: logits ÷ temperature could overflow."""
 
@@ -270,7 +270,7 @@ class RequestValidator:
         if len(options.session) > SESSION_MAX:
             message = f"has {len(options.session)} characters, the limit is {SESSION_MAX}"
             raise InvalidArgument("the session id (X-Session-Id, prompt_cache_key)", message)
-        _check_range("cache_retention_s", options.cache_retention_s, 0.0, RETENTION_MAX_S)
+        _check_range("cache_retention_s", options.cache_retention_s, 0.0, CACHE_RETENTION_MAX_S)
         self._check_stop(options, served)
 
     def _check_variables(self, request: ClientRequest) -> None:

@@ -78,6 +78,8 @@ class DispatchCalls:
                     cache_salt=salt,
                     gap_target_s=decode.state.gap_target(request.queued.slo),
                     adapter=adapter,
+                    tenant=admitted.tenant,
+                    retention_s=admitted.cache_retention_s,
                 )
                 destination = await self._reserve(request, reservation, decode)
             asked = prefill
@@ -92,6 +94,8 @@ class DispatchCalls:
                         prior_output_tokens=prior_output_tokens,
                         cache_salt=salt,
                         adapter=adapter,
+                        tenant=admitted.tenant,
+                        retention_s=admitted.cache_retention_s,
                     )
                 )
                 if _current(request, ref):

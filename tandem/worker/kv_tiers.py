@@ -107,7 +107,7 @@ class KvReloads:
 
     def _choose(self, work: Reservation | PrefillTask, cost: StepCost) -> tuple[Reload | None, float]:
         """Return the reload that saves most time, and the seconds that it saves; None if none saves any."""
-        prefix = self._cache.prefix(work.prompt_token_ids, work.cache_salt)
+        prefix = self._cache.prefix(work.prompt_token_ids, work.cache_salt, tenant=work.tenant)
         context = self._cache.hit(prefix) * self._cache.page_tokens
         best: tuple[Reload | None, float] = None, 0.0
         count = len(self._tiers.tiers)

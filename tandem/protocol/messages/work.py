@@ -23,6 +23,9 @@ class _Continued:
     cache_salt: str = field(default="", kw_only=True)
     adapter: str = field(default="", kw_only=True)
     """The hash of the request's adapter; "" = the base model. Different adapters have different cache salts."""
+    tenant: str = field(default="", kw_only=True)
+    retention_s: float = field(default=0.0, kw_only=True)
+    """Seconds for which the prompt's pages are kept in preference to others of the tenant after the request."""
 
     @property
     def scores_prompt(self) -> bool:

@@ -8,6 +8,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -29,10 +30,15 @@ def _engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def ask(
-    pair: WorkerPair, name: str, prompt: Sequence[int] = PROMPT, sampling: SamplingParams = TEN, salt: str = ""
+    pair: WorkerPair,
+    name: str,
+    prompt: Sequence[int] = PROMPT,
+    sampling: SamplingParams = TEN,
+    salt: str = "",
+    **work: Any,
 ) -> RequestOutput:
     """Runs a request to its end, and waits until every page is free."""
-    output = pair.send(name, list(prompt), sampling, salt=salt)
+    output = pair.send(name, list(prompt), sampling, salt=salt, **work)
     stays = sampling.max_tokens == 1 or pair.prefill is pair.decode
     await until(lambda: output.finish and (stays or output.pages))
     assert output.tokens == answer_to(list(prompt), sampling), name
@@ -427,6 +433,17 @@ async def test_a_later_attempt_of_a_scored_request_reads_the_cache() -> None:
         assert again.tokens == first.tokens
         assert (again.cached_tokens, again.prompt_logprobs) == (FULL * PAGE_TOKENS, None)
         await pair.empty()
+
+
+async def test_a_hinted_prompt_outlasts_others_on_both_workers() -> None:
+    for retention_s, kept in ((0.0, 0), (3600.0, FULL * PAGE_TOKENS)):
+        async with WorkerPair(pages=12) as pair:
+            await ask(pair, "agent", tenant="a", retention_s=retention_s)
+            for number in range(6):
+                await ask(pair, f"q{number}", [500 + number] * len(PROMPT), tenant="a")
+            again = await ask(pair, "again", tenant="a")
+            assert again.cached_tokens == kept
+            assert again.pages == (1 if kept else FULL + 1), "the decode worker has kept them as well"
 
 
 # ---- what routers hear of it ----
