@@ -167,7 +167,7 @@ class Admitted:
     """Number of prompt tokens that a prefix cache can store: those of full pages."""
     session: str = ""
     cache_retention_s: float = 0.0
-    """Seconds for which the prompt's pages should stay cached after this request."""
+    """The client's `Options.cache_retention_s`."""
     n: int = 1
     """Number of answers to generate (`router/requests/choices.py`)."""
     context: TraceContext = field(default_factory=TraceContext.fresh)
@@ -244,6 +244,8 @@ class RoutedRequest:
 
     The first token of the attempt may still be in flight from the prefill worker.
     """
+    retention_s: float = 0.0
+    """Seconds for which workers keep the prompt's pages: the client's hint or the router's estimate (`reuse.py`)."""
     cached_tokens: int = 0
     """Number of prompt tokens whose KV was found in the prefix cache."""
     prefill_worker: str = ""

@@ -79,7 +79,7 @@ class DispatchCalls:
                     gap_target_s=decode.state.gap_target(request.queued.slo),
                     adapter=adapter,
                     tenant=admitted.tenant,
-                    retention_s=admitted.cache_retention_s,
+                    retention_s=request.retention_s,
                 )
                 destination = await self._reserve(request, reservation, decode)
             asked = prefill
@@ -95,7 +95,7 @@ class DispatchCalls:
                         cache_salt=salt,
                         adapter=adapter,
                         tenant=admitted.tenant,
-                        retention_s=admitted.cache_retention_s,
+                        retention_s=request.retention_s,
                     )
                 )
                 if _current(request, ref):
