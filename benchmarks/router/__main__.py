@@ -10,6 +10,7 @@ CASES = {
     "streams": "benchmarks.router.streams",
     "placement": "benchmarks.router.placement",
     "retention": "benchmarks.router.retention",
+    "sessions": "benchmarks.router.sessions",
 }
 
 if __name__ == "__main__":
