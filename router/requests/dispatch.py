@@ -133,7 +133,7 @@ class Dispatcher:
             self._connect(request)
         self._enter([some[0].queued for some in prompts], len(requests), first.tenant, first.n)
         for prompt, some in zip(admitted, prompts, strict=True):
-            expected_s = self._reuse.observe(prompt.tenant, prompt.digests, time.monotonic())
+            expected_s = self._reuse.observe(prompt.tenant, prompt.digests, time.monotonic(), prompt.session)
             for request in some:
                 request.retention_s = max(prompt.cache_retention_s, expected_s)
             self._live.add(some)

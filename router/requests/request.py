@@ -166,6 +166,7 @@ class Admitted:
     cacheable_tokens: int = 0
     """Number of prompt tokens that a prefix cache can store: those of full pages."""
     session: str = ""
+    """The client's `Options.session`."""
     cache_retention_s: float = 0.0
     """The client's `Options.cache_retention_s`."""
     n: int = 1

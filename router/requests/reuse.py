@@ -1,6 +1,6 @@
 """Learns from arriving prompts how likely it is that a conversation goes on, and when.
 
-A prompt that begins with all pages of an earlier one is its next turn. The gap between the two is observed for the
+A prompt of the same session, or one that begins with all pages of an earlier prompt, is its next turn. The gap between the two is observed for the
 tenant and the depth of the earlier prompt (the logarithm of its pages). Gaps are counted in intervals whose lengths
 double; a turn without a successor counts in each interval that it has passed, and half in that of its age, so that
 recent turns do not look like ended conversations. This is the life-table estimate of the gaps' distribution (Cutler and
@@ -25,7 +25,8 @@ Group = tuple[str, int]
 class _Turn:
     """A prompt whose next turn is awaited."""
 
-    digest: bytes
+    key: bytes
+    """The session, or the digest of the prompt's last page if the client named no session."""
     group: Group
     began_s: float
 
@@ -77,39 +78,41 @@ class ReuseEstimate:
         self._on_gap = on_gap
         self._groups: dict[Group, GapCounts] = {}
         self._awaited: dict[bytes, _Turn] = {}
-        """The turns whose successors are awaited, by the digest of their last page, oldest first."""
+        """The turns whose successors are awaited, by their keys, oldest first."""
         self._ages: list[deque[_Turn]] = [deque() for _ in range(_INTERVALS)]
         """The turns whose ages are in each interval, oldest first, with some that are no longer awaited."""
 
-    def observe(self, tenant: str, digests: Sequence[bytes], now: float) -> float:
+    def observe(self, tenant: str, digests: Sequence[bytes], now: float, session: str = "") -> float:
         """Observe a prompt by the digests of its full pages; return for how many seconds to keep its pages.
 
-        `now` is the time in seconds. The result is 0 if its next turn is not expected.
+        `now` is the time in seconds, and `session` the client's id of its session, "" = unknown. The result is 0 if its
+        next turn is not expected.
         """
         self._advance(now)
         if not digests:
             return 0.0
-        if (earlier := next(self._earlier(digests), None)) is not None:
+        named = [f"{tenant}/{session}".encode()] if session else []
+        if (earlier := next(self._earlier([*digests, *named]), None)) is not None:
             gap_s = now - earlier.began_s
             self._on_gap(gap_s)
             self._groups[earlier.group].continued[min(int(gap_s).bit_length(), _INTERVALS - 1)] += 1
         group = tenant, len(digests).bit_length()
-        self._await(_Turn(digests[-1], group, now))
+        self._await(_Turn([*digests, *named][-1], group, now))
         return self._groups[group].retention_s
 
     def counts(self, tenant: str, pages: int) -> GapCounts:
         """Return the gaps after prompts of this number of full pages."""
         return self._groups.get((tenant, pages.bit_length()), GapCounts())
 
-    def _earlier(self, digests: Sequence[bytes]) -> Iterator[_Turn]:
-        """Yield the turns that the prompt continues, the latest first; they are no longer awaited."""
-        for digest in reversed(digests):
-            if (turn := self._awaited.pop(digest, None)) is not None:
+    def _earlier(self, keys: Sequence[bytes]) -> Iterator[_Turn]:
+        """Yield the turns that a prompt continues, the latest first; they are no longer awaited."""
+        for key in reversed(keys):
+            if (turn := self._awaited.pop(key, None)) is not None:
                 yield turn
 
     def _await(self, turn: _Turn) -> None:
         self._groups.setdefault(turn.group, GapCounts()).reached[0] += 1
-        self._awaited[turn.digest] = turn
+        self._awaited[turn.key] = turn
         self._ages[0].append(turn)
         if len(self._awaited) > _TURNS_MAX:
             del self._awaited[next(iter(self._awaited))]
@@ -119,10 +122,10 @@ class ReuseEstimate:
         for interval, turns in enumerate(self._ages):
             while turns and now - turns[0].began_s >= 1 << interval:
                 turn = turns.popleft()
-                if self._awaited.get(turn.digest) is not turn:
+                if self._awaited.get(turn.key) is not turn:
                     continue
                 if interval + 1 < _INTERVALS:
                     self._groups[turn.group].reached[interval + 1] += 1
                     self._ages[interval + 1].append(turn)
                 else:
-                    del self._awaited[turn.digest]
+                    del self._awaited[turn.key]

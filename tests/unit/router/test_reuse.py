@@ -24,9 +24,9 @@ class Load:
         self.made += 1
         return [f"{self.made}/{page}".encode() for page in range(pages)]
 
-    def ask(self, digests: list[bytes], tenant: str = "", after: float = 0.0) -> float:
+    def ask(self, digests: list[bytes], tenant: str = "", after: float = 0.0, session: str = "") -> float:
         self.now += after
-        return self.estimate.observe(tenant, digests, self.now)
+        return self.estimate.observe(tenant, digests, self.now, session)
 
 
 def next_turn(prompt: list[bytes]) -> list[bytes]:
@@ -44,6 +44,20 @@ def test_a_gap_is_that_to_the_latest_turn_which_the_prompt_continues() -> None:
     counts = load.estimate.counts("", 7)
     assert (counts.support, counts.continued[2], sum(counts.continued)) == (2, 1, 1)
     assert load.estimate.counts("", 8).continued[5] == 1
+
+
+def test_a_session_goes_on_although_its_prompts_differ() -> None:
+    """Chat templates leave out earlier reasoning, so the next prompt need not begin with the last one."""
+    load = Load()
+    load.ask(load.begin(), "a", session="one")
+    load.ask(load.begin(), "a", after=1.0, session="two")
+    load.ask(load.begin(), "b", after=1.0, session="one")
+    load.ask(load.begin(), "a", after=5.0, session="one")
+    assert load.gaps == [7.0], "another tenant's session of this name is another one"
+    unnamed = load.begin()
+    load.ask(unnamed, "a")
+    load.ask(next_turn(unnamed), "a", after=2.0, session="three")
+    assert load.gaps == [7.0, 2.0]
 
 
 def test_nothing_is_kept_without_support() -> None:
