@@ -1,10 +1,10 @@
 """Learns from arriving prompts how likely it is that a conversation goes on, and when.
 
-A prompt of the same session, or one that begins with all pages of an earlier prompt, is its next turn. The gap between the two is observed for the
-tenant and the depth of the earlier prompt (the logarithm of its pages). Gaps are counted in intervals whose lengths
-double; a turn without a successor counts in each interval that it has passed, and half in that of its age, so that
-recent turns do not look like ended conversations. This is the life-table estimate of the gaps' distribution (Cutler and
-Ederer, 1958).
+A prompt of the same session, or one that begins with all pages of an earlier prompt, is its next turn. The gap between
+the two is observed for the tenant and the depth of the earlier prompt (the logarithm of its pages). Gaps are counted in
+intervals whose lengths double; a turn without a successor counts in each interval that it has passed, and half in that
+of its age, so that recent turns do not look like ended conversations. This is the life-table estimate of the gaps'
+distribution (Cutler and Ederer, 1958).
 """
 
 from collections import deque
