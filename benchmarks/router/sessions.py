@@ -16,7 +16,7 @@ turn comes some seconds after the answer. Placements:
 import argparse
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from statistics import mean, quantiles
@@ -154,18 +154,24 @@ def simulate(name: str, machine: Hardware, options: argparse.Namespace) -> dict[
 def figures(outcomes: Sequence[Outcome], options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of the requests that arrived in the second half of the time."""
     counted = [outcome for outcome in outcomes if outcome.asked.due_s > options.seconds / 2 and not outcome.error]
-    ttft_ms = quantiles([1e3 * (outcome.firsts_s[0] - outcome.asked.due_s) for outcome in counted], n=100)
     prompts = sum(len(outcome.asked.prompt) for outcome in counted)
     by_worker = dict.fromkeys(range(options.workers), 0)
     for outcome in counted:
         by_worker[int(outcome.decode_worker.rpartition("-")[2])] += 1
     return {
         "turns_s": len(counted) / (options.seconds / 2),
-        "ttft_ms": {"50": ttft_ms[49], "90": ttft_ms[89], "99": ttft_ms[98]},
+        "ttft_ms": _percentiles(outcome.firsts_s[0] - outcome.asked.due_s for outcome in counted),
+        "turn_ms": _percentiles(outcome.ended_s - outcome.asked.due_s for outcome in counted),
         "cached_share": sum(outcome.cached_tokens for outcome in counted) / max(1, prompts),
         "busiest_over_mean": max(by_worker.values()) / mean(by_worker.values()),
         "failed": sum(bool(outcome.error) for outcome in outcomes),
     }
+
+
+def _percentiles(seconds: Iterable[float]) -> dict[str, float]:
+    """Return the 50th, 90th and 99th percentile in milliseconds."""
+    cuts = quantiles([1e3 * value for value in seconds], n=100)
+    return {"50": cuts[49], "90": cuts[89], "99": cuts[98]}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
