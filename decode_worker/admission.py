@@ -123,7 +123,13 @@ class DecodeAdmission:
         """
         # A prompt whose log probabilities are wanted is computed completely, so it must not read cached pages.
         reads = not reservation.scores_prompt
-        prefix = self._cache.prefix(reservation.prompt_token_ids, reservation.cache_salt, reads=reads)
+        prefix = self._cache.prefix(
+            reservation.prompt_token_ids,
+            reservation.cache_salt,
+            reads=reads,
+            tenant=reservation.tenant,
+            retention_s=reservation.retention_s,
+        )
         with self.lock:
             try:
                 request = self._known(reservation) or self._leased.grant(reservation, prefix, adapter)

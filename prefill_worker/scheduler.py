@@ -331,7 +331,13 @@ class PrefillScheduler:
         self._check_fits(task)
         kv, tokens = self._cache.kv, len(task.prompt_token_ids)
         local = task.destination is not None and task.destination.peer == self._me
-        prefix = self._cache.prefix(task.prompt_token_ids, task.cache_salt, reads=not task.scores_prompt)
+        prefix = self._cache.prefix(
+            task.prompt_token_ids,
+            task.cache_salt,
+            reads=not task.scores_prompt,
+            tenant=task.tenant,
+            retention_s=task.retention_s,
+        )
         token_hash = hash_token_ids(task.prompt_token_ids) if local else b""
         event_times = [EventTime.now(LifecycleEvent.PREFILL_QUEUED)]
         scores = PromptScores(task.original_prompt, task.sampling.prompt_logprobs or 0) if task.scores_prompt else None

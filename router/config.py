@@ -26,6 +26,8 @@ class RouterConfig(RouterSettings):
     """The cluster's secrets; without a token, there is no authentication and no encryption."""
     name: str = "router"
     """The router's name in metrics, which stays the same after a restart."""
+    prefix_cache: bool = True
+    """True if the workers have prefix caches."""
     engines_on_cpu: bool = False
     """True if the workers' engines compute on the CPU."""
 

@@ -260,9 +260,10 @@ class WorkerPair:
         prior_output_tokens: int = 0,
         *,
         salt: str = "",
+        **work: Any,
     ) -> Lease:
         reservation = self.reservation(name, prompt, sampling, attempt, prior_output_tokens)
-        return self.decode.worker.reserve(replace(reservation, cache_salt=salt)).lease
+        return self.decode.worker.reserve(replace(reservation, cache_salt=salt, **work)).lease
 
     def task(
         self,
@@ -288,18 +289,20 @@ class WorkerPair:
         answer: Sequence[int] = (),
         *,
         salt: str = "",
+        **work: Any,
     ) -> RequestOutput:
         """Reserve pages and prefill, as the router does, and return the events that it receives.
 
-        `answer` has the output tokens of an earlier attempt, which are computed again after the prompt.
+        `answer` has the output tokens of an earlier attempt, which are computed again after the prompt; `work` are
+        further fields of both messages.
         """
         output = self.outputs[name] = RequestOutput(list(answer))
         asked, prior_output_tokens = [*prompt, *answer], len(answer)
         lease = None
         if sampling.max_tokens > prior_output_tokens + 1:
-            lease = self.reserve(name, asked, sampling, attempt, prior_output_tokens, salt=salt)
+            lease = self.reserve(name, asked, sampling, attempt, prior_output_tokens, salt=salt, **work)
         task = self.task(name, asked, sampling, lease, attempt, prior_output_tokens=prior_output_tokens)
-        self.prefill.worker.prefill(replace(task, cache_salt=salt))
+        self.prefill.worker.prefill(replace(task, cache_salt=salt, **work))
         return output
 
     async def send_all(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> list[RequestOutput]:

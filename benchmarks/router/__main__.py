@@ -6,7 +6,12 @@ time to choose workers for a request. The last line is one JSON object.
 
 from benchmarks.command_line import run_case
 
-CASES = {"streams": "benchmarks.router.streams", "placement": "benchmarks.router.placement"}
+CASES = {
+    "streams": "benchmarks.router.streams",
+    "placement": "benchmarks.router.placement",
+    "retention": "benchmarks.router.retention",
+    "sessions": "benchmarks.router.sessions",
+}
 
 if __name__ == "__main__":
     run_case("router", __doc__, CASES)

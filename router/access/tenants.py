@@ -31,3 +31,14 @@ def tenant_salt(tenant: str, salt: str, adapter: str = "") -> str:
     """
     own = f"{tenant}/{salt}" if tenant or salt else ""
     return f"adapter:{adapter}/{own}" if adapter else own
+
+
+def split_salt(salt: str) -> tuple[str, str]:
+    """Return the adapter's hash ("" = the base model) and the rest of a salt that `tenant_salt` has made.
+
+    The rest is the client's salt, preceded by the tenant and a slash if there is a tenant.
+    """
+    adapter = ""
+    if salt.startswith("adapter:"):
+        adapter, _, salt = salt.removeprefix("adapter:").partition("/")
+    return adapter, salt.removeprefix("/")

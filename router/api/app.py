@@ -39,10 +39,12 @@ from router.api.unserved_fields import IGNORED_HEADER, IgnoredLog
 from router.api.web_page import add_web_page
 from router.config import RouterConfig
 from router.requests.dispatch import Dispatcher
+from router.requests.picker_metrics import PICKER_PATH, picker_registry
 from router.requests.validation import RequestValidator
 from router.workers.adapter_calls import AdapterCalls
 from tandem.metrics.exposition import Exposition
 from tandem.metrics.metrics_server import METRICS_PATH, TRACES_PATH, metrics_page
+from tandem.metrics.registry import Registry
 from tandem.net.limits.call_count import CallCount
 from tandem.protocol.conversion import traces_to_json
 from tandem.protocol.errors import ResourceExhausted
@@ -100,12 +102,13 @@ def make_app(
     add_adapters(app, calls, AdapterCalls(dispatcher.pool))
     add_models(app, config, dispatcher)
     add_probes(app, dispatcher)
-    _add_metrics(app, dispatcher)
+    _add_metrics(app, config, dispatcher)
     add_pages(app)
     add_web_page(app, dispatcher)
     add_error_handlers(app)
     counted = CallLimit(app, config.listeners.max_calls, apart=PROBE_PATHS | READERS_PATHS)
-    audited = AuditedHttp(RequestIds(HttpAccess(counted, callers)), audit)
+    also_open = frozenset({PICKER_PATH} if config.open_picker_metrics else ())
+    audited = AuditedHttp(RequestIds(HttpAccess(counted, callers, also_open)), audit)
     return _open_to_pages(audited, config.allowed_origins)
 
 
@@ -126,13 +129,18 @@ def _open_to_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     )
 
 
-def _add_metrics(app: FastAPI, dispatcher: Dispatcher) -> None:
-    page, store = metrics_page(Exposition(dispatcher.metrics.registry)), dispatcher.metrics.traces
+def _add_metrics(app: FastAPI, config: RouterConfig, dispatcher: Dispatcher) -> None:
+    store = dispatcher.metrics.traces
 
-    async def metrics(request: Request) -> Response:
-        """Return the router's metrics in Prometheus' or OpenMetrics' format."""
-        body, content_type = await page(request.headers.get("accept", ""))
-        return Response(body, media_type=content_type)
+    def add_page(path: str, registry: Registry) -> None:
+        page = metrics_page(Exposition(registry))
+
+        async def metrics(request: Request) -> Response:
+            """Return the router's metrics in Prometheus' or OpenMetrics' format."""
+            body, content_type = await page(request.headers.get("accept", ""))
+            return Response(body, media_type=content_type)
+
+        app.add_api_route(path, metrics, methods=["GET", "HEAD"], tags=[Group.STATE])
 
     async def recent_traces(request: Request) -> Response:
         """Return the trace of one request (`?id=`), the slowest traces (`?slow`), or the newest traces."""
@@ -140,5 +148,6 @@ def _add_metrics(app: FastAPI, dispatcher: Dispatcher) -> None:
         traces = store.find(query["id"]) if "id" in query else store.slow() if "slow" in query else store.newest()
         return Response(traces_to_json(traces, store.kept), media_type="application/json")
 
-    for path, answer in ((METRICS_PATH, metrics), (TRACES_PATH, recent_traces)):
-        app.add_api_route(path, answer, methods=["GET", "HEAD"], tags=[Group.STATE])
+    add_page(METRICS_PATH, dispatcher.metrics.registry)
+    add_page(PICKER_PATH, picker_registry(config.served.name, dispatcher))
+    app.add_api_route(TRACES_PATH, recent_traces, methods=["GET", "HEAD"], tags=[Group.STATE])

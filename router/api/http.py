@@ -14,6 +14,7 @@ from starlette.types import Receive
 from router.access.client_call import served_call
 from router.api.answer_stream import AnswerStream
 from router.api.body import Body
+from router.api.cache_hints import SESSION_HEADER
 from router.api.call import ApiCall
 from router.api.client_gone import unless_gone
 from router.api.openapi import json_body
@@ -109,9 +110,18 @@ class HttpCalls:
             gone.cancel()
 
     def requests_of(self, request: Request, call: ApiCall) -> list[ClientRequest]:
-        """Return the requests of a call, with the tenant and the traceparent of its HTTP request."""
+        """Return the requests of a call, with the tenant, the traceparent and the session of its HTTP request."""
         tenant, traceparent = served_call().caller.tenant, only(request.headers.getlist(TRACEPARENT))
-        return [replace(one, tenant=tenant, traceparent=traceparent) for one in call.requests]
+        session = request.headers.get(SESSION_HEADER, "")
+        return [
+            replace(
+                one,
+                tenant=tenant,
+                traceparent=traceparent,
+                options=replace(one.options, session=session or one.options.session),
+            )
+            for one in call.requests
+        ]
 
     def ignored_header(self, call: ApiCall) -> dict[str, str]:
         """Log the ignored fields of a call, and return the response header that names them."""

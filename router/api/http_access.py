@@ -17,10 +17,11 @@ from router.api.openapi import OPEN_PATHS
 from router.api.probes import PROBE_PATHS
 from router.api.request_id import REQUEST_ID_HEADER
 from router.api.web_page import CLUSTER_PATH, PAGE_PATHS
+from router.requests.picker_metrics import PICKER_PATH
 from tandem.metrics.metrics_server import METRICS_PATH, TRACES_PATH
 from tandem.protocol.errors import NotFound, TandemError, clipped
 
-READERS_PATHS = frozenset({METRICS_PATH, TRACES_PATH, CLUSTER_PATH})
+READERS_PATHS = frozenset({METRICS_PATH, TRACES_PATH, CLUSTER_PATH, PICKER_PATH})
 """The paths that show the load of all tenants; operators and readers may use them, but tenants may not."""
 LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 OPERATORS_PATHS = frozenset({LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH})
@@ -62,16 +63,17 @@ class AuditedHttp:
 class HttpAccess:
     """ASGI middleware that admits a request if its key has a role for the path and its tenant has quota left.
 
-    Probes, the OpenAPI pages and the page for browsers need no key.
+    Probes, the OpenAPI pages, the page for browsers and the paths in `also_open` need no key.
     """
 
-    def __init__(self, app: ASGIApp, callers: Callers) -> None:
+    def __init__(self, app: ASGIApp, callers: Callers, also_open: frozenset[str] = frozenset()) -> None:
         self._app = app
         self._callers = callers
+        self._open = PROBE_PATHS | OPEN_PATHS | PAGE_PATHS | also_open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or reject it before its body is read."""
-        if scope["type"] != "http" or scope["path"] in PROBE_PATHS | OPEN_PATHS | PAGE_PATHS:
+        if scope["type"] != "http" or scope["path"] in self._open:
             await self._app(scope, receive, send)
             return
         call = served_call()

@@ -124,13 +124,17 @@ class PrefixIndex:
             if digest in pages:
                 _discard(self._holders if pages.pop(digest) is None else self._in_tiers, digest, bit)
 
-    def clear(self, slot: int) -> None:
-        """Remove all pages of worker `slot`; the worker itself stays in the index."""
-        self.remove(slot, tuple(self._pages[slot]))
+    def __contains__(self, digest: object) -> bool:
+        """Return True if any worker holds the page."""
+        return digest in self._holders
+
+    def pages(self, slot: int) -> tuple[bytes, ...]:
+        """Return all pages of worker `slot`."""
+        return tuple(self._pages[slot])
 
     def drop(self, slot: int) -> None:
         """Remove worker `slot` and all its pages; the slot may be used again."""
-        self.clear(slot)
+        self.remove(slot, self.pages(slot))
         del self._pages[slot], self._limits[slot]
         self._with_states &= ~(1 << slot)
 

@@ -35,6 +35,9 @@ class AnswerEnd:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    """Number of prompt tokens whose KV was read from a prefix cache."""
+    cache_written_tokens: int
+    """Number of prompt tokens whose KV this request has added to a prefix cache."""
     timeline: Timeline
 
 

@@ -28,6 +28,7 @@ from router.requests.live_requests import LiveRequests
 from router.requests.metrics import RouterMetrics
 from router.requests.placer import RequestPlacer
 from router.requests.request import Admitted, RoutedRequest
+from router.requests.reuse import ReuseEstimate
 from router.requests.slot_shares import SlotShares
 from router.requests.stream import EventStream
 from router.requests.sweeper import Sweeper
@@ -75,6 +76,7 @@ class Dispatcher:
         self.prediction_quality = PredictionQuality()
         """The accuracy of placement's predictions."""
         self.metrics = RouterMetrics(config)
+        self._reuse = ReuseEstimate(self.metrics.turn_gap)
         self._ends = RequestEnds(
             config,
             self._live,
@@ -130,7 +132,10 @@ class Dispatcher:
         for request in requests:
             self._connect(request)
         self._enter([some[0].queued for some in prompts], len(requests), first.tenant, first.n)
-        for some in prompts:
+        for prompt, some in zip(admitted, prompts, strict=True):
+            expected_s = self._reuse.observe(prompt.tenant, prompt.digests, time.monotonic(), prompt.session)
+            for request in some:
+                request.retention_s = max(prompt.cache_retention_s, expected_s)
             self._live.add(some)
         self._place_waiting()
         prompt_tokens = sum(len(prompt.prompt_token_ids) for prompt in admitted)

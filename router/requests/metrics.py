@@ -71,6 +71,10 @@ class RouterMetrics:
         if reason is not Refusal.INVALID and slo_class in self._classes:
             self._count(slo_class, rejected(error))
 
+    def turn_gap(self, gap_s: float) -> None:
+        """Observe the seconds between a prompt and the prompt that continues it."""
+        self.registry.histogram(f.TURN_GAP).observe(gap_s)
+
     # In flight
 
     def retried(self) -> None:
@@ -214,6 +218,7 @@ class RouterMetrics:
             registry.counter(f.ACTUAL, quantity)
             registry.histogram(f.PREDICTION_ERROR, quantity)
         offered = (f.OFFERED_REQUESTS, f.OFFERED_PROMPT_TOKENS, f.OFFERED_ANSWER_TOKENS)
+        registry.histogram(f.TURN_GAP)
         for family in (f.PLACEMENTS, f.REGRET, *offered):
             registry.counter(family)
         for code in _codes(TandemError):

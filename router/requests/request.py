@@ -73,6 +73,10 @@ class Options:
     slo_class: str = ""
     cache_salt: str = ""
     """A salt of the prefix cache: cached KV pages are reused only between requests with the same salt."""
+    session: str = ""
+    """The client's id of the session that the request belongs to; "" = unknown."""
+    cache_retention_s: float = 0.0
+    """Seconds for which the client expects to send a prompt with this prefix again; 0 = unknown."""
     answer_format: AnswerFormat | None = None
     """The format that every answer follows; None = any text."""
     add_special_tokens: bool | None = None
@@ -161,6 +165,12 @@ class Admitted:
     slo: SloClass = BEST_EFFORT
     digests: tuple[bytes, ...] = ()
     """The digests of the prompt's full pages; () if they are unknown."""
+    cacheable_tokens: int = 0
+    """Number of prompt tokens that a prefix cache can store: those of full pages."""
+    session: str = ""
+    """The client's `Options.session`."""
+    cache_retention_s: float = 0.0
+    """The client's `Options.cache_retention_s`."""
     n: int = 1
     """Number of answers to generate (`router/requests/choices.py`)."""
     context: TraceContext = field(default_factory=TraceContext.fresh)
@@ -237,6 +247,8 @@ class RoutedRequest:
 
     The first token of the attempt may still be in flight from the prefill worker.
     """
+    retention_s: float = 0.0
+    """Seconds for which workers keep the prompt's pages: the client's hint or the router's estimate (`reuse.py`)."""
     cached_tokens: int = 0
     """Number of prompt tokens whose KV was found in the prefix cache."""
     reloaded_tokens: int = 0
@@ -316,7 +328,8 @@ class RoutedRequest:
             matched_stop=matched_stop,
             prompt_tokens=len(self.admitted.prompt_token_ids),
             completion_tokens=self.answer.token_count,
-            cached_tokens=min(self.cached_tokens, len(self.admitted.prompt_token_ids)),
+            cached_tokens=(cached := min(self.cached_tokens, len(self.admitted.prompt_token_ids))),
+            cache_written_tokens=max(0, self.admitted.cacheable_tokens - cached) if self.assembler.count else 0,
             timeline=self.timeline(),
         )
 

@@ -26,6 +26,7 @@ from tandem.protocol.errors import InvalidArgument, NotFound, TandemError, Unava
 from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.protocol.lifecycle.request_trace import TraceContext
 from tandem.protocol.messages import (
+    CACHE_RETENTION_MAX_S,
     FREQUENCY_MAX,
     INT32_MAX,
     LOGIT_BIAS_MAX,
@@ -46,7 +47,7 @@ from tandem.tokenizers.model_folder import GenerationDefaults
 
 _T = TypeVar("_T")
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
-SALT_MAX = 256
+SALT_MAX, SESSION_MAX = 256, 256
 _GREEDY_BELOW = 1e-5
 """A lower temperature is set to 0 (greedy), which gives the same result: logits ÷ temperature could overflow."""
 
@@ -174,6 +175,9 @@ class RequestValidator:
             tenant=request.tenant,
             slo=self._classes[request.options.slo_class or self._config.default_slo_class],
             digests=digests,
+            cacheable_tokens=len(digests) * served.page_tokens if self._config.prefix_cache else 0,
+            session=request.options.session,
+            cache_retention_s=request.options.cache_retention_s,
             n=request.options.answers,
             context=TraceContext.of(request.traceparent),
             operation=request.operation,
@@ -263,6 +267,10 @@ class RequestValidator:
         if len(options.cache_salt) > SALT_MAX:
             raise InvalidArgument("cache_salt", f"has {len(options.cache_salt)} characters, the limit is {SALT_MAX}")
         check_text("cache_salt", options.cache_salt)
+        if len(options.session) > SESSION_MAX:
+            message = f"has {len(options.session)} characters, the limit is {SESSION_MAX}"
+            raise InvalidArgument("the session id (X-Session-Id, prompt_cache_key)", message)
+        _check_range("cache_retention_s", options.cache_retention_s, 0.0, CACHE_RETENTION_MAX_S)
         self._check_stop(options, served)
 
     def _check_variables(self, request: ClientRequest) -> None:

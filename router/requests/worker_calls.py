@@ -86,6 +86,8 @@ class DispatchCalls:
                     gap_target_s=decode.state.gap_target(request.queued.slo),
                     adapter=adapter,
                     source=source if decode is prefill else None,
+                    tenant=admitted.tenant,
+                    retention_s=request.retention_s,
                 )
                 destination = await self._reserve(request, reservation, decode)
             asked = prefill
@@ -102,6 +104,8 @@ class DispatchCalls:
                         adapter=adapter,
                         waited_s=waited_s,
                         source=source if decode is not prefill else None,
+                        tenant=admitted.tenant,
+                        retention_s=request.retention_s,
                     )
                 )
                 if _current(request, ref):

@@ -4,7 +4,10 @@ Updates are numbered batches of pages that were stored, moved to a tier or remov
 lost, and the worker's full list of pages is loaded.
 """
 
+from collections.abc import Collection
+
 from router.placement.prefix_index import PrefixIndex
+from router.workers.kv_events import KvEventLog
 from tandem.protocol.prefixes import PrefixChanges, PrefixList
 
 _KEPT_MAX = 1024
@@ -21,8 +24,10 @@ class PrefixFeed:
     pages before this router connected.
     """
 
-    def __init__(self, index: PrefixIndex, slot: int) -> None:
+    def __init__(self, index: PrefixIndex, slot: int, events: KvEventLog | None = None) -> None:
+        """`events` gets the changes of the index; None = no KV events are published."""
         self._index = index
+        self._events = events
         self._slot = slot
         self._sequence: int | None = None
         self._kept: list[PrefixChanges] = []
@@ -46,7 +51,7 @@ class PrefixFeed:
 
     def load(self, pages: PrefixList) -> None:
         """Replace the worker's pages by a full list, then apply the batches that are newer than the list."""
-        self._index.clear(self._slot)
+        self._clear()
         self._store(pages)
         self._sequence = pages.sequence
         kept, self._kept = self._kept, []
@@ -57,10 +62,10 @@ class PrefixFeed:
         """Remove the worker's pages from the index after its event stream broke; a full list must be loaded again."""
         self._sequence = None
         self._kept.clear()
-        self._index.clear(self._slot)
+        self._clear()
 
     def _apply(self, changes: PrefixChanges) -> None:
-        self._index.remove(self._slot, changes.removed)
+        self._remove(changes.removed)
         self._store(changes)
         self._sequence = changes.sequence
 
@@ -69,3 +74,15 @@ class PrefixFeed:
             self._index.store(self._slot, run.digests)
         for members in pages.tiers:
             self._index.store(self._slot, members.digests, members.tier)
+            if self._events is not None:
+                self._events.removed(members.digests)
+        if self._events is not None and pages.stored:
+            self._events.stored(pages.stored)
+
+    def _remove(self, digests: Collection[bytes]) -> None:
+        self._index.remove(self._slot, digests)
+        if self._events is not None and digests:
+            self._events.removed(digests)
+
+    def _clear(self) -> None:
+        self._remove(self._index.pages(self._slot))

@@ -16,6 +16,7 @@ import grpc.aio
 
 from router.placement.fleet import Fleet
 from router.placement.worker_state import BACK_OFF_S, WorkerState
+from router.workers.kv_events import KvEventLog
 from router.workers.lease_keeper import LeaseKeeper
 from router.workers.liveness import LivenessProbe
 from router.workers.prefix_feed import PrefixFeed
@@ -81,6 +82,7 @@ class WorkerLink:
         token: str,
         rpc_timeout_s: float,
         silence_s: float,
+        kv_events: KvEventLog | None = None,
     ) -> None:
         self.connected = False
         self.retired = False
@@ -88,7 +90,7 @@ class WorkerLink:
         self.state = WorkerState(info, time.monotonic)
         self._fleet = fleet
         fleet.join(self.state)
-        self._prefixes = PrefixFeed(fleet.prefixes, self.state.slot)
+        self._prefixes = PrefixFeed(fleet.prefixes, self.state.slot, kv_events)
         self._router_id = router_id
         self._timeout = rpc_timeout_s
         self._observer = observer

@@ -17,6 +17,7 @@ import grpc.aio
 from router.config import RouterConfig
 from router.placement.fleet import Fleet
 from router.placement.worker_state import WorkerState
+from router.workers.kv_events import KvEventLog, KvEventPublisher
 from router.workers.worker_link import LinkObserver, WorkerLink
 from tandem.logging.recurring import RECURRING
 from tandem.net.rpc import is_refused_peer, open_channel
@@ -69,6 +70,11 @@ class WorkerPool:
         self._observer = observer
         self.fleet = Fleet()
         """The state of the workers for placement."""
+        self._kv_events: KvEventLog | None = None
+        self._publisher: KvEventPublisher | None = None
+        if config.kv_events_endpoint:
+            self._kv_events = KvEventLog(self.fleet.prefixes, self._adapter_name)
+            self._publisher = KvEventPublisher(config, self._kv_events)
         self._links: dict[PeerRef, WorkerLink] = {}
         self._model: ServedModel | None = None
         self.mode = config.mode.value
@@ -175,6 +181,8 @@ class WorkerPool:
         for link in self.links:
             self._drop(link)
         await asyncio.gather(*self._closing, return_exceptions=True)
+        if self._publisher is not None:
+            await self._publisher.close()
         await self._channel.close()
 
     def _live(self) -> list[WorkerLink]:
@@ -264,7 +272,13 @@ class WorkerPool:
             token=config.secrets.token,
             rpc_timeout_s=config.rpc_timeout_s,
             silence_s=config.worker_silence_s,
+            kv_events=self._kv_events,
         )
+
+    def _adapter_name(self, identity: str) -> str:
+        """Return the name of a loaded adapter for its hash; the hash itself if no such adapter is loaded any longer."""
+        loaded = () if self._model is None else self._model.facts.adapters
+        return next((adapter.name for adapter in loaded if adapter.identity == identity), identity)
 
     def _drop(self, link: WorkerLink) -> None:
         self._links.pop(link.info.peer, None)

@@ -101,6 +101,8 @@ class Answer:
     completion_tokens: int
     cached_tokens: int
     """The number of prompt tokens whose KV came from a prefix cache."""
+    cache_written_tokens: int
+    """The number of prompt tokens whose KV this request has added to a prefix cache."""
     prompt: Prompt
     """The parts of the prompt that the request's options select."""
     timeline: Timeline
@@ -228,6 +230,7 @@ def _answer(message: inference_pb2.GenerateResponse, parts: _Parts, prompt: Prom
         prompt_tokens=end.prompt_tokens,
         completion_tokens=end.completion_tokens,
         cached_tokens=end.cached_tokens,
+        cache_written_tokens=end.cache_written_tokens,
         prompt=prompt,
         timeline=conversion.from_proto(end.timeline, Timeline),
     )

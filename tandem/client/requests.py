@@ -87,6 +87,8 @@ class Options(TypedDict, total=False):
     add_special_tokens: bool
     truncate_prompt_tokens: int
     return_token_ids: bool
+    session_id: str
+    cache_retention_s: float
     json_schema: Mapping[str, Any] | str
     regex: str
     grammar: str

@@ -66,6 +66,11 @@ STALL_TIME = histogram(
     "Time that requests lost on workers that stopped responding, until the router retried them elsewhere.",
     _PHASE_S,
 )
+TURN_GAP = histogram(
+    "turn_gap_seconds",
+    "Time between the arrival of a prompt and that of its next turn, a prompt that begins with all its full pages.",
+    (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 16384.0, 65536.0),
+)
 REQUEST_SUCCESS = counter("request_success_total", "Completed answers, by finish reason.", "finished_reason")
 REQUEST_FAILURES = counter(
     "request_failures_total", "Admitted requests that ended with an error, by error code.", "code"

@@ -23,7 +23,7 @@ class Family:
     """
 
     name: str
-    """The metric's name without the prefix `tandem_`."""
+    """The metric's name without its prefix."""
     kind: Kind
     help: str
     """The help text: one sentence for operators."""
@@ -34,11 +34,12 @@ class Family:
     """
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram's buckets, ascending, without infinity."""
+    prefix: str = PREFIX
 
     @property
     def full_name(self) -> str:
         """The name as exported to Prometheus."""
-        return PREFIX + self.name
+        return self.prefix + self.name
 
 
 def counter(name: str, text: str, *labels: str) -> Family:

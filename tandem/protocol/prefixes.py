@@ -37,6 +37,10 @@ class PrefixRun:
 
     parent: bytes
     digests: tuple[bytes, ...]
+    token_ids: tuple[int, ...] = ()
+    """The tokens of these pages; empty unless the worker reports tokens (`WorkerConfig.reports_tokens`)."""
+    salt: str = ""
+    """The salt of the prefix; "" unless the worker reports tokens."""
 
 
 @dataclass(frozen=True, slots=True)

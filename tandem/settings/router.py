@@ -1,5 +1,6 @@
 """Settings of the router: listeners, access, API behaviour and limits."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -27,6 +28,12 @@ def check_endpoint(name: str, endpoint: str) -> None:
         usable = False
     if not usable:
         refuse(name, f"{endpoint!r} must be http://HOST:PORT or https://HOST:PORT")
+
+
+def _check_zmq(name: str, endpoint: str) -> None:
+    """Raise InvalidArgument for a malformed ZeroMQ endpoint; an empty endpoint disables the socket."""
+    if endpoint and re.fullmatch(r"tcp://[^\s/]+:(\d+|\*)|ipc://\S+", endpoint) is None:
+        refuse(name, f"{endpoint!r} must be tcp://HOST:PORT, tcp://*:PORT or ipc://PATH")
 
 
 def _check_keys(name: str, keys: tuple[str, ...]) -> None:
@@ -185,6 +192,31 @@ class RouterSettings(Settings):
         help="OTLP/gRPC endpoint for request spans, http://HOST:PORT; needs tandem-serving[otlp].",
         topic=Topic.OBSERVABILITY,
         check=check_endpoint,
+    )
+    open_picker_metrics: bool = setting(
+        False,
+        help="Show the cluster's load at /metrics/endpoint-picker without a key, for an endpoint picker of Kubernetes'"
+        " Gateway API, which sends none.",
+        topic=Topic.OBSERVABILITY,
+    )
+    kv_events_endpoint: str = setting(
+        "",
+        help="ZeroMQ endpoint for KV events in vLLM's format, which tell other routers what is cached here: tcp://*:5557"
+        " listens, tcp://HOST:PORT connects. Without encryption and keys: whoever receives them can read all prompts."
+        " Needs tandem-serving[kv-events].",
+        topic=Topic.OBSERVABILITY,
+        check=_check_zmq,
+    )
+    kv_events_replay_endpoint: str = setting(
+        "",
+        help="ZeroMQ endpoint at which subscribers request KV events again, e.g. tcp://*:5558.",
+        topic=Topic.OBSERVABILITY,
+        check=_check_zmq,
+    )
+    kv_events_topic: str = setting(
+        "",
+        help="Topic of KV events; llm-d expects kv@POD_IP:PORT@MODEL; default: kv@router@MODEL.",
+        topic=Topic.OBSERVABILITY,
     )
 
     max_request_items: int = setting(1 << 18, above=0)

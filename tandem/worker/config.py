@@ -28,6 +28,8 @@ class WorkerConfig(WorkerSettings):
     """The address on which the gRPC server listens."""
     port: int = 0
     """The port of the gRPC server; 0 = any free port, which is reported to the controller."""
+    reports_tokens: bool = False
+    """True if routers publish KV events, which have the tokens of cached pages."""
     batch_wait_s: float = 0.0
     """Seconds that an idle worker waits after a first prompt for further prompts that can share its step."""
 

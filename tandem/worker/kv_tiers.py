@@ -94,7 +94,9 @@ class KvReloads:
         """
         if work.scores_prompt or not self._computes(work):
             return
-        begun = await self._begin(lambda: self._cache.prefix(work.prompt_token_ids, work.cache_salt))
+        begun = await self._begin(
+            lambda: self._cache.prefix(work.prompt_token_ids, work.cache_salt, tenant=work.tenant)
+        )
         if begun is not None:
             # Not `wait_for`, which would cancel the future of the tiers' thread.
             await asyncio.wait([asyncio.wrap_future(begun[0].done)], timeout=begun[1])

@@ -111,9 +111,8 @@ class PrefixPulls:
 
         Called on a thread, because a long prompt has thousands of pages to hash.
         """
-        prefix = self._cache.prefix(work.prompt_token_ids, work.cache_salt)
-        end = min(prefix.readable, source.tokens // self._cache.page_tokens)
-        prefix = Prefix(prefix.root, prefix.digests[:end], end)
+        prefix = self._cache.prefix(work.prompt_token_ids, work.cache_salt, tenant=work.tenant)
+        prefix = prefix.part(min(prefix.readable, source.tokens // self._cache.page_tokens))
         return prefix, self._cache.hit(prefix)
 
     async def _pull(self, source: PrefixSource, prefix: Prefix, held: int, pages: int, within_s: float) -> None:

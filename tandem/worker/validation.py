@@ -7,6 +7,7 @@ import math
 
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.messages import (
+    CACHE_RETENTION_MAX_S,
     CACHE_SALT_MAX,
     FREQUENCY_MAX,
     LOGIT_BIAS_MAX,
@@ -45,6 +46,7 @@ def _check(asked: PrefillTask | Reservation, model: ModelFacts) -> None:
             raise InvalidArgument(field, f"has {len(name)} characters, must have 1 to {ID_LENGTH_MAX}")
     if len(asked.cache_salt) > CACHE_SALT_MAX:
         raise InvalidArgument("cache_salt", f"has {len(asked.cache_salt)} characters, the limit is {CACHE_SALT_MAX}")
+    _check_range("retention_s", asked.retention_s, 0.0, CACHE_RETENTION_MAX_S)
     if ref.attempt < 1:
         raise InvalidArgument("attempt", f"{ref.attempt} is less than 1")
     _check_prompt(asked.prompt_token_ids, model)

@@ -88,7 +88,9 @@ class Worker:
         used = Utilization(engine.roofline, config.ceilings, config.engine.ranks_of_device)
         self.metrics = WorkerMetrics(engine.facts.name, me.worker_id, used)
         """The metrics of this worker; `worker_facts` must be exported together with them."""
-        self._cache = PrefixCache(engine.pool, engine.kv_pages, enabled=config.prefix_cache)
+        self._cache = PrefixCache(
+            engine.pool, engine.kv_pages, enabled=config.prefix_cache, reports_tokens=config.reports_tokens
+        )
         self._streams = OutputStreams(
             self._events, self._load, self._router_gone, config.attach_grace_s, self._cache.changes
         )

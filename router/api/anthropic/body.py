@@ -8,17 +8,21 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, Tag
 
 from router.api.body import ITEMS, LIST, TEXT_OR_ITEMS, Body, Text, by_type
+from router.api.cache_hints import CacheControl
 from router.api.fields import Count, Name, Sampling, TemplateVariables
 from router.api.unserved_fields import CHAT_ONLY, Unserved
 
-_CACHED = frozenset({"cache_control"})
-"""The fields that are ignored because the server caches all prefixes anyway."""
+
+class _Cached(Body):
+    """A part of the prompt that may end with a cache breakpoint."""
+
+    cache_control: CacheControl | None = None
 
 
-class TextBlock(Body):
+class TextBlock(_Cached):
     """Text of a message, of the system prompt, or of a tool's result."""
 
-    inert = _CACHED | {"citations"}
+    inert = frozenset({"citations"})
     type: Literal["text"]
     text: str
 
@@ -41,20 +45,19 @@ class RedactedThinkingBlock(Body):
     type: Literal["redacted_thinking"]
 
 
-class ToolUseBlock(Body):
+class ToolUseBlock(_Cached):
     """A tool call in an earlier answer."""
 
-    inert = _CACHED | {"caller"}
+    inert = frozenset({"caller"})
     type: Literal["tool_use"]
     id: Name
     name: Name
     input: dict[str, Any]
 
 
-class ToolReferenceBlock(Body):
+class ToolReferenceBlock(_Cached):
     """A reference to a tool that a tool search has found; after it the model may call the tool."""
 
-    inert = _CACHED
     type: Literal["tool_reference"]
     tool_name: Name
 
@@ -65,10 +68,9 @@ ResultBlock = Annotated[
 ]
 
 
-class ToolResultBlock(Body):
+class ToolResultBlock(_Cached):
     """The result of a tool call."""
 
-    inert = _CACHED
     type: Literal["tool_result"]
     tool_use_id: Name
     content: Annotated[Text | Annotated[list[ResultBlock], LIST, Tag(ITEMS)], TEXT_OR_ITEMS] | None = None
@@ -100,10 +102,10 @@ class ConversationMessage(Body):
     content: Annotated[Text | Annotated[list[Block], LIST, Tag(ITEMS)], TEXT_OR_ITEMS]
 
 
-class ClientTool(Body):
+class ClientTool(_Cached):
     """A tool that the client runs."""
 
-    inert = _CACHED | {"eager_input_streaming"}
+    inert = frozenset({"eager_input_streaming"})
     type: Literal["custom"] | None = None
     name: Name
     description: str | None = None
@@ -171,15 +173,17 @@ _REFUSED: Mapping[str, Unserved] = {
     "response_format": Unserved("it is called output_config.format here"),
     "reasoning_effort": Unserved("it is called output_config.effort here"),
 }
-_INERT = _CACHED | {
-    *("metadata", "service_tier", "inference_geo", "speed", "betas", "diagnostics", "anthropic_version"),
-    *("billing_policy", "user_profile_id", "workspace_id"),
-    # Other models for the case that the model refuses for policy reasons, which does not happen on this server.
-    *("fallbacks", "fallback_credit_token"),
-}
+_INERT = frozenset(
+    {
+        *("metadata", "service_tier", "inference_geo", "speed", "betas", "diagnostics", "anthropic_version"),
+        *("billing_policy", "user_profile_id", "workspace_id"),
+        # Other models for the case that the model refuses for policy reasons, which does not happen on this server.
+        *("fallbacks", "fallback_credit_token"),
+    }
+)
 
 
-class _Conversation(Sampling):
+class _Conversation(Sampling, _Cached):
     """The fields that the bodies of /v1/messages and /v1/messages/count_tokens have in common."""
 
     refused: ClassVar[Mapping[str, Unserved]] = _REFUSED

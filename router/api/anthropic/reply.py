@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from router.api.anthropic.errors import message_error
+from router.api.cache_hints import seconds_of
 from router.api.call import ApiCall
 from router.api.reply import NamedEventsReply, ReplyFacts, dumped, sse_event
 from router.requests.answer import AnswerEnd
@@ -89,6 +90,7 @@ class MessageReply(NamedEventsReply):
         super().__init__(admitted[0], streamed=call.stream)
         self.answer_id = f"msg_{facts.request_id}"
         self._blocks = ContentBlocks()
+        self._retention_s = admitted[0].cache_retention_s
         self._message: dict[str, Any] = {
             "id": self.answer_id,
             "type": "message",
@@ -97,8 +99,8 @@ class MessageReply(NamedEventsReply):
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            # The number of cached prompt tokens is only known when the answer ends.
-            "usage": _usage(len(admitted[0].prompt_token_ids), 0, 0),
+            # How many prompt tokens were read from a cache, and written to it, is only known when the answer ends.
+            "usage": _usage(len(admitted[0].prompt_token_ids), 0, 0, 0),
         }
 
     def opening(self, choices: int = 1) -> bytes:
@@ -118,7 +120,12 @@ class MessageReply(NamedEventsReply):
     def _finish(self, ending: AnswerEnd, *, called: bool) -> bytes:
         last = self._events(self._blocks.end())
         stop = {"stop_reason": _stop_reason(ending, called=called), "stop_sequence": ending.matched_stop or None}
-        usage = _usage(ending.prompt_tokens, ending.completion_tokens, ending.cached_tokens)
+        read, written = ending.cached_tokens, ending.cache_written_tokens if self._retention_s else 0
+        usage = _usage(ending.prompt_tokens, ending.completion_tokens, read, written)
+        if self._retention_s:
+            longer = self._retention_s > seconds_of("5m")
+            ttl, other = ("1h", "5m") if longer else ("5m", "1h")
+            usage["cache_creation"] = {f"ephemeral_{ttl}_input_tokens": written, f"ephemeral_{other}_input_tokens": 0}
         self._message |= {"content": self._blocks.blocks, **stop, "usage": usage}
         return last + self._events([{"type": "message_delta", "delta": stop, "usage": usage}, {"type": "message_stop"}])
 
@@ -134,11 +141,14 @@ def _stop_reason(ending: AnswerEnd, *, called: bool) -> str | None:
     return "tool_use" if called else "end_turn"
 
 
-def _usage(prompt: int, answer: int, cached: int) -> dict[str, int]:
-    """Return the usage object; Anthropic counts cached prompt tokens separately from the other prompt tokens."""
+def _usage(prompt: int, answer: int, read: int, written: int) -> dict[str, Any]:
+    """Return the usage object; prompt tokens read from a cache, written to it, and all others are separate numbers.
+
+    `written` is 0 for a request without `cache_control`: by Anthropic's count, such a request writes nothing.
+    """
     return {
-        "input_tokens": prompt - cached,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached,
+        "input_tokens": prompt - read - written,
+        "cache_creation_input_tokens": written,
+        "cache_read_input_tokens": read,
         "output_tokens": answer,
     }

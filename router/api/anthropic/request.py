@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from router.api.anthropic.body import (
@@ -17,6 +18,7 @@ from router.api.anthropic.body import (
     ToolUseBlock,
 )
 from router.api.body import UnknownFields, read_body
+from router.api.cache_hints import CacheControl, retention_of
 from router.api.call import ApiCall, FieldNames, Turns
 from router.requests.answer_format import AnswerFormat
 from router.requests.request import ClientRequest, Conversation, Options
@@ -115,8 +117,24 @@ def parse_message(data: bytes, received: EventTime, *, strict: bool = False) -> 
         message = "is the assistant's, and the beginning of an answer cannot be given; end with a message of the user"
         raise InvalidArgument(f"messages[{len(body.messages) - 1}]", message)
     stop = tuple(body.stop_sequences or ())
-    options = body.options(max_tokens=body.max_tokens, stop=stop, answer_format=_format(body))
+    options = body.options(
+        max_tokens=body.max_tokens,
+        stop=stop,
+        answer_format=_format(body),
+        cache_retention_s=retention_of(_cache_controls(body)),
+    )
     return _call(body, options, received, unknown, stream=bool(body.stream))
+
+
+def _cache_controls(body: MessagesRequest) -> Iterator[CacheControl | None]:
+    yield body.cache_control
+    yield from (tool.cache_control for tool in body.tools or ())
+    contents = [body.system, *(message.content for message in body.messages)]
+    for block in chain.from_iterable(content for content in contents if content and not isinstance(content, str)):
+        if isinstance(block, TextBlock | ToolUseBlock | ToolResultBlock):
+            yield block.cache_control
+        if isinstance(block, ToolResultBlock) and block.content and not isinstance(block.content, str):
+            yield from (part.cache_control for part in block.content)
 
 
 def parse_count(data: bytes, received: EventTime, *, strict: bool = False) -> ApiCall:

@@ -142,6 +142,8 @@ def generation_options(message: inference_pb2.GenerationOptions) -> Options:
         priority=message.priority,
         slo_class=message.slo_class,
         cache_salt=message.cache_salt,
+        session=message.session_id,
+        cache_retention_s=message.cache_retention_s,
         answer_format=_answer_format(message.response_format) if message.HasField("response_format") else None,
     )
 

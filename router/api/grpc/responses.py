@@ -145,5 +145,6 @@ def _complete(ending: AnswerEnd) -> inference_pb2.Complete:
         prompt_tokens=ending.prompt_tokens,
         completion_tokens=ending.completion_tokens,
         cached_tokens=ending.cached_tokens,
+        cache_written_tokens=ending.cache_written_tokens,
         timeline=conversion.to_proto(ending.timeline, inference_pb2.Timeline),
     )

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import ConfigDict, Field, Tag
 
 from router.api.body import ITEMS, LIST, Body, Strings, Text, choice, text_or_items
+from router.api.cache_hints import PromptCaching
 from router.api.fields import Count, Logprobs, Name, Sampling, TemplateVariables, TokenIds, bounded
 from router.api.openai.formats import Formats
 from router.api.openai.messages import Message, Tools
@@ -61,7 +62,7 @@ class StreamOptions(Body):
     )
 
 
-class Generation(Sampling, Formats):
+class Generation(Sampling, PromptCaching, Formats):
     """The options of the answers."""
 
     max_tokens: Count | None = Field(None, description="If it is left out, the rest of the context.")

@@ -194,7 +194,10 @@ class OpenAIReply:
         completion = sum(ending.completion_tokens for ending in endings)
         return {
             **_counts(sum(first.prompt_tokens for first in firsts), completion),
-            "prompt_tokens_details": {"cached_tokens": sum(first.cached_tokens for first in firsts)},
+            "prompt_tokens_details": {
+                "cached_tokens": sum(first.cached_tokens for first in firsts),
+                "cache_write_tokens": sum(first.cache_written_tokens for first in firsts),
+            },
         }
 
     def failure(self, error: TandemError) -> bytes:

@@ -92,6 +92,7 @@ def _options(body: ChatCompletionRequest | CompletionRequest, **given: Any) -> O
         stop=(body.stop,) if isinstance(body.stop, str) and body.stop else tuple(body.stop or ()),
         include_stop=bool(body.include_stop_str_in_output),
         answer_format=answer_format(body),
+        **body.cache_hints(),
         **encoding(body),
         **given,
     )

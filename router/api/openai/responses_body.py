@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, Tag
 
 from router.api.body import ITEMS, LIST, TEXT, TEXT_OR_ITEMS, Body, Text, by_type, choice
+from router.api.cache_hints import PromptCaching
 from router.api.fields import Count, Name, Sampling, TemplateVariables
 from router.api.unserved_fields import CHAT_ONLY, Unserved
 
@@ -192,7 +193,7 @@ _STORED = "responses are not stored; send the whole conversation as input"
 _ELSEWHERE = "it is a field of chat completions; the Responses API has {} instead"
 
 
-class ResponsesRequest(Sampling):
+class ResponsesRequest(Sampling, PromptCaching):
     """The body of POST /v1/responses."""
 
     refused: ClassVar[Mapping[str, Unserved]] = {
@@ -213,8 +214,7 @@ class ResponsesRequest(Sampling):
     }
     inert = frozenset(
         {
-            "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-            "prompt_cache_options", "max_tool_calls", "stream_options", "client_metadata",
+            "user", "service_tier", "safety_identifier", "max_tool_calls", "stream_options", "client_metadata",
         }
     )  # fmt: skip
 

@@ -177,7 +177,10 @@ class ResponseReply(NamedEventsReply):
         prompt, answer = ending.prompt_tokens, ending.completion_tokens
         return {
             "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": ending.cached_tokens, "cache_write_tokens": 0},
+            "input_tokens_details": {
+                "cached_tokens": ending.cached_tokens,
+                "cache_write_tokens": ending.cache_written_tokens,
+            },
             "output_tokens": answer,
             "output_tokens_details": {"reasoning_tokens": min(self._reasoning.count, answer)},
             "total_tokens": prompt + answer,

@@ -136,7 +136,9 @@ def parse_response(data: bytes, received: EventTime, *, strict: bool = False) ->
     effort = body.reasoning.effort if body.reasoning else None
     variables = ({} if effort is None else {"reasoning_effort": effort}) | (body.chat_template_kwargs or {})
     prompt = Conversation(tuple(made.turns), variables, tools, parsed=True)
-    options = body.options(max_completion_tokens=body.max_output_tokens, answer_format=_format(body))
+    options = body.options(
+        max_completion_tokens=body.max_output_tokens, answer_format=_format(body), **body.cache_hints()
+    )
     return ResponsesCall(
         requests=(ClientRequest("", body.model or "", prompt, options, received),),
         stream=bool(body.stream),

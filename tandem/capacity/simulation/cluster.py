@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from router.config import RouterConfig
+from router.placement.policy import PlacementPolicy
 from tandem.capacity.simulation.clock import VirtualLoop
 from tandem.capacity.simulation.network import Network
 from tandem.capacity.simulation.request import LoadRequest, Outcome
@@ -24,6 +25,8 @@ class VirtualCluster:
     network: Network = field(default_factory=Network)
     jumps: bool = True
     """True to simulate runs of equal decode steps in a single operation, which is faster and has the same outcome."""
+    policy: PlacementPolicy | None = None
+    """Chooses the workers; None = the product's policy in the configured mode."""
     clock: VirtualLoop = field(default_factory=VirtualLoop)
     workers: dict[PeerRef, VirtualWorker] = field(default_factory=dict)
     router: VirtualRouter = field(init=False)
@@ -31,7 +34,7 @@ class VirtualCluster:
     """Outcomes of ended requests, in the order in which the requests ended."""
 
     def __post_init__(self) -> None:
-        self.router = VirtualRouter(self.config, self.clock, self.network, self.outcomes.append)
+        self.router = VirtualRouter(self.config, self.clock, self.network, self.outcomes.append, self.policy)
         fabric = VirtualFabric(self.clock, self.network, self.workers)
         for spec in self.specs:
             worker = VirtualWorker(spec, self.clock, fabric, self.workers, self.router.on_step_output, jumps=self.jumps)

@@ -46,8 +46,14 @@ class VirtualRouter:
     """A simulated router; it calls `on_end` once for each request, with its outcome."""
 
     def __init__(
-        self, config: RouterConfig, clock: VirtualClock, network: Network, on_end: Callable[[Outcome], None]
+        self,
+        config: RouterConfig,
+        clock: VirtualClock,
+        network: Network,
+        on_end: Callable[[Outcome], None],
+        policy: PlacementPolicy | None = None,
     ) -> None:
+        """`policy` chooses the workers; None = the product's policy in the configured mode."""
         self.on_end = on_end
         self.fleet = Fleet()
         self.prediction_quality = PredictionQuality()
@@ -56,7 +62,7 @@ class VirtualRouter:
         self._outcomes: dict[str, Outcome] = {}
         """Outcomes of the requests that have not ended, by internal id."""
         self._live = LiveRequests(_NoText(), clock)
-        self.scheduler = RequestScheduler(config, PlacementPolicy(config.mode), self.fleet, clock)
+        self.scheduler = RequestScheduler(config, policy or PlacementPolicy(config.mode), self.fleet, clock)
         self._ends = RequestEnds(
             config,
             self._live,

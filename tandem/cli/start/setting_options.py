@@ -74,6 +74,7 @@ def _check_router(router: RouterSettings) -> None:
     """Raise InvalidArgument, before anything starts, for settings that the router would reject at its start."""
     from router.observability.otlp import check_endpoint
     from router.text.answer_syntax.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
+    from router.workers.kv_events import check_libraries
     from tandem.cli.connection.secret_files import check_key_file
     from tandem.net.security.server_tls import load
     from tandem.protocol.errors import InvalidArgument
@@ -85,6 +86,8 @@ def _check_router(router: RouterSettings) -> None:
         if name not in ("auto", "none", *names):
             raise InvalidArgument(option, f"{name!r} is not one of auto, none, {', '.join(names)}")
     check_endpoint(router.otlp_endpoint)
+    if router.kv_events_endpoint:
+        check_libraries()
     if router.api_key_file is not None:
         check_key_file("--api-key-file", router.api_key_file)
     if router.tls is not None:

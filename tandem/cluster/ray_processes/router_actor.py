@@ -163,6 +163,7 @@ class RouterProcess:
             router_id=f"router-{incarnation}",
             served=cluster.served,
             engines_on_cpu=cluster.engine.on_cpu,
+            prefix_cache=cluster.worker.prefix_cache,
             controller_address=self.controller_address,
             secrets=replace(cluster.secrets, token=self._token),
         )

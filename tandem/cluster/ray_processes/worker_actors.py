@@ -155,5 +155,6 @@ class WorkerActors:
                 self._token,
                 cluster.secrets.metrics_key or (metrics_key_of(self._token) if cluster.router.guarded else ""),
             ),
+            reports_tokens=bool(cluster.router.kv_events_endpoint),
             batch_wait_s=_CPU_GATHER_S if slot.device == "cpu" else 0.0,
         )

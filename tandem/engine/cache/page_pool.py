@@ -10,14 +10,15 @@ Each page is in exactly one state:
     quarantined  its lease has ended, but late writes may still arrive: only `free_quarantined` makes it free again
 
 A reservation (`reserve`) withholds a number of free pages from callers without a reservation; it names no particular
-pages. Cached pages count as free: when no free page is left they are evicted, least recently used first, so cached
-pages never cause a request to be refused.
+pages. Cached pages count as free: when no free page is left they are evicted (`eviction_order.py`), so cached pages
+never cause a request to be refused.
 """
 
 import threading
-from collections import OrderedDict
+import time
 from collections.abc import Callable, Iterable, Sequence
 
+from tandem.engine.cache.eviction_order import EvictionOrder
 from tandem.engine.cache.free_pages import FreePages
 from tandem.engine.cache.page_census import PageCensus, PageCounts, lease_name
 from tandem.protocol.errors import Internal, ResourceExhausted, StaleEpoch
@@ -32,7 +33,8 @@ class PagePool:
     in the required state; and Internal if the caller names pages that it does not own, which is a defect.
     """
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """Create a pool of free pages; `clock` returns the time in seconds, by which pages are kept."""
         self._total = total
         self.lock = threading.RLock()
         """The pool's lock, which callers hold around several calls that must be atomic together.
@@ -43,7 +45,7 @@ class PagePool:
         self._reserved = 0
         self._owned: dict[RequestRef, dict[int, None]] = {}
         self._shared: dict[int, int] = {}
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._cached = EvictionOrder(clock)
         self._on_taken: Callable[[int], None] = lambda _page: None
         self._on_cached: Callable[[int], None] | None = None
         self._advertised: dict[Lease, list[int]] = {}
@@ -56,6 +58,19 @@ class PagePool:
     def on_cached(self, on_cached: Callable[[int], None]) -> None:
         """Register `on_cached(page)`, which is called under the lock for each page whose last reader releases it."""
         self._on_cached = on_cached
+
+    def limit_kept(self, share: Callable[[], int]) -> None:
+        """Register `share()`, which returns the maximum number of kept pages of one tenant."""
+        self._cached.share = share
+
+    def keep(self, pages: Sequence[int], tenant: str, seconds: float) -> None:
+        """Evict these shared pages after others until `seconds` from now, within the share of the tenant.
+
+        The caller names with each page all pages before it in its prefix.
+        """
+        with self.lock:
+            self._need_known(pages, [page for page in pages if page not in self._shared])
+            self._cached.mark(pages, tenant, seconds)
 
     def reserve(self, pages: int) -> None:
         """Reserve `pages` free pages for a later allocation.
@@ -183,7 +198,7 @@ class PagePool:
                     if not free:
                         return count
                     free -= 1
-                    del self._cached[page]
+                    self._cached.remove(page)
                 self._shared[page] = self._shared.get(page, 0) + 1
             return len(pages)
 
@@ -194,16 +209,17 @@ class PagePool:
         """
         with self.lock:
             self._need_known(pages, [page for page in pages if page not in self._shared])
-            cached = 0
+            cached = []
             for page in pages:
                 self._shared[page] -= 1
                 if self._shared[page] == 0:
                     del self._shared[page]
-                    self._cached[page] = None
-                    cached += 1
-                    if self._on_cached is not None:
-                        self._on_cached(page)
-            return cached
+                    cached.append(page)
+            self._cached.add(cached)
+            if self._on_cached is not None:
+                for page in cached:
+                    self._on_cached(page)
+            return len(cached)
 
     def drop_cached(self, pages: Sequence[int]) -> None:
         """Evict cached pages that the prefix index has already removed.
@@ -213,7 +229,8 @@ class PagePool:
         with self.lock:
             self._need_known(pages, [page for page in pages if page not in self._cached])
             for page in pages:
-                del self._cached[page]
+                self._cached.remove(page)
+                self._cached.forget(page)
             self._free.give(pages)
 
     @property
@@ -271,7 +288,8 @@ class PagePool:
         # Cached pages are evicted only now, when the free ones do not suffice: until then a new prompt may still hit
         # them.
         while len(self._free) < pages:
-            page, _ = self._cached.popitem(last=False)
+            page = self._cached.pop()
+            self._cached.forget(page)
             self._free.give([page])
             self._on_taken(page)
         return self._free.take(pages)

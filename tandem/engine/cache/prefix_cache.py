@@ -37,8 +37,10 @@ owned once all of them have arrived.
 A page is never written after it is published, because only full pages are indexed.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from array import array
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from tandem.engine.cache.page_key import PageKey
 from tandem.engine.cache.page_pool import PagePool
@@ -48,7 +50,7 @@ from tandem.protocol.errors import Internal, ResourceExhausted, StaleEpoch, Tand
 from tandem.protocol.kv_pages import FREED, STATE, KvPages, held_pages
 from tandem.protocol.messages import Lease, RequestRef
 from tandem.protocol.page_digests import page_digests, root_digest
-from tandem.protocol.prefixes import KvTier, PrefixChanges, PrefixList
+from tandem.protocol.prefixes import KvTier, PrefixChanges, PrefixList, PrefixRun
 
 PageNaming = Callable[[Sequence[int], int, bytes], list[bytes]]
 """A function that computes the digests of full pages; it has the signature of `page_digests`."""
@@ -73,6 +75,16 @@ class Prefix:
     """The number of leading digests that have entries in `pages`."""
     pages: list[int] = field(default_factory=list)
     """The pages of the first `known` digests in the order of `KvPages`: retained once for this request, or FREED."""
+    tenant: str = ""
+    retention_s: float = 0.0
+    """Seconds for which the pages are kept in preference to others after the request has released them."""
+    salt: str = ""
+    tokens: list[bytes] = field(default_factory=list)
+    """The tokens of the page of each digest (`_Node.tokens`).
+
+    It is empty unless the cache reports tokens, and for pages that are loaded ahead of their prompt or for another
+    worker.
+    """
     states: set[int] = field(default_factory=set)
     """The numbers of the request's own state pages that have, or will have, the state after their last position."""
 
@@ -80,6 +92,18 @@ class Prefix:
     def held(self) -> int:
         """The number of pages that are retained for this request."""
         return len(held_pages(self.pages))
+
+    def part(self, end: int) -> "Prefix":
+        """Return the path of the first `end` digests, all readable; it retains no page."""
+        return Prefix(
+            self.root,
+            self.digests[:end],
+            end,
+            tenant=self.tenant,
+            retention_s=self.retention_s,
+            salt=self.salt,
+            tokens=self.tokens[:end],
+        )
 
 
 @dataclass(slots=True)
@@ -90,6 +114,10 @@ class _Node:
     """The page of this digest in each group of layers; FREED in a group that has none."""
     number: int
     parent: bytes
+    tenant: str = ""
+    salt: str = ""
+    tokens: bytes = b""
+    """The token ids of the page as 32-bit integers in the order of this host; b"" unless the cache reports tokens."""
 
 
 class PrefixCache:
@@ -100,10 +128,19 @@ class PrefixCache:
     the number of pages that it looks up or changes.
     """
 
-    def __init__(self, pool: PagePool, kv: KvPages, *, enabled: bool = True, names: PageNaming = page_digests) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        kv: KvPages,
+        *,
+        enabled: bool = True,
+        names: PageNaming = page_digests,
+        reports_tokens: bool = False,
+    ) -> None:
         """Create an empty index over `pool`; if `enabled` is False, nothing is ever indexed.
 
-        `names` computes the digests of full pages.
+        `names` computes the digests of full pages. If `reports_tokens` is True, the cache keeps the tokens and the
+        salts of the indexed pages (about 100 bytes a page), and reports them to routers.
         """
         self.pool = pool
         self.kv = kv
@@ -115,6 +152,7 @@ class PrefixCache:
         self._state_groups = [group for group, window in enumerate(kv.windows) if window == STATE]
         self._enabled = enabled
         self._names = names
+        self._reports_tokens = reports_tokens
         self._nodes: dict[bytes, _Node] = {}
         self._digests: dict[int, bytes] = {}
         self._log = PrefixLog()
@@ -124,25 +162,33 @@ class PrefixCache:
         """The digests that are not indexed and that routers know to be in tiers, each with the fastest tier."""
         self._reloaded: set[bytes] = set()
         """The indexed digests that were loaded from tiers, until a prompt reads them."""
+        self._tenants: Counter[str] = Counter()
+        """The number of indexed digests of each tenant that has any."""
         self.query_tokens = 0
         """The number of tokens of all prompts that were looked up."""
         self.hit_tokens = 0
         """The number of tokens of the looked-up prompts whose KV was cached."""
         pool.on_eviction(self._forget)
+        pool.limit_kept(lambda: pool.total // len(self._tenants))
 
     # ---- a request's path ----
 
-    def prefix(self, token_ids: Sequence[int], salt: str, *, reads: bool = True) -> Prefix:
+    def prefix(
+        self, token_ids: Sequence[int], salt: str, *, reads: bool = True, tenant: str = "", retention_s: float = 0.0
+    ) -> Prefix:
         """Hash all tokens of a prompt, and return the prompt's path; no page is retained yet.
 
         `salt` separates prefixes that must not be shared. If `reads` is False, the request computes all pages, even
-        cached ones.
+        cached ones. The pages are kept for `retention_s` seconds after the request, within the share of the `tenant`:
+        the pool divided by the number of tenants that have pages in it.
         """
         root = root_digest(salt)
         if not self._enabled:
             return Prefix(root)
         digests = self._names(token_ids, self.page_tokens, root)
-        return Prefix(root, digests, (len(token_ids) - 1) // self.page_tokens if reads else 0)
+        readable = (len(token_ids) - 1) // self.page_tokens if reads else 0
+        tokens = self._tokens_of_pages(token_ids)
+        return Prefix(root, digests, readable, tenant=tenant, retention_s=retention_s, salt=salt, tokens=tokens)
 
     def extend(self, prefix: Prefix, token_ids: Sequence[int]) -> None:
         """Extend the path with the digests of further full pages.
@@ -152,6 +198,7 @@ class PrefixCache:
         if self._enabled:
             first, parent = len(prefix.digests), prefix.digests[-1] if prefix.digests else prefix.root
             prefix.digests += self._names(token_ids, self.page_tokens, parent)
+            prefix.tokens += self._tokens_of_pages(token_ids)
             # Decoding computes one token after the other, so it has written the state after each of these pages.
             prefix.states.update(range(first, len(prefix.digests)))
 
@@ -267,7 +314,6 @@ class PrefixCache:
             groups, first, shared = self.kv.groups, prefix.known, []
             for number in range(first, end):
                 digest, own = prefix.digests[number], list(pages[number * groups : (number + 1) * groups])
-                parent = prefix.digests[number - 1] if number else prefix.root
                 node = self._nodes.get(digest)
                 for group, _ in self._windowed:
                     if not all_groups or not self._complete(prefix, number, group):
@@ -276,10 +322,10 @@ class PrefixCache:
                     prefix.pages += own
                     if new := held_pages(own):
                         shared += new
-                        self._nodes[digest] = _Node(own, number, parent)
+                        node = self._nodes[digest] = self._node(prefix, number, own)
                         self._digests.update(dict.fromkeys(new, digest))
-                        if self._has_states(self._nodes[digest]):
-                            self._note_stored(digest, parent)
+                        if self._has_states(node):
+                            self._note_stored(digest, node.parent)
                 else:
                     # Another request indexed this digest first: `_retain_path` has retained the indexed pages, and
                     # this request keeps its own.
@@ -439,7 +485,10 @@ class PrefixCache:
         In a model with state layers, these are the digests that got and lost their states.
         """
         with self.pool.lock:
-            return self._log.take()
+            changes = self._log.take()
+            if changes is None or not self._reports_tokens:
+                return changes
+            return replace(changes, stored=self._with_tokens(changes.stored))
 
     def known(self) -> PrefixList:
         """Return the whole index; in a model with state layers, the digests that have their states.
@@ -448,8 +497,27 @@ class PrefixCache:
         """
         with self.pool.lock:
             pages = [(digest, node.parent) for digest, node in self._nodes.items() if self._has_states(node)]
-            in_tiers, sequence = list(self._in_tiers.items()), self._log.sequence
-        return PrefixList(sequence, runs_of(pages), tier_pages(in_tiers))
+            stored, in_tiers, sequence = runs_of(pages), list(self._in_tiers.items()), self._log.sequence
+            if self._reports_tokens:
+                stored = self._with_tokens(stored)
+        return PrefixList(sequence, stored, tier_pages(in_tiers))
+
+    def _tokens_of_pages(self, token_ids: Sequence[int]) -> list[bytes]:
+        """Return the tokens of each full page of `token_ids`; no pages unless the cache reports tokens."""
+        if not self._reports_tokens:
+            return []
+        size = self.page_tokens
+        return [array("I", token_ids[end - size : end]).tobytes() for end in range(size, len(token_ids) + 1, size)]
+
+    def _with_tokens(self, runs: Iterable[PrefixRun]) -> tuple[PrefixRun, ...]:
+        """Add to each run of indexed digests their tokens and their salt."""
+        with_tokens = []
+        for run in runs:
+            nodes = [self._nodes[digest] for digest in run.digests]
+            known = all(node.tokens for node in nodes)
+            token_ids = array("I", b"".join(node.tokens for node in nodes) if known else b"")
+            with_tokens.append(replace(run, token_ids=tuple(token_ids), salt=nodes[0].salt))
+        return tuple(with_tokens)
 
     # ---- facts ----
 
@@ -589,10 +657,9 @@ class PrefixCache:
         digest = prefix.digests[number]
         node = self._nodes.get(digest)
         if node is None and not self._full and self._enabled:
-            parent = prefix.digests[number - 1] if number else prefix.root
-            node = self._nodes[digest] = _Node([FREED] * self.kv.groups, number, parent)
+            node = self._nodes[digest] = self._node(prefix, number, [FREED] * self.kv.groups)
             if not self._state_groups:
-                self._note_stored(digest, parent)
+                self._note_stored(digest, node.parent)
         if node is None or node.pages[group] != FREED:
             return False
         self.pool.share(owner, [page])
@@ -601,6 +668,12 @@ class PrefixCache:
         if group in self._state_groups and self._has_states(node):
             self._note_stored(digest, node.parent)
         return True
+
+    def _node(self, prefix: Prefix, number: int, pages: list[int]) -> _Node:
+        parent = prefix.digests[number - 1] if number else prefix.root
+        tokens = prefix.tokens[number] if prefix.tokens else b""
+        self._tenants[prefix.tenant] += 1
+        return _Node(pages, number, parent, prefix.tenant, prefix.salt, tokens)
 
     def _has_states(self, node: _Node) -> bool:
         """Return True if the digest has a page in each group of state layers, if there are any."""
@@ -644,7 +717,10 @@ class PrefixCache:
 
     def _release_prefix(self, prefix: Prefix) -> None:
         """Release the retained pages, last page first: the pool evicts in this order, and must evict leaves first."""
-        self.pool.release(held_pages(prefix.pages)[::-1])
+        held = held_pages(prefix.pages)[::-1]
+        if prefix.retention_s:
+            self.pool.keep(held, prefix.tenant, prefix.retention_s)
+        self.pool.release(held)
         prefix.pages.clear()
         prefix.known = 0
 
@@ -663,6 +739,9 @@ class PrefixCache:
         # it.
         if group in self._full or not others:
             del self._nodes[digest]
+            self._tenants[node.tenant] -= 1
+            if not self._tenants[node.tenant]:
+                del self._tenants[node.tenant]
             for other_page in others:
                 del self._digests[other_page]
             self.pool.drop_cached(others)

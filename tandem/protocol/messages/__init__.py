@@ -19,6 +19,7 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.protocol.messages.references import PeerRef, RequestRef
 from tandem.protocol.messages.sampling import (
+    CACHE_RETENTION_MAX_S,
     CACHE_SALT_MAX,
     FREQUENCY_MAX,
     INT32_MAX,
@@ -39,6 +40,7 @@ from tandem.protocol.messages.transfer import Handshake, PageChecksum, PeerDescr
 from tandem.protocol.messages.work import Destination, PrefillTask, PrefixPull, PrefixSource, Reservation
 
 __all__ = [
+    "CACHE_RETENTION_MAX_S",
     "CACHE_SALT_MAX",
     "FREQUENCY_MAX",
     "INT32_MAX",

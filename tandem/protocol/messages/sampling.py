@@ -19,6 +19,8 @@ LOGIT_BIASES_MAX = 1024
 """Maximum number of tokens that a request may give a logit bias."""
 PROMPT_SCORES_MAX = 1 << 18
 """Maximum number of log probabilities that are returned for one prompt, alternatives included."""
+CACHE_RETENTION_MAX_S = 86400.0
+"""Maximum time in seconds for which a request may ask to keep its pages."""
 CACHE_SALT_MAX = 512
 """Maximum number of characters of a cache salt in messages to workers."""
 

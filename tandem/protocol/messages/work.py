@@ -37,6 +37,9 @@ class _Continued:
     """The hash of the request's adapter; "" = the base model. Different adapters have different cache salts."""
     source: PrefixSource | None = field(default=None, kw_only=True)
     """The worker from which the first pages of the prompt are pulled; None if the receiver computes no part of it."""
+    tenant: str = field(default="", kw_only=True)
+    retention_s: float = field(default=0.0, kw_only=True)
+    """Seconds for which the prompt's pages are kept in preference to others of the tenant after the request."""
 
     @property
     def scores_prompt(self) -> bool:

@@ -90,7 +90,10 @@ kv_tiers = st.sampled_from(prefixes.KvTier)
 tier_loads = st.lists(st.builds(messages.TierLoad, kv_tiers, st.floats(0.0, math.inf), uint32), max_size=2).map(tuple)
 loads = st.builds(messages.WorkerLoad, *[uint32] * 5, *[uint64] * 3, costs, tiers=tier_loads)
 digests = st.lists(st.binary(max_size=16), max_size=3).map(tuple)
-runs = st.lists(st.builds(prefixes.PrefixRun, st.binary(max_size=16), digests), max_size=2).map(tuple)
+page_tokens = st.lists(uint32, max_size=4).map(tuple)
+runs = st.lists(st.builds(prefixes.PrefixRun, st.binary(max_size=16), digests, page_tokens, text), max_size=2).map(
+    tuple
+)
 tier_pages = st.lists(st.builds(prefixes.TierPages, kv_tiers, digests), max_size=2).map(tuple)
 prefix_changes = st.builds(prefixes.PrefixChanges, uint64, runs, digests, tier_pages)
 descriptions = st.builds(
@@ -180,6 +183,8 @@ CASES: dict[str, tuple[st.SearchStrategy[Any], type[Message]]] = {
             prior_output_tokens=uint32,
             cache_salt=text,
             adapter=text,
+            tenant=text,
+            retention_s=seconds,
             gap_target_s=st.just(math.inf) | st.floats(1e-6, 60),
         ),
         worker_pb2.ReserveRequest,
@@ -198,6 +203,8 @@ CASES: dict[str, tuple[st.SearchStrategy[Any], type[Message]]] = {
             cache_salt=text,
             adapter=text,
             waited_s=seconds,
+            tenant=text,
+            retention_s=seconds,
         ),
         worker_pb2.PrefillRequest,
     ),

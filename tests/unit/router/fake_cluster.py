@@ -227,10 +227,15 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     def cache(self, digests: Sequence[bytes], *, reported: bool = True) -> None:
         """Adds pages to its prefix cache; unless `reported`, the report of the change is lost."""
+        self.report(stored=[PrefixRun(b"", (digest,)) for digest in digests], reported=reported)
+
+    def report(self, *, stored: Sequence[PrefixRun] = (), removed: Sequence[bytes] = (), reported: bool = True) -> None:
+        """Changes its prefix cache; unless `reported`, the report of the change is lost."""
         self.batches += 1
-        for digest in digests:
-            self.pages[digest] = PrefixRun(b"", (digest,))
-        changes = PrefixChanges(self.batches, (PrefixRun(b"", tuple(digests)),))
+        self.pages.update((run.digests[-1], run) for run in stored)
+        for digest in removed:
+            self.pages.pop(digest, None)
+        changes = PrefixChanges(self.batches, tuple(stored), tuple(removed))
         for queue in self.streams.values() if reported else ():
             queue.put_nowait(StepOutput(self.step, (), self.load, (changes,)))
 

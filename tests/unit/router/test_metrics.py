@@ -29,6 +29,7 @@ from router.placement.policy import Placement
 from router.refusal import Refusal, Refused
 from router.requests.live_requests import LiveRequests
 from router.requests.metrics import RouterMetrics
+from router.requests.picker_metrics import PICKER_PATH
 from router.requests.request import Admitted, RoutedRequest
 from tandem.capacity.simulation.clock import VirtualClock
 from tandem.metrics import families as f
@@ -408,3 +409,35 @@ class TestKeys:
         assert "has the role tenant" in (await scrape(cluster, "tenant")).text
         assert (await scrape(cluster, "operator", "/v1/models")).status_code == 403
         assert (await scrape(cluster, "tenant", "/v1/models")).status_code == 200
+
+    async def test_a_picker_without_a_key(self, cluster: Cluster) -> None:
+        assert (await scrape(cluster, "", PICKER_PATH)).status_code == 401
+        assert (await scrape(cluster, "operator", PICKER_PATH)).status_code == 200
+
+
+class TestPicker:
+    """What an endpoint picker reads of a cluster whose operators let it."""
+
+    @pytest.fixture
+    def settings(self) -> dict[str, Any]:
+        return {"api_keys": ("tenant",), "metrics_key": "operator", "open_picker_metrics": True}
+
+    async def test_it_reads_the_load_of_the_cluster(self, cluster: Cluster) -> None:
+        cluster.prefill.switches.silent_prefill = True
+        async with channel_to(cluster.endpoints.grpc_address, "tenant") as channel:
+            call = Client(channel).stub.Generate(ask(max_tokens=3))
+            await until(lambda: cluster.router._dispatcher.running == 1, "it runs")
+            text = (await scrape(cluster, "", PICKER_PATH)).text
+            decode = cluster.router._dispatcher.pool.link(cluster.decode.info.peer).state
+            used = 1 - decode.pages_free / cluster.decode.pages_total
+            call.cancel()
+        assert value_of(text, "vllm:num_requests_running", model_name="fake") == 1
+        assert value_of(text, "vllm:num_requests_waiting", model_name="fake") == 0
+        assert value_of(text, "vllm:kv_cache_usage_perc") == pytest.approx(used)
+        assert used > 0
+        size = {"block_size": str(cluster.decode.page_tokens), "num_gpu_blocks": str(cluster.decode.pages_total)}
+        assert value_of(text, "vllm:cache_config_info", **size) == 1
+        assert "lora_requests_info" not in text
+        assert "tandem_slo_requests_total" not in text, "the open page has nothing else"
+        assert (await scrape(cluster)).status_code == 401
+        cluster.prefill.switches.silent_prefill = False

@@ -8,6 +8,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -29,10 +30,15 @@ def _engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def ask(
-    pair: WorkerPair, name: str, prompt: Sequence[int] = PROMPT, sampling: SamplingParams = TEN, salt: str = ""
+    pair: WorkerPair,
+    name: str,
+    prompt: Sequence[int] = PROMPT,
+    sampling: SamplingParams = TEN,
+    salt: str = "",
+    **work: Any,
 ) -> RequestOutput:
     """Runs a request to its end, and waits until every page is free."""
-    output = pair.send(name, list(prompt), sampling, salt=salt)
+    output = pair.send(name, list(prompt), sampling, salt=salt, **work)
     stays = sampling.max_tokens == 1 or pair.prefill is pair.decode
     await until(lambda: output.finish and (stays or output.pages))
     assert output.tokens == answer_to(list(prompt), sampling), name
@@ -429,11 +435,22 @@ async def test_a_later_attempt_of_a_scored_request_reads_the_cache() -> None:
         await pair.empty()
 
 
+async def test_a_hinted_prompt_outlasts_others_on_both_workers() -> None:
+    for retention_s, kept in ((0.0, 0), (3600.0, FULL * PAGE_TOKENS)):
+        async with WorkerPair(pages=12) as pair:
+            await ask(pair, "agent", tenant="a", retention_s=retention_s)
+            for number in range(6):
+                await ask(pair, f"q{number}", [500 + number] * len(PROMPT), tenant="a")
+            again = await ask(pair, "again", tenant="a")
+            assert again.cached_tokens == kept
+            assert again.pages == (1 if kept else FULL + 1), "the decode worker has kept them as well"
+
+
 # ---- what routers hear of it ----
 
 
 async def test_routers_that_request_it_get_the_cached_prefixes() -> None:
-    async with WorkerPair(pages=12) as pair:
+    async with WorkerPair(pages=12, reports_tokens=True) as pair:
         received: list[PrefixChanges] = []
         stream = pair.decode.worker.attach("indexer", prefixes=True)
 
@@ -457,5 +474,7 @@ async def test_routers_that_request_it_get_the_cached_prefixes() -> None:
         assert [changes.sequence for changes in received] == list(range(1, len(received) + 1))
         assert index == everything
         assert set(page_digests(PROMPT, PAGE_TOKENS, root_digest(""))) <= index
+        for run in known.stored:
+            assert tuple(page_digests(run.token_ids, PAGE_TOKENS, run.parent)) == run.digests
         assert any(changes.removed for changes in received)
         assert all(not step.prefixes for step in pair.steps)

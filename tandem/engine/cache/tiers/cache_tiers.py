@@ -114,7 +114,7 @@ class CacheTiers:
             tier = next((tier for tier in usable if key in tier), None)
             if tier is not None:
                 pages[tier.tier] += 1
-        return Reload(Prefix(prefix.root, prefix.digests[:end], end), end, pages, keys)
+        return Reload(prefix.part(end), end, pages, keys)
 
     @property
     def loads(self) -> tuple[TierLoad, ...]:

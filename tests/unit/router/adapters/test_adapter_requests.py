@@ -8,7 +8,9 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
+from router.requests.picker_metrics import PICKER_PATH
 from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
 from tandem.protocol.messages import AdapterFacts
 from tests.unit.router.conftest import Cluster
@@ -83,6 +85,14 @@ async def test_they_are_listed(http: httpx.AsyncClient, cluster: Cluster) -> Non
     ]
     assert (await http.get("/models/org/poems")).json() == cards[2]
     assert cards[1]["max_model_len"] == cards[0]["max_model_len"]
+
+
+async def test_an_endpoint_picker_reads_their_names(cluster: Cluster, http: httpx.AsyncClient) -> None:
+    text = (await http.get(f"http://{cluster.endpoints.http_address}{PICKER_PATH}")).text
+    metrics = {metric.name: metric for metric in text_string_to_metric_families(text)}
+    (sample,) = metrics["vllm:lora_requests_info"].samples
+    names = {"max_lora": "2", "running_lora_adapters": "sql,org/poems", "waiting_lora_adapters": ""}
+    assert sample.labels == {"model_name": "fake", **names}
 
 
 async def test_another_name_is_not_found(http: httpx.AsyncClient, stub: Any) -> None:

@@ -82,7 +82,13 @@ async def test_a_text(cluster: Cluster, http: httpx.AsyncClient, tokenizer: Toke
     text = tokenizer.decode([answer_token(prompt, index) for index in range(20)])
     message = reply.json()
     assert message.pop("id").startswith("msg_")
-    usage = {"input_tokens": len(prompt) - 7, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 7}
+    written = len(prompt) // 16 * 16 - 7
+    usage = {
+        "input_tokens": len(prompt) - 7 - written,
+        "cache_creation_input_tokens": written,
+        "cache_creation": {"ephemeral_5m_input_tokens": written, "ephemeral_1h_input_tokens": 0},
+        "cache_read_input_tokens": 7,
+    }
     assert message == {
         "type": "message",
         "role": "assistant",
@@ -236,6 +242,55 @@ async def test_a_request_of_an_agent(cluster: Cluster, http: httpx.AsyncClient) 
     assert reply.status_code == 200, reply.text
     assert "x-tandem-ignored" not in reply.headers
     assert reply.headers["request-id"] == reply.headers["x-request-id"] == reply.json()["id"]
+
+
+FIVE_MINUTES, HOUR = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
+
+
+@pytest.mark.parametrize(
+    ("where", "retention_s"),
+    [
+        ({}, 0.0),
+        ({"cache_control": None}, 0.0),
+        ({"cache_control": FIVE_MINUTES}, 300.0),
+        ({"cache_control": HOUR}, 3600.0),
+        ({"system": [{"type": "text", "text": "a", "cache_control": {**FIVE_MINUTES, "ttl": "5m"}}]}, 300.0),
+        ({"tools": [{**TOOLS[0], "cache_control": HOUR}], "cache_control": FIVE_MINUTES}, 3600.0),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": HOUR}]}]}, 3600.0),
+    ],
+)
+async def test_cache_control_is_how_long_the_prompt_is_kept(
+    cluster: Cluster, http: httpx.AsyncClient, where: dict[str, Any], retention_s: float
+) -> None:
+    usage = (await http.post("/v1/messages", json=BODY | where)).json()["usage"]
+    for work in (cluster.prefill.prefills[-1], cluster.decode.reservations[-1]):
+        assert work.retention_s == retention_s
+    prompt = len(cluster.prefill.prefills[-1].prompt_token_ids)
+    written = prompt // 16 * 16 if retention_s else 0
+    assert usage["cache_creation_input_tokens"] == written
+    assert usage["input_tokens"] == prompt - written
+    if retention_s:
+        hour = retention_s == 3600.0
+        lifetimes = {"ephemeral_5m_input_tokens": 0 if hour else written, "ephemeral_1h_input_tokens": hour * written}
+        assert usage["cache_creation"] == lifetimes
+    else:
+        assert "cache_creation" not in usage
+
+
+@pytest.mark.parametrize(
+    ("where", "field"),
+    [
+        ({"cache_control": {"type": "forever"}}, "cache_control.type"),
+        ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control.ttl"),
+        ({"cache_control": {}}, "cache_control.type"),
+        ({"system": [{"type": "text", "text": "a", "cache_control": 3}]}, "system[0].cache_control"),
+        ({"system": [{"type": "text", "text": "a", "cache_control": HOUR}] * 5}, "cache_control"),
+    ],
+)
+async def test_cache_control_is_checked(http: httpx.AsyncClient, where: dict[str, Any], field: str) -> None:
+    reply = await http.post("/v1/messages", json=BODY | where)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"].startswith(f"{field}: "), reply.text
 
 
 BAD: list[tuple[dict[str, Any], str]] = [

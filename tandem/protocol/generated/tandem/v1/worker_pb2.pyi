@@ -86,12 +86,16 @@ class TierPages(_message.Message):
     def __init__(self, tier: _Optional[_Union[KvTier, str]] = ..., digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class PrefixRun(_message.Message):
-    __slots__ = ("parent", "digests")
+    __slots__ = ("parent", "digests", "token_ids", "salt")
     PARENT_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
     parent: bytes
     digests: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, parent: _Optional[bytes] = ..., digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    salt: str
+    def __init__(self, parent: _Optional[bytes] = ..., digests: _Optional[_Iterable[bytes]] = ..., token_ids: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ...) -> None: ...
 
 class ReadAheadRequest(_message.Message):
     __slots__ = ("prefix",)
@@ -238,7 +242,7 @@ class CostParameters(_message.Message):
     def __init__(self, base_s: _Optional[float] = ..., prompt_base_s: _Optional[float] = ..., token_s: _Optional[float] = ..., pair_s: _Optional[float] = ..., row_s: _Optional[float] = ..., context_s: _Optional[float] = ..., free_tokens: _Optional[int] = ..., error: _Optional[float] = ..., observed: _Optional[int] = ..., tile_tokens: _Optional[int] = ..., mixed_step_margin: _Optional[float] = ..., wave_tokens: _Optional[int] = ..., verify_base_s: _Optional[float] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("router_id", "ref", "prompt_token_ids", "sampling", "prefill", "prior_output_tokens", "cache_salt", "gap_target_s", "adapter", "source")
+    __slots__ = ("router_id", "ref", "prompt_token_ids", "sampling", "prefill", "prior_output_tokens", "cache_salt", "gap_target_s", "adapter", "source", "tenant", "retention_s")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     REF_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -249,6 +253,8 @@ class ReserveRequest(_message.Message):
     GAP_TARGET_S_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_S_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     ref: RequestRef
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -259,7 +265,9 @@ class ReserveRequest(_message.Message):
     gap_target_s: float
     adapter: str
     source: PrefixSource
-    def __init__(self, router_id: _Optional[str] = ..., ref: _Optional[_Union[RequestRef, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., prefill: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ..., prior_output_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., gap_target_s: _Optional[float] = ..., adapter: _Optional[str] = ..., source: _Optional[_Union[PrefixSource, _Mapping]] = ...) -> None: ...
+    tenant: str
+    retention_s: float
+    def __init__(self, router_id: _Optional[str] = ..., ref: _Optional[_Union[RequestRef, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., prefill: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ..., prior_output_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., gap_target_s: _Optional[float] = ..., adapter: _Optional[str] = ..., source: _Optional[_Union[PrefixSource, _Mapping]] = ..., tenant: _Optional[str] = ..., retention_s: _Optional[float] = ...) -> None: ...
 
 class PrefixSource(_message.Message):
     __slots__ = ("peer", "address", "tokens")
@@ -282,7 +290,7 @@ class ReserveResponse(_message.Message):
     def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., duration_s: _Optional[float] = ..., held_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("router_id", "ref", "prompt_token_ids", "sampling", "destination", "prior_output_tokens", "cache_salt", "adapter", "source", "waited_s")
+    __slots__ = ("router_id", "ref", "prompt_token_ids", "sampling", "destination", "prior_output_tokens", "cache_salt", "adapter", "source", "waited_s", "tenant", "retention_s")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     REF_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -293,6 +301,8 @@ class PrefillRequest(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     WAITED_S_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_S_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     ref: RequestRef
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -303,7 +313,9 @@ class PrefillRequest(_message.Message):
     adapter: str
     source: PrefixSource
     waited_s: float
-    def __init__(self, router_id: _Optional[str] = ..., ref: _Optional[_Union[RequestRef, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., destination: _Optional[_Union[Destination, _Mapping]] = ..., prior_output_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., source: _Optional[_Union[PrefixSource, _Mapping]] = ..., waited_s: _Optional[float] = ...) -> None: ...
+    tenant: str
+    retention_s: float
+    def __init__(self, router_id: _Optional[str] = ..., ref: _Optional[_Union[RequestRef, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., destination: _Optional[_Union[Destination, _Mapping]] = ..., prior_output_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., source: _Optional[_Union[PrefixSource, _Mapping]] = ..., waited_s: _Optional[float] = ..., tenant: _Optional[str] = ..., retention_s: _Optional[float] = ...) -> None: ...
 
 class Destination(_message.Message):
     __slots__ = ("peer", "address", "lease")

@@ -174,7 +174,7 @@ async def test_best_of_returns_the_most_likely(cluster: Cluster, http: httpx.Asy
 
 
 def test_the_best_answers_of_each_prompt_come_first() -> None:
-    ending = AnswerEnd(FinishReason.LENGTH, "", 3, 2, 0, Timeline((), None, "", ""))
+    ending = AnswerEnd(FinishReason.LENGTH, "", 3, 2, 0, 0, Timeline((), None, "", ""))
 
     def one(text: str, *logprobs: float) -> CompleteAnswer:
         scores = [TokenScore(ScoredToken(1, b"a", logprob), (), 0) for logprob in logprobs]
