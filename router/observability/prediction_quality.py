@@ -45,10 +45,12 @@ class PlacementRecord:
         """The placement as the trace and the reply show it."""
         cost = self.prediction.prompt
         prompt_tokens = cost.resident_tokens + cost.reloaded_tokens + cost.computed_tokens
+        cached = min(self.cached_tokens, prompt_tokens)
+        reloaded = min(self.reloaded_tokens, cached)
         return PlacementStats(
-            self.cached_tokens - self.reloaded_tokens,
-            self.reloaded_tokens,
-            prompt_tokens - self.cached_tokens,
+            cached - reloaded,
+            reloaded,
+            prompt_tokens - cached,
             cost,
             self.ttft_s,
             self.regret_s,
