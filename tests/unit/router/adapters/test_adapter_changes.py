@@ -46,7 +46,7 @@ class Loading(ClusterServicer):
         self.registry = Registry()
         self.info = WorkerInfo(PeerRef("w", 1), Role.BOTH, "a:1", FACTS, 8, 4, 8, 16, "cpu", "fake")
         self.registry.register(self.info)
-        super().__init__(self.registry, cast(Any, None), self.list_of(allowed=True))
+        super().__init__(self.registry, cast(Any, None), self.list_of(allowed=True), cast(Any, None))
         controller.adapter_changes = self
         self._controller = controller
 
