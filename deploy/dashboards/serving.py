@@ -161,6 +161,18 @@ _PLACEMENT = Row(
             (Query(share(rate(series(f.REGRET)), rate(series(f.PLACEMENTS))), "a placement"),),
             "Mean seconds by which placements turned out worse than the predicted cost of the second choice.",
         ),
+        Panel(
+            "Prompt tokens by source",
+            Unit.A_SECOND,
+            (Query(rate(series(f.PLACED_TOKENS), "source"), "{{source}}"),),
+            "Resident tokens were in the pool, reloaded ones came from a tier or from another worker.",
+        ),
+        Panel(
+            "Gap between turns",
+            Unit.SECONDS,
+            tuple(Query(quantile(part, series(f.TURN_GAP, "_bucket")), f"p{part * 100:g}") for part in (0.5, 0.9)),
+            "Time between the arrival of a prompt and that of its next turn; cached prompts are kept accordingly.",
+        ),
     ),
 )
 

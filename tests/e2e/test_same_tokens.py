@@ -121,7 +121,9 @@ def test_answers_are_those_of_transformers_and_again_from_the_caches(
             assert complete.prompt_tokens == len(whole)
             assert complete.completion_tokens == len(got)
             if turn:
-                assert complete.cached_tokens == (len(prompt) - (0 if known else 1)) // PAGE_TOKENS * PAGE_TOKENS
+                least = (len(prompt) - (0 if known else 1)) // PAGE_TOKENS * PAGE_TOKENS
+                # The pages of the answer are on the decode worker, from which they may be pulled.
+                assert least <= complete.cached_tokens <= (len(whole) - 1) // PAGE_TOKENS * PAGE_TOKENS
                 # The decode worker has cached its generated tokens, too.
                 pages = -(-len(whole) // PAGE_TOKENS) - (len(whole) - 1) // PAGE_TOKENS
                 assert complete.timeline.transfer.pages == pages

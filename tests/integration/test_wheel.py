@@ -116,7 +116,7 @@ def test_messages_and_pages_install_this_distribution_with_extras_that_it_has() 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
     sources = [path for room in PACKAGES for path in (ROOT / room).rglob("*.py")]
     text = "\n".join(path.read_text() for path in [*sources, *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])
-    named = {*re.findall(r"tandem-serving\[(\w+)\]", text), *re.findall(r"install_command\([\"'](\w+)", text)}
+    named = {*re.findall(r"tandem-serving\[([\w-]+)\]", text), *re.findall(r"install_command\([\"']([\w-]+)", text)}
     assert {"gpu", "otlp", "plots"} <= named <= extras
     assert not re.findall(r"pip install [^`\n]*\btandem(?![-_]serving|-\$)\b.*", text), "tandem is another project"
 

@@ -52,9 +52,10 @@ async function sendPrompt() {
   const question = element("article", { class: "user" }, element("div", { class: "text" }, text));
   byId("messages").append(question);
   prompt.value = "";
-  messages.push({ role: "user", content: text });
-  if (!(await answer())) {
-    messages.pop();
+  const conversation = messages;
+  conversation.push({ role: "user", content: text });
+  if (!(await answer()) && conversation === messages) {
+    conversation.pop();
     question.remove();
     prompt.value ||= text;
   }
@@ -237,20 +238,26 @@ class AnswerView {
       return;
     }
     const button = element("button", { type: "button" }, "Send results");
+    const calling = messages.at(-1);
     this.#calls.forEach((one) => one.shown.after(element("label", {}, "Result ", one.result)));
     this.#tools.append(button);
-    button.addEventListener("click", () => this.#sendResults(button));
+    button.addEventListener("click", () => this.#sendResults(button, calling));
   }
 
-  async #sendResults(button) {
+  /** Send the results, unless the conversation has gone on without them since the message `calling`. */
+  async #sendResults(button, calling) {
     if (running) {
       return;
     }
     button.hidden = true;
-    const before = messages.length;
-    messages.push(...this.#calls.map((one) => ({ role: "tool", tool_call_id: one.id, content: one.result.value })));
+    if (messages.at(-1) !== calling) {
+      return;
+    }
+    const conversation = messages;
+    const before = conversation.length;
+    conversation.push(...this.#calls.map((one) => ({ role: "tool", tool_call_id: one.id, content: one.result.value })));
     if (!(await answer())) {
-      messages.length = before;
+      conversation.length = before;
       button.hidden = false;
     }
   }

@@ -31,7 +31,7 @@ _UTILIZATION = (
     "a GPU utilization of 100 % only says that some kernel ran; the shares of arithmetic and bandwidth of `tandem why`"
     " name the wall"
 )
-_QUALITY = "fewer bits change answers; compare them with `python -m benchmarks.quality`"
+_QUALITY = "fewer bits change answers; `python -m benchmarks.quality` of the source distribution compares them"
 
 
 _LEAST_GAIN = 1.05

@@ -75,7 +75,9 @@ class CheckedServerOptions:
 class CheckOptions:
     """The options that describe the requests."""
 
-    only: Annotated[list[str] | None, typer.Option("--only", help="Name of a check to run; repeatable.")] = None
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="NAME", help="Name of a check to run; repeatable.")
+    ] = None
     restart_command: Annotated[
         str,
         typer.Option(

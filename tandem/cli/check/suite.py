@@ -30,7 +30,7 @@ def chosen_checks(only: Sequence[str], *, pair: bool, restart_command: str) -> d
     elif RESTART in only:
         raise InvalidArgument("--restart-command", "is missing; the check of a restart runs it")
     if unknown := [name for name in only if name not in checks]:
-        raise InvalidArgument("--only", f"{unknown[0]!r} is none of the checks: {', '.join(checks)}")
+        raise InvalidArgument("--only", f"{unknown[0]!r} is not a check; choose from {', '.join(checks)}")
     return {name: check for name, check in checks.items() if not only or name in only}
 
 

@@ -65,7 +65,7 @@ def lines(inputs: PlanInputs, split: Split) -> Iterator[str]:
         ((prefill, "prefill"), (decode, "decode")), key=lambda pair: pair[0].value, reverse=True
     )
     yield f"size      {size(inputs, split)}"
-    if inputs.workers is None:
+    if inputs.workers is None and worse.value <= _FULL:
         yield (
             f"headroom  no role is planned above {TARGET_RATIO:.0%} of its capacity, as arrivals come in bursts;"
             f" at 100%, {inputs.split(load_ratio=_FULL).workers} workers would do"

@@ -245,10 +245,13 @@ def _answer(console: Console, config: ClusterSettings, ends: Endpoints, first: F
 
 
 def _endpoints(config: ClusterSettings, ends: Endpoints) -> str:
+    scheme = "http" if config.router.tls is None else "https"
+    http = f"{scheme}://{ends.http.removeprefix('http://')}"
     return (
         f"\n{config.served.name} is served at\n"
+        f"  browser {http}/\n"
         f'  gRPC    {ends.grpc}  (tandem.v1.Inference; try: tandem generate "Hello")\n'
-        f"  OpenAI  {'http' if config.router.tls is None else 'https'}://{ends.http.removeprefix('http://')}/v1\n"
+        f"  OpenAI  {http}/v1\n"
         f"  metrics http://{ends.metrics}/metrics  (try: tandem top)\n"
         f"  logs    {config.log_folder}"
     )

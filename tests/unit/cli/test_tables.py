@@ -38,7 +38,7 @@ def text(table: Table) -> str:
 
 
 def answer_of(timeline: Timeline, prompt_tokens: int, tokens: int) -> Answer:
-    return Answer("r", 0, "…", "", (), (), (), FinishReason.LENGTH, "", prompt_tokens, tokens, 0, Prompt(), timeline)
+    return Answer("r", 0, "…", "", (), (), (), FinishReason.LENGTH, "", prompt_tokens, tokens, 0, 0, Prompt(), timeline)
 
 
 def disaggregated() -> Answer:

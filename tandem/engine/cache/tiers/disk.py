@@ -7,7 +7,6 @@ complete or was changed has another size, digest or checksum, is deleted, and it
 """
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
@@ -193,6 +192,8 @@ def _lock(path: Path) -> int:
 
     Raises FailedPrecondition if another process has locked it.
     """
+    import fcntl  # which Windows lacks, where plans and simulations run too
+
     file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

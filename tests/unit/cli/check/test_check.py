@@ -113,7 +113,7 @@ def test_the_script_of_a_failure_sends_the_same_requests(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        (("--only", "none"), 2, "--only: 'none' is none of the checks: aborts, "),
+        (("--only", "none"), 2, "--only: 'none' is not a check; choose from aborts, "),
         (("--only", "restart"), 2, "--restart-command: is missing"),
         (("--only", "restart", "--restart-command", "exit 3"), 2, "--restart-command: 'exit 3' ended with exit code 3"),
         (("--json", "no/such/file"), 2, "--json: no/such is no folder"),
