@@ -3,6 +3,7 @@
 The measured tiles are in `triton_linear_tiles.py`. Nothing here needs torch or Triton.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 
 from tandem.engine.kernels.linear.triton_linear_tiles import STREAMED_TOKENS, TUNED, Gemv, Skinny, Tile
@@ -33,6 +34,9 @@ In larger steps a separate kernel is faster, because scaling the input would del
 
 MULTIPROCESSORS = 132
 """Number of multiprocessors of an H100 or H200, for which the tiles are chosen."""
+EARLY_BYTES = 512
+"""Number of bytes of each weight row that are prefetched into L2 before the input is ready."""
+_MOST_SPLITS = 8
 _FLOATS_PER_ROW_TILE = 16
 """Number of tokens of a float32 tile in every step, so that a token's sums never depend on the other tokens."""
 
@@ -83,11 +87,20 @@ def _skinny(tokens: int, bucket: int, outputs: int, k: int, paired: bool) -> Ski
         stages = 3
     columns = min(columns, max(16, _power_above(k)))
     tiles = -(-outputs // rows) * -(-tokens // bucket)
+    tile = Skinny(rows, bucket, columns, 1, stages, 8 if bucket == 128 else 4, early=EARLY_BYTES)
+    return with_splits(tile, tiles, k, paired, programs=3 * MULTIPROCESSORS // 2, least_columns=4 * columns)
+
+
+def with_splits(tile: Skinny, tiles: int, k: int, paired: bool, *, programs: int, least_columns: int) -> Skinny:
+    """Return the tile with the k input columns of each of `tiles` output tiles divided among several programs.
+
+    The number of splits doubles until there are `programs` programs, as long as it is at most k / `least_columns` and
+    `_MOST_SPLITS`, and the partial sums fit the scratch memory.
+    """
     splits = 1
-    while tiles * splits < 3 * MULTIPROCESSORS // 2 and k >= splits * 2 * 2 * columns and splits < 8:
+    while tiles * splits < programs and k >= splits * least_columns and splits < _MOST_SPLITS:
         splits *= 2
-    warps = 8 if bucket == 128 else 4
-    while not fits_scratch(tile := Skinny(rows, bucket, columns, splits, stages, warps, early=512), tiles, paired):
+    while not fits_scratch(tile := replace(tile, splits=splits), tiles, paired):
         splits //= 2
     return tile
 

@@ -5,7 +5,7 @@ Nothing here needs torch or Triton.
 
 from functools import lru_cache
 
-from tandem.engine.kernels.linear.triton_linear_plan import MULTIPROCESSORS, fits_scratch
+from tandem.engine.kernels.linear.triton_linear_plan import EARLY_BYTES, MULTIPROCESSORS, TOKEN_TILES, with_splits
 from tandem.engine.kernels.linear.triton_linear_tiles import Skinny
 from tandem.engine.kernels.packed_weight import TILE
 
@@ -76,9 +76,6 @@ TUNED: dict[tuple[int, int, int, bool], dict[int, Skinny]] = {
 From `python -m benchmarks.kernels products --candidates` for llama-3-8b on an H100: 8-bit codes with one scale per row,
 and 4-bit codes with one scale per 128 columns of a row.
 """
-
-TOKEN_TILES = (16, 32, 64, 128)
-"""Possible numbers of tokens in a tile."""
 _WIDEST = {8: TILE, 4: TILE // 2}
 """For each number of bits of a code: the number of bytes of codes that a measured tile reads at a time."""
 _PROGRAMS = 4 * MULTIPROCESSORS
@@ -86,7 +83,6 @@ _PROGRAMS = 4 * MULTIPROCESSORS
 
 So some programs of a multiprocessor compute while others wait for their loads.
 """
-_MOST_SPLITS = 8
 
 
 @lru_cache(maxsize=4096)
@@ -104,9 +100,5 @@ def tile_for(tokens: int, n: int, k: int, paired: bool, bits: int, columns: int)
     warps, stages = (8, 3) if bucket == TOKEN_TILES[-1] else (4, 4 if bucket == 64 else 5)
     tiles = -(-(n // 2 if paired else n) // rows) * -(-tokens // bucket)
     programs = _PROGRAMS if bucket <= 32 and not paired else _PROGRAMS // 2
-    splits = 1
-    while tiles * splits < 2 * programs // 3 and k >= splits * 2 * 4 * TILE and splits < _MOST_SPLITS:
-        splits *= 2
-    while not fits_scratch(tile := Skinny(rows, bucket, columns, splits, stages, warps, early=512), tiles, paired):
-        splits //= 2
-    return tile
+    tile = Skinny(rows, bucket, columns, 1, stages, warps, early=EARLY_BYTES)
+    return with_splits(tile, tiles, k, paired, programs=2 * programs // 3, least_columns=8 * TILE)

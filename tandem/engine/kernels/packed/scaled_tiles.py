@@ -5,7 +5,7 @@ Nothing here needs torch or Triton.
 
 from functools import lru_cache
 
-from tandem.engine.kernels.linear.triton_linear_plan import MULTIPROCESSORS, TOKEN_TILES, fits_scratch
+from tandem.engine.kernels.linear.triton_linear_plan import EARLY_BYTES, MULTIPROCESSORS, TOKEN_TILES, with_splits
 from tandem.engine.kernels.linear.triton_linear_tiles import Shape, Skinny, Tile
 
 TUNED: dict[Shape, dict[int, Tile]] = {
@@ -28,9 +28,6 @@ these tiles: [6144, 4096] 11.4 and 10.8 for 8 tokens, 12.4 and 11.0 for 32; [409
 10.8 and 9.6 for 64.
 """
 _STEP = 128
-_MOST_SPLITS = 8
-_EARLY_BYTES = 512
-"""Number of bytes of each weight row that are prefetched into L2 while the input is being quantized."""
 
 
 @lru_cache(maxsize=4096)
@@ -56,10 +53,5 @@ def tile_for(tokens: int, n: int, k: int, paired: bool, group: int) -> Tile:
         warps, stages = (8, 3) if bucket == 128 else (4, 5)
     tiles = -(-n // rows) * -(-tokens // bucket)
     least = 3 * MULTIPROCESSORS // 2 if bucket <= 32 else 2 * MULTIPROCESSORS // 3
-    splits = 1
-    while tiles * splits < least and k >= splits * 4 * _STEP and splits < _MOST_SPLITS:
-        splits *= 2
-    early = _EARLY_BYTES if tokens <= bucket else 0
-    while not fits_scratch(tile := Skinny(rows, bucket, columns, splits, stages, warps, early), tiles, paired):
-        splits //= 2
-    return tile
+    tile = Skinny(rows, bucket, columns, 1, stages, warps, early=EARLY_BYTES if tokens <= bucket else 0)
+    return with_splits(tile, tiles, k, paired, programs=least, least_columns=4 * _STEP)

@@ -5,7 +5,7 @@ Nothing here needs torch or Triton.
 
 from functools import lru_cache
 
-from tandem.engine.kernels.linear.triton_linear_plan import MULTIPROCESSORS, fits_scratch
+from tandem.engine.kernels.linear.triton_linear_plan import EARLY_BYTES, MULTIPROCESSORS, TOKEN_TILES, with_splits
 from tandem.engine.kernels.linear.triton_linear_tiles import Shape, Skinny
 from tandem.engine.kernels.packed_weight import TILE
 
@@ -21,12 +21,8 @@ LEAST_TOKENS: dict[tuple[int, int], tuple[int, int]] = {}
 measured, so no product quantizes the inputs of 4-bit weights yet (docs/decisions/quantized_weights.md).
 """
 _NEVER = 1 << 31
-TOKEN_TILES = (16, 32, 64, 128)
-"""Possible numbers of tokens in a tile."""
 MANY_TOKENS = 256
 """The bucket of all steps that need several tiles of tokens."""
-_EARLY_BYTES = 512
-_MOST_SPLITS = 8
 
 
 def bucket_of(tokens: int) -> int:
@@ -58,11 +54,7 @@ def tile_for(tokens: int, n: int, k: int, paired: bool) -> Skinny:
     size = min(bucket, TOKEN_TILES[-1])
     rows, warps, stages = 64, 4, 4 if size <= 64 else 3
     tiles = -(-(n // 2 if paired else n) // rows) * -(-tokens // size)
-    splits = 1
     # With many tokens, joining splits takes longer than they save.
-    while size <= 32 and tiles * splits < 2 * MULTIPROCESSORS and k >= splits * 8 * TILE and splits < _MOST_SPLITS:
-        splits *= 2
-    early = _EARLY_BYTES if tokens <= size else 0
-    while not fits_scratch(tile := Skinny(rows, size, TILE, splits, stages, warps, early), tiles, paired):
-        splits //= 2
-    return tile
+    programs = 2 * MULTIPROCESSORS if size <= 32 else 0
+    tile = Skinny(rows, size, TILE, 1, stages, warps, early=EARLY_BYTES if tokens <= size else 0)
+    return with_splits(tile, tiles, k, paired, programs=programs, least_columns=8 * TILE)
