@@ -115,7 +115,7 @@ def step_limit(
     if policy is PolicyName.UNCHUNKED or (policy is PolicyName.DECODE_PRIORITY and bounded):
         return StepLimit(None, target_s / cost.margin)
     tokens = _prompts_within(assignment.step_budget or CHUNKED_BUDGET, cost, rows)
-    if policy is PolicyName.DECODE_PRIORITY and assignment.step_budget is None:
+    if wait_s and policy is PolicyName.DECODE_PRIORITY and assignment.step_budget is None:
         step = StepWork(tokens, chunk_pairs(tokens, 0), rows, context)
         backlog = wait_s * tokens / cost.seconds(step)
         if backlog > 1.0:

@@ -113,12 +113,11 @@ def form_of(experts: Experts) -> str | None:
     return None
 
 
-def dequantizes(tokens: float, experts: Experts, dtype: torch.dtype) -> bool:
-    """Return True if steps with this mean number of tokens per expert dequantize packed weights first.
+def dequantizes(form: str | None, tokens: float, dtype: torch.dtype) -> bool:
+    """Return True if steps with this mean number of tokens per expert dequantize packed weights of this form first.
 
     In float32 no step does, because then a token's results would depend on the number of other tokens.
     """
-    form = form_of(experts)
     if form is None or form.endswith(QUANTIZED_INPUTS) or dtype == torch.float32:
         return False
     return tokens > packed_products.FUSED_TOKENS

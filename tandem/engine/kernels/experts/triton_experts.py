@@ -119,9 +119,9 @@ class ExpertKernels:
         counts = torch.empty(triton.next_power_of_2(spec.experts), dtype=torch.int32, device=hidden.device)
         x, logits = self._route(hidden, layer, counts, plan)
         inputs = x if project is None else project(x)
-        unpacked = packed_experts.dequantizes(shape.tokens_an_expert(tokens), experts, hidden.dtype)
-        form = None if unpacked else packed_experts.form_of(experts)
-        tile = tile or tile_for(tokens, shape, hidden.element_size(), form)
+        form = packed_experts.form_of(experts)
+        unpacked = packed_experts.dequantizes(form, shape.tokens_an_expert(tokens), hidden.dtype)
+        tile = tile or tile_for(tokens, shape, hidden.element_size(), None if unpacked else form)
         if tile.tokens == 1:
             choice = Choice(tokens, shape, hidden.device)
             self._choose(logits, layer, slots, choice, counts, x.dtype)
