@@ -61,7 +61,7 @@ REMEDIES: dict[str, str] = {
     "INTERNAL": "A defect of Tandem, or of something below it: only this request fails. Please report it with the "
     "lines of `tandem logs` about the request.",
 }
-"""What to do about the errors of each code."""
+"""The remedy of each error code, as the page states it."""
 AREAS = {
     "Commands and settings": ("tandem/cli", "tandem/settings", "tandem/capacity", "tandem/cost_model"),
     "Requests": ("router", "tandem/tokenizers", "tandem/client", "tandem/protocol"),

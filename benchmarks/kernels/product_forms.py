@@ -309,7 +309,7 @@ class Job:
 
     @property
     def kernel(self) -> tuple[Product, str, Tile]:
-        """What the variant is compiled for: everything but the number of tokens."""
+        """Return what a kernel is compiled for: variants that differ only in the number of tokens share it."""
         return self.product, self.form, self.tile
 
     @property

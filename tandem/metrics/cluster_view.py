@@ -101,7 +101,7 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What limits one worker, why, and the change that would help most."""
+    """The bottleneck of one worker, the figures behind it, and the change that would help most."""
 
     worker: str
     bottleneck: str

@@ -39,7 +39,7 @@ _LEAST_GAIN = 1.05
 
 
 class Symptom(StrEnum):
-    """What a user notices."""
+    """A complaint of a user, from which `tandem advise` starts; its value is the text that the user types."""
 
     FIRST_TOKEN = "first token slow"
     STREAM = "stream slow"

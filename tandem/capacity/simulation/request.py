@@ -74,7 +74,7 @@ class Outcome:
     prediction: Placement | None = None
     """The first placement of the request, with its predicted latencies; None if the request was never placed."""
     placement: PlacementStats | None = None
-    """How the KV of the prompt came to its prefill worker, with the predicted and the actual cost; None on a retry."""
+    """The sources of the prompt's KV on its prefill worker, with the predicted and the actual cost; None on a retry."""
     placed_s: float = 0.0
     attempts: int = 1
     firsts_s: list[float] = field(default_factory=list)

@@ -28,7 +28,7 @@ class CheckSettings:
     seed: int = 0
     rounds: int = 3
     repeats: int = 1000
-    """How often the same prompt is sent."""
+    """The number of times that the same prompt is sent."""
     concurrency: int = 16
     prompt_words: int = 128
     answer_tokens: int = 48

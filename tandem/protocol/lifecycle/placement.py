@@ -37,7 +37,7 @@ class PromptCost:
 
 @dataclass(frozen=True, slots=True)
 class PlacementStats:
-    """How the KV of a prompt came to the worker that computed the prompt, with the predicted and the actual cost."""
+    """The sources of a prompt's KV on the worker that computed the prompt, with the predicted and the actual cost."""
 
     resident_tokens: int
     reloaded_tokens: int
