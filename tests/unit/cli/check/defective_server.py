@@ -129,7 +129,7 @@ class DefectiveHandler(Handler):
         if state.defect is Defect.DEAD_AFTER_RESTART and state.restarted.exists():
             return self._answer(500, {"error": {"message": "the engine died"}})
         with state.lock:
-            if state.defect is Defect.REFUSED_IDS and request_id in state.ids_in_use:
+            if state.defect is Defect.REFUSED_IDS and request_id and request_id in state.ids_in_use:
                 return self._answer(409, {"error": {"message": "this id is in use"}})
             state.ids_in_use.add(request_id)
             state.inside += 1
