@@ -1,4 +1,4 @@
-"""`tandem quantize`: writes a model with 4-bit or 8-bit weights, and measures the loss in quality."""
+"""`tandem quantize`: writes a model with 4-bit, 8-bit or sparse weights, and measures the loss in quality."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ def quantize(
     output: Annotated[Path, typer.Argument(help="Folder to write, which must not exist.")],
     *,
     scheme: Annotated[
-        str, typer.Option(help="w4a16, w4a16-asym, w8a16 (weights alone), w8a8 or fp8 (activations too, in 8 bits).")
+        str,
+        typer.Option(
+            help="w4a16, w4a16-asym, w8a16 (weights alone), w8a8 or fp8 (activations too, in 8 bits), or none, which "
+            "keeps the dtype and is for --sparsity."
+        ),
     ] = "w4a16",
     method: Annotated[
         str,
@@ -41,6 +45,13 @@ def quantize(
     group_size: Annotated[
         int | None,
         typer.Option(min=1, help="Inputs that share a scale, with 4 bits; default: 128, 64 or 32, as divides all."),
+    ] = None,
+    sparsity: Annotated[
+        str | None,
+        typer.Option(
+            help="2:4 sets two of each four weights to zero: with gptq those that add the least error, else the "
+            "smallest."
+        ),
     ] = None,
     text: Annotated[
         Path | None, typer.Option(help="File of text to calibrate on, as the model will see; default: a built-in one.")
@@ -66,7 +77,7 @@ def quantize(
     if text is not None and method == "rtn":
         raise InvalidArgument("text", "rtn reads no text; choose another --method.")
     console = Console()
-    recipe = QuantizationRecipe(parse_scheme(scheme), method, group_size)
+    recipe = QuantizationRecipe(parse_scheme(scheme), method, group_size, sparsity)
     target = parse_device(device)
     with progress_bars(console) as report:
         hub = hub_model(model)

@@ -28,8 +28,10 @@ class Grid:
     def codes(self, weight: Tensor, first: int = 0) -> Tensor:
         """Return the nearest codes of `weight` [N, columns] float32, as float32; its first column has number `first`.
 
-        Float codes are rounded as in E4M3: to nearest, ties to even.
+        Float codes are rounded as in E4M3: to nearest, ties to even. Without quantization the codes are the weights.
         """
+        if not self.scheme.quantizes:
+            return weight
         scales, zeros = self._of_columns(first, weight.shape[1])
         scaled = weight / scales
         if self.scheme.kind == "float":
@@ -73,6 +75,8 @@ def fit_grid(weight: Tensor, scheme: OutputScheme, group: int | None, dtype: tor
 
     Scales are rounded to `dtype`, in which they are written. `group` is the number of columns in a group; None = all.
     """
+    if not scheme.quantizes:
+        return Grid(scheme, torch.ones_like(weight[:, :1]), None, weight.shape[1])
     width = weight.shape[1] if group is None else group
     grouped = weight.view(len(weight), -1, width)
     if scheme.symmetric:

@@ -1,4 +1,4 @@
-"""Quantizes a model folder layer by layer, and writes a folder in the formats of compressed-tensors.
+"""Quantizes or prunes a model folder layer by layer, and writes a folder in the formats of compressed-tensors.
 
 For calibrated methods, the inputs of each layer are computed from sample text by the quantized layers before it. Only
 one layer's weights, in float32, and the hidden states of all samples are in memory.
@@ -22,6 +22,7 @@ from tandem.engine.quantizer.rtn import round_to_nearest
 from tandem.engine.quantizer.scheme import OutputScheme, choose_group
 from tandem.engine.quantizer.smoothquant import smooth
 from tandem.engine.quantizer.source import Source, layer_of
+from tandem.engine.quantizer.sparsity import SPARSITY, check_divisible, prune_by_magnitude
 from tandem.engine.weights.checkpoint import Progress
 from tandem.protocol.errors import InvalidArgument
 
@@ -31,8 +32,11 @@ def stored_tensors(name: str, weight: QuantizedWeight, scale_dtype: torch.dtype)
 
     pack-quantized: `weight_packed` int32 [N, K / 8 or K / 4], `weight_scale`, `weight_shape` int64 [2] and, with zero
     points, `weight_zero_point` int32 [N / 8, groups]. int-quantized and float-quantized: `weight` and `weight_scale`.
+    Without quantization: `weight` in `scale_dtype`.
     """
     grid, (rows, columns) = weight.grid, weight.codes.shape
+    if not grid.scheme.quantizes:
+        return {name: weight.codes.to(scale_dtype)}
     tensors = {f"{name}_scale": grid.scales.to(scale_dtype)}
     if not grid.scheme.packed:
         codes = weight.codes.to(torch.float8_e4m3fn if grid.scheme.kind == "float" else torch.int8)
@@ -66,15 +70,23 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class QuantizationRecipe:
-    """The scheme, method and group size for quantizing a model."""
+    """The scheme, method, group size and sparsity for quantizing a model."""
 
     scheme: OutputScheme
     method: str = "rtn"
     """The method, one of `METHODS`; all except `rtn` need samples."""
     group_size: int | None = None
     """The number of inputs that share a scale; None = the largest that fits, or all if the scheme has no groups."""
+    sparsity: str | None = None
+    """2:4, or None for weights without a pattern of zeros."""
 
     def __post_init__(self) -> None:
+        if self.sparsity not in {None, SPARSITY}:
+            raise InvalidArgument("sparsity", f"{self.sparsity!r} is not known; use {SPARSITY}.")
+        if not self.scheme.quantizes and self.sparsity is None:
+            raise InvalidArgument("scheme", f"none changes no weight; use it with --sparsity {SPARSITY}.")
+        if not self.scheme.quantizes and self.method == "awq":
+            raise InvalidArgument("method", "awq is for weights that are quantized; use gptq or rtn.")
         if self.method not in METHODS:
             raise InvalidArgument("method", f"{self.method!r} is not known; use {', '.join(METHODS)}.")
         if self.method == "smoothquant" and not self.scheme.activations:
@@ -113,6 +125,8 @@ def quantize(
     """
     with Source(folder) as source, torch.no_grad():
         inputs = {source.shape(name)[1] for name in source.products}
+        if recipe.sparsity is not None:
+            check_divisible(inputs)
         group = choose_group(recipe.scheme, recipe.group_size, inputs)
         if recipe.method == "rtn":
             steps = _rounded(source, recipe, group, device)
@@ -124,7 +138,10 @@ def quantize(
                 writer.add(tensors)
                 if progress is not None:
                     progress("quantizing", done)
-            config = {**source.config, "quantization_config": recipe.scheme.config(group, source.ignored)}
+            config = dict(source.config)
+            if recipe.scheme.quantizes:
+                sparse = recipe.sparsity is not None
+                config["quantization_config"] = recipe.scheme.config(group, source.ignored, sparse=sparse)
             writer.finish(config, folder, source.side_files)
         return Quantized(output, group, source.total_bytes, writer.total_bytes)
 
@@ -144,8 +161,7 @@ def _rounded(
         tensors: Tensors = {name: tensor}
         if name in products:
             dtype = scale_dtype(recipe.scheme, tensor.dtype)
-            rounded = round_to_nearest(tensor.to(device).float(), recipe.scheme, group, dtype)
-            tensors = stored_tensors(name, rounded, dtype)
+            tensors = stored_tensors(name, _rounded_weight(tensor.to(device).float(), recipe, group, dtype), dtype)
         yield number / len(names), tensors
 
 
@@ -197,5 +213,13 @@ def _quantized(
     product: Product, inputs: InputStatistics, recipe: QuantizationRecipe, group: int | None, dtype: torch.dtype
 ) -> QuantizedWeight:
     if recipe.method == "gptq":
-        return gptq(product.weight, inputs, recipe.scheme, group, dtype)
-    return round_to_nearest(product.weight, recipe.scheme, group, dtype)
+        return gptq(product.weight, inputs, recipe.scheme, group, dtype, sparse=recipe.sparsity is not None)
+    return _rounded_weight(product.weight, recipe, group, dtype)
+
+
+def _rounded_weight(
+    weight: Tensor, recipe: QuantizationRecipe, group: int | None, dtype: torch.dtype
+) -> QuantizedWeight:
+    """Return a weight rounded to nearest, which is pruned by magnitude first if the recipe has sparsity."""
+    kept = weight if recipe.sparsity is None else prune_by_magnitude(weight)
+    return round_to_nearest(kept, recipe.scheme, group, dtype)

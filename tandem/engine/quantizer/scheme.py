@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.engine.quantizer.sparsity import SPARSITY
 from tandem.protocol.errors import InvalidArgument
 
 GROUPS = (128, 64, 32)
@@ -18,13 +19,18 @@ class OutputScheme:
     layout: str
     """The value of `format` in compressed-tensors."""
     kind: str = "int"
-    """The type of the codes: `int`, or `float` (E4M3)."""
+    """The type of the codes: `int`, or `float` (E4M3); for 16 bits the weights themselves."""
     symmetric: bool = True
     """False if each scale has a zero point."""
     grouped: bool = False
     """True if each group of inputs has a scale, False if each output has one."""
     activations: bool = False
     """True if the server quantizes activations to the type of the weights, with one scale for each token."""
+
+    @property
+    def quantizes(self) -> bool:
+        """False if weights keep their dtype, and only become sparse."""
+        return self.bits < 16
 
     @property
     def largest(self) -> float:
@@ -50,8 +56,11 @@ class OutputScheme:
         """True if a 32-bit word has several codes."""
         return self.layout == "pack-quantized"
 
-    def config(self, group: int | None, ignore: list[str]) -> dict[str, Any]:
-        """Return the `quantization_config` of config.json; `ignore` lists the linear modules that are not quantized."""
+    def config(self, group: int | None, ignore: list[str], *, sparse: bool = False) -> dict[str, Any]:
+        """Return the `quantization_config` of config.json; `ignore` lists the linear modules that are not quantized.
+
+        The zeros of a sparse weight are stored like other codes, so that every loader of the format reads them.
+        """
         weights = self._arguments("group" if self.grouped else "channel", dynamic=False) | {"group_size": group}
         inputs = self._arguments("token", dynamic=True) if self.activations else None
         groups = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
@@ -63,6 +72,7 @@ class OutputScheme:
             "ignore": ignore,
             "kv_cache_scheme": None,
             "global_compression_ratio": None,
+            **({"sparsity_config": {"format": "dense", "sparsity_structure": SPARSITY}} if sparse else {}),
         }
 
     def _arguments(self, strategy: str, *, dynamic: bool) -> dict[str, Any]:
@@ -84,6 +94,7 @@ SCHEMES = {
         OutputScheme("w8a16", 8, "pack-quantized"),
         OutputScheme("w8a8", 8, "int-quantized", activations=True),
         OutputScheme("fp8", 8, "float-quantized", kind="float", activations=True),
+        OutputScheme("none", 16, "dense", kind="float"),
     )
 }
 

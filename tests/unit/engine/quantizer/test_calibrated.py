@@ -38,7 +38,7 @@ def _no_grad() -> Iterator[None]:
         yield
 
 
-def _inputs(tokens: int, width: int, seed: int = 0) -> tuple[Tensor, InputStatistics]:
+def correlated_inputs(tokens: int, width: int, seed: int = 0) -> tuple[Tensor, InputStatistics]:
     """Correlated inputs, some much larger than others, as those of language models are."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, width // 4, generator=generator) @ torch.randn(width // 4, width, generator=generator)
@@ -60,8 +60,8 @@ def _layers(folder: Path) -> Iterator[tuple[CalibratedLayer, list[Tensor]]]:
             layer.run(hidden)
 
 
-def test_statistics_are_sums_over_the_inputs() -> None:
-    x, statistics = _inputs(64, 16)
+def test_statistics_are_sums_over_thecorrelated_inputs() -> None:
+    x, statistics = correlated_inputs(64, 16)
     assert torch.allclose(statistics.gram, x.T @ x, rtol=1e-4)
     assert torch.allclose(statistics.mean, x.abs().mean(0), rtol=1e-5)
     assert torch.equal(statistics.largest, x.abs().amax(0))
@@ -73,7 +73,7 @@ def test_statistics_are_sums_over_the_inputs() -> None:
 def test_gptq_loses_less_than_rounding(scheme: str) -> None:
     chosen = SCHEMES[scheme]
     group = 64 if chosen.grouped else None
-    _, inputs = _inputs(2048, 256)
+    _, inputs = correlated_inputs(2048, 256)
     weight = torch.randn(48, 256, generator=torch.Generator().manual_seed(2))
     errors = [
         inputs.error(codes.values() - weight)
@@ -90,7 +90,7 @@ def test_the_error_of_a_block_of_columns_is_made_up_for_by_those_of_the_next(
     scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks only save time: the codes are those of one block with all columns, but for the rounding of sums."""
-    _, inputs = _inputs(2048, 320)
+    _, inputs = correlated_inputs(2048, 320)
     weight = torch.randn(48, 320, generator=torch.Generator().manual_seed(2))
     chosen, group = SCHEMES[scheme], 64 if SCHEMES[scheme].grouped else None
     codes = {}
@@ -102,7 +102,7 @@ def test_the_error_of_a_block_of_columns_is_made_up_for_by_those_of_the_next(
 
 
 def test_inputs_that_no_token_has_are_rounded_to_nearest() -> None:
-    x, _ = _inputs(512, 64)
+    x, _ = correlated_inputs(512, 64)
     x[:, 7] = 0
     inputs = InputStatistics.zero(64, CPU)
     inputs.add(x)
@@ -146,7 +146,7 @@ def test_folding_changes_no_layer(family: str, dtype: torch.dtype, tmp_path: Pat
 
 
 def test_smoothing_gives_inputs_and_weights_one_range() -> None:
-    _, inputs = _inputs(256, 64)
+    _, inputs = correlated_inputs(256, 64)
     weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(3))
     norm, before = torch.ones(64), weight.clone()
     smooth(Fold(weight, (norm,), torch.float32), inputs)
@@ -155,7 +155,7 @@ def test_smoothing_gives_inputs_and_weights_one_range() -> None:
 
 
 def test_awq_loses_less_than_rounding() -> None:
-    _, inputs = _inputs(512, 128)
+    _, inputs = correlated_inputs(512, 128)
     scheme, weight = SCHEMES["w4a16"], torch.randn(32, 128, generator=torch.Generator().manual_seed(4))
     plain = inputs.error(round_to_nearest(weight, scheme, 32, torch.float32).values() - weight)
     norm, scaled = torch.ones(128), weight.clone()
