@@ -31,6 +31,7 @@ from tandem.engine.kernels.packed.scaled_weight import QuantizedInput, ScaledWei
 from tandem.engine.kernels.packed_weight import PackedWeight
 from tandem.engine.kernels.rowwise.triton_norm import rms_norm
 from tandem.engine.kernels.triton_launch import overlaps_launches
+from tandem.engine.quantizer.sparsity import prune_by_magnitude
 
 EARLY = 512
 """Bytes of a weight row that candidates prefetch into L2."""
@@ -124,10 +125,11 @@ class Plain:
         triton_linear.launch(inputs.x, inputs.norm, Linear(weight), inputs.out, product.op, pdl=pdl, tile=tile)
 
     def beside(self, product: Product, tokens: int, weights: Sequence[Tensor]) -> dict[str, float]:
-        """Return the time of cuBLAS for the plain product, without norm and activation."""
+        """Return the time of cuBLAS for the plain product, without norm and activation, and that of a sparse one."""
         x = make_inputs(product, tokens, normed=False).x
         wide = x.new_empty(tokens, product.n)
-        return {"cublas_us": us_of(lambda weight: torch.matmul(x, weight.t(), out=wide), weights)}
+        times_us = {"cublas_us": us_of(lambda weight: torch.matmul(x, weight.t(), out=wide), weights)}
+        return times_us | _sparse_us(weights, tokens)
 
 
 @dataclass(frozen=True)
@@ -210,10 +212,10 @@ class Scaled:
         scaled_products.launch(x, weight, None, inputs.out, product.op, pdl=pdl, tile=tile)
 
     def beside(self, product: Product, tokens: int, weights: Sequence[ScaledWeight]) -> dict[str, float]:
-        """Return the time to quantize the input and, if a library has the product, the time of both together."""
+        """Return the time to quantize the input, that of a library's product with it, and that of a sparse product."""
         inputs, pdl = self.inputs(product, tokens), overlaps_launches()
         quantize = partial(scaled_products.quantized, inputs.x, inputs.norm, pdl=pdl)
-        times_us = {"quantize_us": us_of(quantize, weights)}
+        times_us = {"quantize_us": us_of(quantize, weights), **_sparse_us([one.codes for one in weights], tokens)}
         if not scaled_products.uses_library(1 << 20, weights[0], torch.bfloat16):
             return times_us
 
@@ -270,6 +272,24 @@ class W4A8(Packed):
 
     def _quantized(self, inputs: Inputs, weight: PackedWeight) -> QuantizedInput:
         return w4a8_products.quantized(inputs.x, inputs.norm, weight, pdl=overlaps_launches(), grouped=self.grouped)
+
+
+def _sparse_us(weights: Sequence[Tensor], tokens: int) -> dict[str, float]:
+    """Return the time of cuSPARSELt's product of 2:4 sparse weights [N, K] with given inputs, without scales.
+
+    Each weight is pruned by magnitude. Inputs are padded to 32 tokens. Empty if PyTorch lacks the library.
+    """
+    if not torch.backends.cusparselt.is_available():
+        return {}
+    compressed = [torch._cslt_compress(prune_by_magnitude(weight.float()).to(weight.dtype)) for weight in weights]
+    x = torch.zeros(math.ceil(tokens / 32) * 32, weights[0].shape[1], device="cuda").to(weights[0].dtype).t()
+    out_dtype = None if weights[0].dtype == torch.bfloat16 else torch.bfloat16
+    algorithm = torch._cslt_sparse_mm_search(compressed[0], x, out_dtype=out_dtype, transpose_result=True)
+
+    def multiply(weight: Tensor) -> None:
+        torch._cslt_sparse_mm(weight, x, out_dtype=out_dtype, transpose_result=True, alg_id=algorithm)
+
+    return {"sparse_us": us_of(multiply, compressed)}
 
 
 def _finish(made: Tensor, product: Product, out: Tensor) -> None:

@@ -104,6 +104,8 @@ class WeightScheme:
     """False if each group has a zero point."""
     scattered: bool = False
     """True if the columns of a group may be anywhere in the row (`desc_act`)."""
+    sparse: bool = False
+    """True if only two of each four codes are stored, with a bit mask of their columns (`sparse-24-bitmask`)."""
     quantized_inputs: bool = False
     """True if the linear layer quantizes its inputs to the type of the codes, with one scale per token and group.
 

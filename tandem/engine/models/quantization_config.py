@@ -19,6 +19,8 @@ _OUTPUT = "lm_head"
 _BITS = {4: Codes.INT4, 8: Codes.INT8}
 _PACKED, _FLOAT, _INT = WeightFormat.PACK_QUANTIZED, WeightFormat.FLOAT_QUANTIZED, WeightFormat.INT_QUANTIZED
 _NVFP4_PACKED = WeightFormat.NVFP4_PACK_QUANTIZED
+_BIT_MASK = "sparse-24-bitmask"
+"""The form of compressed-tensors in which 2:4 sparse weights are stored without their zeros."""
 GGUF_SCHEMES = {
     "Q8_0": WeightScheme(WeightFormat.Q8_0, Codes.INT8, 32),
     "Q4_0": WeightScheme(WeightFormat.Q4_0, Codes.INT4, 32),
@@ -178,8 +180,8 @@ def _gguf(config: Json) -> Quantization:
 
 def _compressed_tensors(config: Json) -> Quantization:
     sparsity = (config.get("sparsity_config") or {}).get("format") or "dense"
-    if sparsity != "dense":
-        raise refusal(f"compressed-tensors, {sparsity}", "whose sparsity is not supported")
+    if sparsity not in {"dense", _BIT_MASK}:
+        raise refusal(f"compressed-tensors, {sparsity}", f"whose sparsity is not supported; dense and {_BIT_MASK} are")
     if config.get("transform_config"):
         raise refusal("compressed-tensors, transform_config", "whose rotations are not supported")
     rules: list[tuple[str, WeightScheme | None]] = []
@@ -194,6 +196,12 @@ def _compressed_tensors(config: Json) -> Quantization:
         raise refusal("compressed-tensors", "whose config_groups are missing")
     for group in groups.values():
         scheme = _scheme_of_group(group, group.get("format") or config.get("format"))
+        if sparsity == _BIT_MASK:
+            if scheme.format not in {_INT, _FLOAT}:
+                raise refusal(
+                    f"compressed-tensors, {_BIT_MASK}, {scheme.format}", f"which is not supported; {_INT}, {_FLOAT} are"
+                )
+            scheme = replace(scheme, sparse=True)
         rules += [(_target(target), scheme) for target in group.get("targets") or ["Linear"]]
     # Rules for named modules take precedence over rules for kinds of modules.
     rules.sort(key=lambda rule: rule[0] == _EVERY)

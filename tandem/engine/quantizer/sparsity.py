@@ -23,7 +23,7 @@ def prune_by_magnitude(weight: Tensor) -> Tensor:
 
 def least_two(scores: Tensor) -> Tensor:
     """Return a mask of scores [N, K] that is True for the two lowest of each four columns; K is a multiple of 4."""
-    fours = scores.unflatten(-1, (-1, FOUR))
+    fours = torch.unflatten(scores, -1, (-1, FOUR))
     lowest = fours.topk(FOUR // 2, dim=-1, largest=False).indices
     return torch.zeros_like(fours, dtype=torch.bool).scatter_(-1, lowest, value=True).flatten(-2)
 

@@ -26,7 +26,7 @@ SPARSE = ["none", "w8a16", "w4a16-asym", "w8a8", "fp8"]
 
 
 def _has_two_zeros_of_four(weight: Tensor) -> bool:
-    return bool(((weight.unflatten(-1, (-1, 4)) != 0).sum(-1) <= 2).all())
+    return bool(((torch.unflatten(weight, -1, (-1, 4)) != 0).sum(-1) <= 2).all())
 
 
 def test_the_two_largest_of_each_four_are_kept() -> None:
@@ -62,8 +62,8 @@ def test_of_independent_inputs_the_pair_that_adds_the_least_error_is_pruned() ->
     pruned = gptq(weight, inputs, SCHEMES["none"], None, torch.float32, sparse=True).values()
     for original, kept in zip(weight.view(-1, 4), pruned.reshape(-1, 4), strict=True):
         assert torch.equal(kept, torch.where(kept == 0, 0.0, original))
-    errors = ((weight - pruned) @ x).square().unflatten(1, (-1, 4)).sum(-1)
-    pairs = torch.stack([(weight @ x).square().unflatten(1, (-1, 4))[..., pair].sum(-1) for pair in PAIRS])
+    errors = torch.unflatten(((weight - pruned) @ x).square(), 1, (-1, 4)).sum(-1)
+    pairs = torch.stack([torch.unflatten((weight @ x).square(), 1, (-1, 4))[..., pair].sum(-1) for pair in PAIRS])
     # Damping adds 1 % of the mean power to each input's.
     assert (errors <= pairs.amin(0) * 1.1).all()
 

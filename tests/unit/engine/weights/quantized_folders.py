@@ -188,6 +188,21 @@ def byte_codes(kind: str, strategy: str, *, block: int = 64, sym: bool = True, n
     return write
 
 
+def sparse(write: Writer) -> Writer:
+    """Returns a writer of weights of which two of each four are zero, and not stored."""
+
+    def changed(rng: np.random.Generator, n: int, k: int) -> tuple[Tensors, np.ndarray]:
+        tensors, weight = write(rng, n, k)
+        kept = rng.permuted(np.tile([True, True, False, False], (n * k // 4, 1)), axis=1).reshape(n, k)
+        codes = tensors.pop("weight")
+        compressed = torch.from_numpy(codes.view(torch.int8).numpy()[kept].reshape(n, k // 2)).view(codes.dtype)
+        bitmask = torch.from_numpy(np.packbits(kept, axis=1, bitorder="little"))
+        stored = {"compressed": compressed, "bitmask": bitmask, "shape": torch.tensor([[n], [k]])}
+        return tensors | stored, np.where(kept, weight, np.float32(0))
+
+    return changed
+
+
 def without(write: Writer, *names: str, **more: torch.Tensor) -> Writer:
     """Returns a writer of the same weights without the tensors `names`, and with `more`."""
 
@@ -225,6 +240,7 @@ def integer_weights(bits: int, strategy: str, **more: Any) -> dict[str, Any]:
 
 
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+BIT_MASK = {"format": "sparse-24-bitmask", "sparsity_structure": "2:4", "targets": ["Linear"], "ignore": ["lm_head"]}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False, "desc_act": False}
 AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "sym": True, "data_type": "int"}
 MODELOPT_FP8 = without(scalar_scale(byte_codes("float", "tensor")), input_scale=torch.tensor(0.02))
@@ -281,6 +297,14 @@ CASES: dict[str, tuple[dict[str, Any], Writer]] = {
     "fp8 block": (
         compressed_tensors("float-quantized", FP8 | {"strategy": "block", "block_structure": [64, 64]}),
         byte_codes("float", "block"),
+    ),
+    "fp8 2:4 sparse": (
+        compressed_tensors("float-quantized", FP8 | {"strategy": "channel"}, sparsity_config=BIT_MASK),
+        sparse(byte_codes("float", "channel")),
+    ),
+    "W8A8 int 2:4 sparse": (
+        compressed_tensors("int-quantized", integer_weights(8, "channel"), sparsity_config=BIT_MASK),
+        sparse(byte_codes("int", "channel")),
     ),
     "deepseek fp8": (
         {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [64, 64], "activation_scheme": "dynamic"},

@@ -182,6 +182,9 @@ TENSORS: list[tuple[str, Callable[[Tensors], Tensors], list[str]]] = [
     ("W4A16 asymmetric", without("weight_zero_point"), [f"lacks tensor {MODULE}weight_zero_point"]),
     ("W8A8 int", changed("weight_scale", lambda tensor: tensor[:5]), ["has shape [5, 1]", "[64, 1]", "int-quantized"]),
     ("fp8 tensor", changed("weight", lambda tensor: tensor.view(torch.int8)), ["stored as I8; only F8_E4M3"]),
+    ("fp8 2:4 sparse", without("bitmask"), [f"lacks tensor {MODULE}bitmask"]),
+    ("fp8 2:4 sparse", changed("bitmask", lambda tensor: tensor | 1), ["without exactly half of the columns"]),
+    ("fp8 2:4 sparse", changed("compressed", lambda tensor: tensor[:, 1:]), ["has shape [64, 47]", "[64, 48]"]),
     ("deepseek fp8", without("weight_scale_inv"), [f"lacks tensor {MODULE}weight_scale_inv", "fp8, groups of 64"]),
     ("deepseek fp8", changed("weight_scale_inv", lambda tensor: tensor.t()), ["has shape [2, 1]", "[1, 2]"]),
 ]
@@ -233,7 +236,8 @@ CONFIGS += [
     (of_group("marlin-24", num_bits=4, type="int", strategy="group", group_size=32), "marlin-24"),
     (of_group("int-quantized", num_bits=8, type="int", strategy="token"), "strategy token"),
     (of_group("float-quantized", num_bits=8, type="float", strategy="block"), "block_structure None"),
-    (CASES["W4A16"][0] | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
+    (CASES["W4A16"][0] | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask, pack-quantized"),
+    (CASES["W8A8 int"][0] | {"sparsity_config": {"format": "sparse-bitmask"}}, "sparse-bitmask"),
     (CASES["W4A16"][0] | {"transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
 ]
 
