@@ -10,8 +10,9 @@ from tandem.engine.adapters.folder import AdapterFolder, LowRank
 from tandem.engine.config.model import DenseFeedForward, GroupedQueryAttention, ModelSpec
 from tandem.engine.config.sharding import ALONE, Rank, rank_spec
 from tandem.engine.kernels.packed_weight import PackedWeight, Weight
-from tandem.engine.models.parameters import DenseParameters, Parameters, ParameterSlot, StoredPart
+from tandem.engine.models.parameters import DenseParameters, Parameters
 from tandem.engine.models.rank_parameters import rank_slots
+from tandem.engine.models.slots import ParameterSlot, StoredPart
 from tandem.protocol.errors import ModelError
 
 _SUFFIX = ".weight"

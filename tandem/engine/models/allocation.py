@@ -39,10 +39,10 @@ from tandem.engine.models.parameters import (
     LayerEmbeddingParameters,
     LayerParameters,
     Parameters,
-    ParameterSlot,
     StateParameters,
     named_weights,
 )
+from tandem.engine.models.slots import ParameterSlot
 
 Empty = Callable[..., Tensor]
 _T = TypeVar("_T")

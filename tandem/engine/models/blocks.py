@@ -27,11 +27,7 @@ from tandem.engine.kernels.layers import (
 )
 from tandem.engine.kernels.reference import rms_norm
 from tandem.engine.models.indexer import Indexer
-from tandem.engine.models.parameters import (
-    AttentionParameters,
-    LatentParameters,
-    StateParameters,
-)
+from tandem.engine.models.parameters import AttentionParameters, LatentParameters, StateParameters
 
 
 class Queries(NamedTuple):

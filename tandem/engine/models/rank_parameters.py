@@ -9,7 +9,8 @@ from tandem.engine.config.sharding import Rank, rank_spec, stage_layers
 from tandem.engine.kernels.packed_weight import Weight
 from tandem.engine.models.allocation import allocate_parameters, empty_on, parameter_bytes
 from tandem.engine.models.families import slots_of
-from tandem.engine.models.parameters import Parameters, ParameterSlot, StoredPart
+from tandem.engine.models.parameters import Parameters
+from tandem.engine.models.slots import ParameterSlot, StoredPart
 
 _META = torch.device("meta")
 _MATRIX = 2

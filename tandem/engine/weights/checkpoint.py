@@ -18,8 +18,9 @@ from tandem.engine.config.sharding import ALONE, Rank, rank_spec
 from tandem.engine.models.allocation import QuantizedWeights, allocate_parameters, quantized_weights
 from tandem.engine.models.families import slots_of
 from tandem.engine.models.load_spec import load_spec, read_json, text_part, towers_of
-from tandem.engine.models.parameters import Parameters, ParameterSlot
+from tandem.engine.models.parameters import Parameters
 from tandem.engine.models.rank_parameters import rank_slots
+from tandem.engine.models.slots import ParameterSlot
 from tandem.engine.weights.quantized.format import StoredTensor
 from tandem.engine.weights.quantized_loader import load_quantized, stored_tensors
 from tandem.engine.weights.safetensors_file import TensorEntry, read_header

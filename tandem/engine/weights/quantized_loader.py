@@ -10,7 +10,7 @@ from torch import Tensor
 from tandem.engine.config.quantization import WeightFormat, WeightScheme
 from tandem.engine.kernels.packed_weight import PackedWeight, Weight
 from tandem.engine.models.allocation import packing_of
-from tandem.engine.models.parameters import ParameterSlot
+from tandem.engine.models.slots import ParameterSlot
 from tandem.engine.weights.quantized import FORMATS
 from tandem.engine.weights.quantized.format import GroupedCodes, StoredTensor
 from tandem.engine.weights.quantized.rounding import rounded

@@ -10,7 +10,8 @@ from typing import Any
 
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.models.families.family import Family, Json
-from tandem.engine.models.parameters import Parameters, ParameterSlot, with_separate_experts
+from tandem.engine.models.parameters import Parameters
+from tandem.engine.models.slots import ParameterSlot, with_separate_experts
 from tandem.protocol.errors import ModelError
 
 _SHARED = {"family", "rows"}

@@ -18,8 +18,9 @@ from tandem.engine.config.model import (
 )
 from tandem.engine.config.rope import RopeConfig, parse_rope, rotary_fraction
 from tandem.engine.models.mtp_layout import MtpLayout
-from tandem.engine.models.parameters import Parameters, ParameterSlot, standard_slots
+from tandem.engine.models.parameters import Parameters
 from tandem.engine.models.size_limits import MAX_CONTEXT, check_limit
+from tandem.engine.models.slots import ParameterSlot, standard_slots
 from tandem.protocol.errors import ModelError
 
 Json = Mapping[str, Any]

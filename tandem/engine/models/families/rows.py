@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from tandem.engine.config.model import GroupedQueryAttention, ModelSpec
-from tandem.engine.models.parameters import Parameters, ParameterSlot, standard_slots
+from tandem.engine.models.parameters import Parameters
+from tandem.engine.models.slots import ParameterSlot, standard_slots
 
 
 def paired_rope_slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:

@@ -29,7 +29,8 @@ from tandem.engine.config.model import DenseFeedForward, GroupedQueryAttention, 
 from tandem.engine.models.allocation import allocate_parameters
 from tandem.engine.models.families import is_supported, slots_of
 from tandem.engine.models.load_spec import naming_the_file, parse_spec, read_json
-from tandem.engine.models.parameters import AttentionParameters, Parameters, ParameterSlot
+from tandem.engine.models.parameters import AttentionParameters, Parameters
+from tandem.engine.models.slots import ParameterSlot
 from tandem.engine.speculation.heads.folder import CONFIG, check_final_norm
 from tandem.engine.weights.checkpoint import read_entries
 from tandem.engine.weights.safetensors_file import TensorEntry

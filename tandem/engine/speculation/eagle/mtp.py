@@ -19,7 +19,8 @@ from tandem.engine.models.allocation import allocate_parameters, empty_on, param
 from tandem.engine.models.families import family_of, slots_of
 from tandem.engine.models.load_spec import read_json
 from tandem.engine.models.mtp_layout import MtpLayout
-from tandem.engine.models.parameters import Parameters, ParameterSlot
+from tandem.engine.models.parameters import Parameters
+from tandem.engine.models.slots import ParameterSlot
 from tandem.engine.speculation.heads.folder import CONFIG, check_final_norm
 from tandem.engine.weights.checkpoint import (
     TensorNames,

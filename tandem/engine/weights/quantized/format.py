@@ -18,7 +18,7 @@ from tandem.engine.kernels.packed_weight import (
     float4_numbers,
     pack_nibbles,
 )
-from tandem.engine.models.parameters import StoredPart
+from tandem.engine.models.slots import StoredPart
 from tandem.protocol.errors import ModelError
 
 FLOATS = frozenset({"F16", "BF16", "F32"})

@@ -3,7 +3,8 @@
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.models.families.dense.gemma2 import gemma_model, plus_one_norms
 from tandem.engine.models.families.family import Family, Json, grouped_layers, parse_dense, parse_shape
-from tandem.engine.models.parameters import Parameters, ParameterSlot, standard_slots
+from tandem.engine.models.parameters import Parameters
+from tandem.engine.models.slots import ParameterSlot, standard_slots
 
 
 def _parse(given: Json) -> ModelSpec:

@@ -18,7 +18,8 @@ from tandem.engine.models.families.family import (
     windows_by_type,
     with_output_norms,
 )
-from tandem.engine.models.parameters import Parameters, ParameterSlot, renamed, standard_slots
+from tandem.engine.models.parameters import Parameters
+from tandem.engine.models.slots import ParameterSlot, renamed, standard_slots
 
 
 def gemma_model(config: Json, architecture: str, layers: Sequence[LayerSpec]) -> ModelSpec:

@@ -32,7 +32,8 @@ from tandem.engine.models.families.family import (
     parse_window,
     windows_by_type,
 )
-from tandem.engine.models.parameters import AttentionParameters, LayerParameters, Parameters, ParameterSlot, renamed
+from tandem.engine.models.parameters import AttentionParameters, LayerParameters, Parameters
+from tandem.engine.models.slots import ParameterSlot, renamed
 from tandem.protocol.errors import ModelError
 
 _DEFAULTS = {

@@ -11,12 +11,8 @@ from tandem.engine.models.families.family import (
     with_output_norms,
 )
 from tandem.engine.models.families.rows import paired_rope_slots
-from tandem.engine.models.parameters import (
-    DenseParameters,
-    Parameters,
-    ParameterSlot,
-    stacked_gate_up,
-)
+from tandem.engine.models.parameters import DenseParameters, Parameters
+from tandem.engine.models.slots import ParameterSlot, stacked_gate_up
 
 
 def _parse(config: Json) -> ModelSpec:

@@ -5,7 +5,8 @@ from dataclasses import replace
 from tandem.engine.config.model import FeedForward, GroupedQueryAttention, LayerSpec, ModelSpec
 from tandem.engine.config.rope import RopeConfig, parse_rope
 from tandem.engine.models.families.family import Family, Json, grouped_layers, make_model, parse_dense, parse_shape
-from tandem.engine.models.parameters import Parameters, ParameterSlot, renamed, standard_slots
+from tandem.engine.models.parameters import Parameters
+from tandem.engine.models.slots import ParameterSlot, renamed, standard_slots
 
 
 def hunyuan_layers(config: Json, feed_forward: FeedForward) -> list[LayerSpec]:

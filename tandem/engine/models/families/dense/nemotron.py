@@ -3,7 +3,8 @@
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.models.families.dense.gemma2 import plus_one_norms
 from tandem.engine.models.families.family import Family, Json, grouped_layers, make_model, parse_shape, parse_ungated
-from tandem.engine.models.parameters import Parameters, ParameterSlot, standard_slots
+from tandem.engine.models.parameters import Parameters
+from tandem.engine.models.slots import ParameterSlot, standard_slots
 
 
 def _parse(config: Json) -> ModelSpec:

@@ -9,7 +9,8 @@ from dataclasses import replace
 from tandem.engine.config.model import LayerSpec, ModelSpec
 from tandem.engine.config.rope import RopeConfig
 from tandem.engine.models.families.family import Family, Json, grouped_layers, make_model, parse_dense, parse_shape
-from tandem.engine.models.parameters import Parameters, ParameterSlot, standard_slots
+from tandem.engine.models.parameters import Parameters
+from tandem.engine.models.slots import ParameterSlot, standard_slots
 
 
 def olmo_layers(config: Json, windows: Sequence[int | None], rope: RopeConfig | None = None) -> list[LayerSpec]:

@@ -13,14 +13,8 @@ from tandem.engine.models.families.family import (
     parse_shape,
     parse_window,
 )
-from tandem.engine.models.parameters import (
-    AttentionParameters,
-    DenseParameters,
-    Parameters,
-    ParameterSlot,
-    stacked_gate_up,
-    standard_slots,
-)
+from tandem.engine.models.parameters import AttentionParameters, DenseParameters, Parameters
+from tandem.engine.models.slots import ParameterSlot, stacked_gate_up, standard_slots
 
 _APART = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 

@@ -19,7 +19,8 @@ from tandem.engine.models.families.family import (
     without_rope,
 )
 from tandem.engine.models.families.rows import paired_rope_slots
-from tandem.engine.models.parameters import Parameters, ParameterSlot
+from tandem.engine.models.parameters import Parameters
+from tandem.engine.models.slots import ParameterSlot
 from tandem.protocol.errors import ModelError
 
 _DEFAULTS = {"sliding_window": 4096, "sliding_window_pattern": 4, "prefix_dense_sliding_window_pattern": 1}

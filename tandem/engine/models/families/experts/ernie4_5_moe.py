@@ -12,7 +12,8 @@ from tandem.engine.models.families.family import (
     with_dense,
 )
 from tandem.engine.models.families.rows import paired_rope_slots
-from tandem.engine.models.parameters import Parameters, ParameterSlot
+from tandem.engine.models.parameters import Parameters
+from tandem.engine.models.slots import ParameterSlot
 from tandem.protocol.errors import ModelError
 
 _DEFAULTS = {"moe_num_experts": 64, "moe_k": 6, "moe_num_shared_experts": 2, "moe_intermediate_size": 1536}

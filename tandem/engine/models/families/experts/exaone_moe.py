@@ -11,7 +11,8 @@ from tandem.engine.models.families.family import (
     parse_sigmoid_router,
     with_dense,
 )
-from tandem.engine.models.parameters import Parameters, ParameterSlot, renamed, standard_slots
+from tandem.engine.models.parameters import Parameters
+from tandem.engine.models.slots import ParameterSlot, renamed, standard_slots
 
 _DEFAULTS = {"routed_scaling_factor": 2.5, "num_shared_experts": 1, "num_experts": 64, "num_experts_per_tok": 8}
 """The defaults of transformers for fields that config.json may leave out."""

@@ -27,7 +27,8 @@ from tandem.engine.models.families.family import (
     parse_window,
     windows_by_type,
 )
-from tandem.engine.models.parameters import Parameters, ParameterSlot, standard_slots
+from tandem.engine.models.parameters import Parameters
+from tandem.engine.models.slots import ParameterSlot, standard_slots
 from tandem.protocol.errors import ModelError
 
 _ROPE_SCALING = {

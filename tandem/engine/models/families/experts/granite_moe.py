@@ -4,7 +4,8 @@ from tandem.engine.config.model import ExpertRouter, MixtureOfExperts, ModelSpec
 from tandem.engine.kernels.layers import Experts
 from tandem.engine.models.families.dense.granite import granite_model
 from tandem.engine.models.families.family import Family, Json, parse_expert_count
-from tandem.engine.models.parameters import Parameters, ParameterSlot, standard_slots
+from tandem.engine.models.parameters import Parameters
+from tandem.engine.models.slots import ParameterSlot, standard_slots
 
 
 def granite_experts(config: Json, count: int, shared_width: int = 0) -> MixtureOfExperts:

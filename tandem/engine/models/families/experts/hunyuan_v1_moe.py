@@ -5,7 +5,8 @@ from dataclasses import replace
 from tandem.engine.config.model import ExpertRouter, LayerSpec, MixtureOfExperts, ModelSpec
 from tandem.engine.models.families.dense.hunyuan_v1_dense import hunyuan_layers, hunyuan_slots
 from tandem.engine.models.families.family import Family, Json, make_model, parse_expert_count
-from tandem.engine.models.parameters import Parameters, ParameterSlot, renamed
+from tandem.engine.models.parameters import Parameters
+from tandem.engine.models.slots import ParameterSlot, renamed
 from tandem.protocol.errors import ModelError
 
 

@@ -27,7 +27,8 @@ from tandem.engine.models.families.family import (
     parse_shape,
 )
 from tandem.engine.models.families.rows import paired_rope_slots
-from tandem.engine.models.parameters import Parameters, ParameterSlot, renamed
+from tandem.engine.models.parameters import Parameters
+from tandem.engine.models.slots import ParameterSlot, renamed
 from tandem.protocol.errors import ModelError
 
 _DEFAULTS = {

@@ -21,7 +21,8 @@ from tandem.engine.models.families.family import (
     with_dense,
     with_window_rope,
 )
-from tandem.engine.models.parameters import Parameters, ParameterSlot, renamed, standard_slots
+from tandem.engine.models.parameters import Parameters
+from tandem.engine.models.slots import ParameterSlot, renamed, standard_slots
 from tandem.protocol.errors import ModelError
 
 _DEFAULTS = {"head_dim": 192, "v_head_dim": 128, "sliding_window": 129, "partial_rotary_factor": 0.334}

@@ -11,7 +11,8 @@ from tandem.engine.models.families.family import (
     parse_shape,
     parse_sigmoid_router,
 )
-from tandem.engine.models.parameters import Parameters, ParameterSlot, renamed
+from tandem.engine.models.parameters import Parameters
+from tandem.engine.models.slots import ParameterSlot, renamed
 
 _HEAD_DIM = 128
 """The head dimension if config.json does not have it, as in transformers."""

@@ -10,7 +10,8 @@ from tandem.engine.models.families.family import (
     parse_shape,
     parse_window,
 )
-from tandem.engine.models.parameters import Parameters, ParameterSlot, renamed, standard_slots
+from tandem.engine.models.parameters import Parameters
+from tandem.engine.models.slots import ParameterSlot, renamed, standard_slots
 
 _NAMES = {
     ".mlp.gate.": ".block_sparse_moe.gate.",

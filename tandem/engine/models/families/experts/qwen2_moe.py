@@ -12,7 +12,8 @@ from tandem.engine.models.families.family import (
     parse_shape,
     with_dense,
 )
-from tandem.engine.models.parameters import Parameters, ParameterSlot, renamed, standard_slots
+from tandem.engine.models.parameters import Parameters
+from tandem.engine.models.slots import ParameterSlot, renamed, standard_slots
 
 
 def _parse(config: Json) -> ModelSpec:

@@ -6,7 +6,8 @@ from tandem.engine.config.model import ModelSpec
 from tandem.engine.kernels.layers import Experts
 from tandem.engine.models.families.experts.qwen3_moe import qwen3_moe_model
 from tandem.engine.models.families.family import Family, Json
-from tandem.engine.models.parameters import Parameters, ParameterSlot, standard_slots
+from tandem.engine.models.parameters import Parameters
+from tandem.engine.models.slots import ParameterSlot, standard_slots
 
 
 def _parse(config: Json) -> ModelSpec:

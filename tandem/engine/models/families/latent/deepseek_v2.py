@@ -23,7 +23,8 @@ from tandem.engine.models.families.family import (
     parse_expert_count,
 )
 from tandem.engine.models.families.rows import permute_rope_rows
-from tandem.engine.models.parameters import LatentParameters, Parameters, ParameterSlot, standard_slots
+from tandem.engine.models.parameters import LatentParameters, Parameters
+from tandem.engine.models.slots import ParameterSlot, standard_slots
 from tandem.protocol.errors import ModelError
 
 _QUERY_RANK = 1536

@@ -7,7 +7,8 @@ from tandem.engine.config.model import LatentAttention, LayerSpec, ModelSpec
 from tandem.engine.models.families.family import Family, Json, check_sizes, parse_sigmoid_router
 from tandem.engine.models.families.latent.deepseek_v2 import latent_model, latent_slots
 from tandem.engine.models.mtp_layout import NUMBERED_MTP
-from tandem.engine.models.parameters import IndexerParameters, LatentParameters, Parameters, ParameterSlot
+from tandem.engine.models.parameters import IndexerParameters, LatentParameters, Parameters
+from tandem.engine.models.slots import ParameterSlot
 from tandem.protocol.errors import ModelError
 
 _DEFAULTS = {"first_k_dense_replace": 3, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}

@@ -6,7 +6,8 @@ from tandem.engine.models.families.latent.deepseek_v2 import latent_model
 from tandem.engine.models.families.latent.deepseek_v32 import sparse_model, sparse_slots
 from tandem.engine.models.families.rows import permute_rope_rows
 from tandem.engine.models.mtp_layout import NUMBERED_MTP
-from tandem.engine.models.parameters import Parameters, ParameterSlot
+from tandem.engine.models.parameters import Parameters
+from tandem.engine.models.slots import ParameterSlot
 from tandem.protocol.errors import ModelError
 
 _DEFAULTS = {

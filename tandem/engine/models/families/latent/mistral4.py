@@ -7,7 +7,8 @@ from tandem.engine.kernels.layers import Experts
 from tandem.engine.models.families.dense.ministral3 import parse_query_scaling
 from tandem.engine.models.families.family import Family, Json
 from tandem.engine.models.families.latent.deepseek_v2 import latent_model, latent_slots
-from tandem.engine.models.parameters import Parameters, ParameterSlot
+from tandem.engine.models.parameters import Parameters
+from tandem.engine.models.slots import ParameterSlot
 
 _ROPE = {
     "type": "yarn",

@@ -7,7 +7,8 @@ from typing import Any
 from tandem.engine.config.model import Mamba2, ModelSpec
 from tandem.engine.models.families.family import Family, Json, grouped_layers, make_model, parse_dense, parse_shape
 from tandem.engine.models.families.states.nemotron_h import check_mamba, mamba_slots
-from tandem.engine.models.parameters import Parameters, ParameterSlot, StateParameters, renamed, standard_slots
+from tandem.engine.models.parameters import Parameters, StateParameters
+from tandem.engine.models.slots import ParameterSlot, renamed, standard_slots
 from tandem.protocol.errors import ModelError
 
 _RENAMED = {

@@ -10,13 +10,8 @@ from tandem.engine.models.families.experts.granite_moe import granite_expert_slo
 from tandem.engine.models.families.family import Family, Json, parse_activation, without_rope
 from tandem.engine.models.families.states.bamba import mamba_layer_slots, parse_mamba
 from tandem.engine.models.families.states.nemotron_h import OLD_LAYER_TYPES
-from tandem.engine.models.parameters import (
-    DenseParameters,
-    Parameters,
-    ParameterSlot,
-    stacked_gate_up,
-    standard_slots,
-)
+from tandem.engine.models.parameters import DenseParameters, Parameters
+from tandem.engine.models.slots import ParameterSlot, stacked_gate_up, standard_slots
 from tandem.protocol.errors import ModelError
 
 

@@ -10,7 +10,8 @@ from tandem.engine.kernels.packed_weight import Weight
 from tandem.engine.models.families.family import Family, Json, check_sizes, parse_sigmoid_router
 from tandem.engine.models.families.latent.deepseek_v2 import latent_model, latent_slots
 from tandem.engine.models.families.states.olmo_hybrid import separate_convolutions
-from tandem.engine.models.parameters import Parameters, ParameterSlot, StateParameters, renamed, state_slots
+from tandem.engine.models.parameters import Parameters, StateParameters
+from tandem.engine.models.slots import ParameterSlot, renamed, state_slots
 from tandem.protocol.errors import ModelError
 
 _DEFAULTS = {

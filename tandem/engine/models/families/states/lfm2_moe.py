@@ -3,7 +3,8 @@
 from tandem.engine.config.model import DenseFeedForward, ExpertRouter, FeedForward, MixtureOfExperts, ModelSpec
 from tandem.engine.models.families.family import Family, Json, check_sizes, parse_expert_count
 from tandem.engine.models.families.states.lfm2 import lfm2_model, lfm2_slots
-from tandem.engine.models.parameters import Parameters, ParameterSlot, renamed
+from tandem.engine.models.parameters import Parameters
+from tandem.engine.models.slots import ParameterSlot, renamed
 
 _PREFIXES = {".mlp.gate.e_score_correction_bias": ".feed_forward.expert_bias", ".mlp.": ".feed_forward."}
 _PRODUCTS = {".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}

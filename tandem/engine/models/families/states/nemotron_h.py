@@ -21,18 +21,8 @@ from tandem.engine.models.families.family import (
     parse_ungated,
     without_rope,
 )
-from tandem.engine.models.parameters import (
-    DenseParameters,
-    LayerParameters,
-    Parameters,
-    ParameterSlot,
-    StateParameters,
-    dense_slots,
-    expert_slots,
-    layer_slots,
-    renamed,
-    state_slots,
-)
+from tandem.engine.models.parameters import DenseParameters, LayerParameters, Parameters, StateParameters
+from tandem.engine.models.slots import ParameterSlot, dense_slots, expert_slots, layer_slots, renamed, state_slots
 from tandem.protocol.errors import ModelError
 
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}

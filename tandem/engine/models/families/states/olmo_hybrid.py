@@ -8,7 +8,8 @@ from tandem.engine.kernels.packed_weight import Weight
 from tandem.engine.models.families.dense.olmo2 import olmo_layers
 from tandem.engine.models.families.family import Family, Json, make_model, without_rope
 from tandem.engine.models.families.states.qwen3_next import delta_layers, delta_weights, parse_delta_net
-from tandem.engine.models.parameters import Parameters, ParameterSlot, StateParameters, standard_slots, state_slots
+from tandem.engine.models.parameters import Parameters, StateParameters
+from tandem.engine.models.slots import ParameterSlot, standard_slots, state_slots
 
 _NORM_EPS = 1e-5
 """The epsilon of the output norm of Gated DeltaNet, which config.json does not have."""

@@ -3,7 +3,8 @@
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.models.families.family import Family, Json, make_model, parse_dense
 from tandem.engine.models.families.states.qwen3_next import QWEN_MTP, delta_slots, delta_weights, gated_layers
-from tandem.engine.models.parameters import Parameters, ParameterSlot
+from tandem.engine.models.parameters import Parameters
+from tandem.engine.models.slots import ParameterSlot
 
 
 def separate_slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:

@@ -5,7 +5,8 @@ from tandem.engine.kernels.layers import Experts
 from tandem.engine.models.families.family import Family, Json, make_model
 from tandem.engine.models.families.states.qwen3_5 import separate_slots
 from tandem.engine.models.families.states.qwen3_next import QWEN_MTP, gated_experts, gated_layers
-from tandem.engine.models.parameters import Parameters, ParameterSlot
+from tandem.engine.models.parameters import Parameters
+from tandem.engine.models.slots import ParameterSlot
 
 
 def _parse(config: Json) -> ModelSpec:

@@ -29,14 +29,8 @@ from tandem.engine.models.families.family import (
     with_dense,
 )
 from tandem.engine.models.mtp_layout import MtpLayout
-from tandem.engine.models.parameters import (
-    Parameters,
-    ParameterSlot,
-    StateParameters,
-    renamed,
-    standard_slots,
-    state_slots,
-)
+from tandem.engine.models.parameters import Parameters, StateParameters
+from tandem.engine.models.slots import ParameterSlot, renamed, standard_slots, state_slots
 from tandem.protocol.errors import ModelError
 
 _HEAD_DIM = 256
