@@ -4,12 +4,17 @@ The clients are those of `tandem bench`, over OpenAI's HTTP API of any server or
 Requests come from a trace or are random, with lognormal lengths. Each load has its own token ids, so that no prompt
 hits prefix cache entries of an earlier load. `--sweep RATE` raises the rate up to the knee. The last line is one JSON
 object with a row per load. `--save` saves it; figures of a GPU must be saved on the host of the server's GPU.
+
+On that host the energy of all GPUs that `CUDA_VISIBLE_DEVICES` shows is measured, from the start of a load to its last
+answer, and divided by the tokens of complete answers.
 """
 
 import argparse
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import torch
 
 from benchmarks.command_line import exit_on_error
 from benchmarks.results import run_facts, save_result
@@ -22,6 +27,7 @@ from tandem.cli.load.spread import percentile
 from tandem.cli.load.synthetic import Lengths, Synthetic
 from tandem.cli.load.trace import read_trace
 from tandem.cli.load.workload import Source, parse_rates
+from tandem.engine.energy import open_energy_counter
 from tandem.protocol.errors import InvalidArgument
 
 CELLS = (SloCell("good_1000_25", 1.0, 0.025, 95), SloCell("good_300_60", 0.3, 0.060, 95))
@@ -67,15 +73,18 @@ def make_source(arguments: argparse.Namespace) -> Source:
 
 
 def measurement(
-    server: Server, source: Source, cells: Sequence[SloCell], arguments: argparse.Namespace
+    server: Server, source: Source, cells: Sequence[SloCell], arguments: argparse.Namespace, rows: list[Row]
 ) -> Callable[[float, int], LoadReport]:
-    """Return a function that runs load `number` at a rate and prints its figures at once."""
+    """Return a function that runs load `number` at a rate, adds its figures to `rows` and prints them at once."""
     settings = LoadSettings(arguments.clients, arguments.drain_seconds)
+    gpus = torch.cuda.device_count()
 
     def measure(rate: float, number: int) -> LoadReport:
         workload = source.at(rate, arguments.seconds, arguments.seed + number).fitted(arguments.context)
+        energy = open_energy_counter(torch.device("cuda", 0), gpus) if arguments.device != "cpu" and gpus else None
         report = report_of(workload, server.send(workload, settings, None), cells, settings)
-        print(json.dumps(figures(report)), flush=True)
+        rows.append(figures(report, None if energy is None else energy.joules()))
+        print(json.dumps(rows[-1]), flush=True)
         if all(record.error for record in report.records):
             raise InvalidArgument("--url", f"no request was answered: {', '.join(report.errors)}")
         return report
@@ -83,22 +92,26 @@ def measurement(
     return measure
 
 
-def run(arguments: argparse.Namespace) -> list[LoadReport]:
-    """Run one load per rate, or loads up to the knee."""
+def run(arguments: argparse.Namespace) -> tuple[list[LoadReport], list[Row]]:
+    """Run one load per rate, or loads up to the knee; return their reports and their figures."""
     source, cells = make_source(arguments), [*CELLS, *map(parse_cell, arguments.slo)]
     rates = parse_rates(arguments.rates)
     server = find_server(
         arguments.url, arguments.api_key, arguments.model, "completions", arguments.vocab_size, ignore_eos=True
     )
     arguments.model = server.model
-    measure = measurement(server, source, cells, arguments)
+    rows: list[Row] = []
+    measure = measurement(server, source, cells, arguments, rows)
     if arguments.sweep is not None:
-        return sweep(measure, arguments.sweep)
-    return [measure(rate, number) for number, rate in enumerate(rates)]
+        return sweep(measure, arguments.sweep), rows
+    return [measure(rate, number) for number, rate in enumerate(rates)], rows
 
 
-def figures(report: LoadReport) -> Row:
-    """Return the latencies of complete answers in ms, and the share of all requests that met each SLO cell."""
+def figures(report: LoadReport, joules: float | None = None) -> Row:
+    """Return the latencies of complete answers in ms, and the share of all requests that met each SLO cell.
+
+    `joules` is the energy of the GPUs during the load; None = it was not measured.
+    """
     records, workload = report.records, report.workload
     whole = [record for record in records if not record.error and record.token_s]
     tokens = sum(record.completion_tokens for record in whole)
@@ -117,6 +130,7 @@ def figures(report: LoadReport) -> Row:
         **{score.cell.name: round(score.share, 3) for score in report.scores},
         "prompt_tokens": sum(arrival.prompt_tokens for arrival in workload.arrivals),
         "out_tokens": tokens,
+        **({} if joules is None or not tokens else {"joules_per_token": round(joules / tokens, 4)}),
     }
 
 
@@ -128,8 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Send the loads, and print the result as JSON last."""
     parsed = parse_arguments(arguments)
     with exit_on_error():
-        reports = run(parsed)
-    rows = [figures(report) for report in reports]
+        reports, rows = run(parsed)
     result = {"model": parsed.model, "rows": {parsed.row: rows}, "knee_goodput_per_s": knees(reports)}
     result |= {"dtype": parsed.dtype} | run_facts(parsed.device)
     if parsed.save:

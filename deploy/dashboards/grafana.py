@@ -43,6 +43,7 @@ class Unit(StrEnum):
     SHARE = "percentunit"
     NUMBER = "short"
     CELSIUS = "celsius"
+    JOULES = "joule"
     WATTS = "watt"
     HERTZ = "hertz"
 

@@ -135,6 +135,18 @@ _ENGINE = Row(
             "0 on CPUs.",
             width=6,
         ),
+        Panel(
+            "Energy per token",
+            Unit.JOULES,
+            (
+                Query(
+                    share(rate(of_workers(f.STEP_ENERGY), "worker"), rate(of_workers(f.STEP_TOKENS), "worker")),
+                    "{{worker}}",
+                ),
+            ),
+            "Of the worker's GPUs, idle time included, per token of prompts and answers; empty on CPUs.",
+            width=6,
+        ),
         _rates("CUDA graph padding tokens", Unit.A_SECOND, f.GRAPH_PADDED_TOKENS, "Padding of CUDA graphs."),
         Panel(
             "Fitted step cost",

@@ -172,6 +172,10 @@ STEP_BYTES = counter(
     "engine_memory_bytes_total", "Bytes of weights and KV that steps had to read, derived from their shapes."
 )
 STEP_FLOPS = counter("engine_flops_total", "Floating-point operations that steps had to do, derived from their shapes.")
+STEP_ENERGY = counter(
+    "engine_energy_joules_total",
+    "Joules that the worker's GPUs used, idle time included; absent on CPUs and on GPUs without a counter.",
+)
 STEP_COLLECTIVES = counter(
     "engine_collective_seconds_total",
     "Predicted seconds of steps in which the worker's GPUs exchange sums, embeddings and logits; absent with one GPU.",

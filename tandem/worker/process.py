@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import grpc.aio
 
+from tandem.engine.energy import open_energy_counter
 from tandem.engine.model_runner import ModelRunner
 from tandem.logging.logs import LogConfig
 from tandem.metrics.exposition import Exposition
@@ -34,7 +35,7 @@ from tandem.worker.assignment import check_role, decode_batch, prompt_step_token
 from tandem.worker.config import WorkerConfig
 from tandem.worker.controller_link import ControllerLink
 from tandem.worker.rank_group import RankGroup
-from tandem.worker.reporting.metrics import engine_facts, rank_facts, tier_facts, worker_facts
+from tandem.worker.reporting.metrics import energy_facts, engine_facts, rank_facts, tier_facts, worker_facts
 from tandem.worker.servicer import WorkerServicer
 from tandem.worker.transfer import RankTransfer, whole_layout
 from tandem.worker.worker import Worker, first_line
@@ -218,6 +219,7 @@ class WorkerProcess:
         registry.read(lambda: tier_facts(worker.tiers, worker.admission.pull_counts))
         ranks = config.engine.ranks
         registry.read(partial(rank_facts, worker.metrics, engine.roofline.collectives, ranks))
+        registry.read(partial(energy_facts, open_energy_counter(engine.cache.device, ranks)))
         keys = reading_keys(
             config.secrets.metrics_key, config.secrets.token, guarded=False, loopback=is_loopback(config.host)
         )

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kv_transfer.base import Transport
     from tandem.engine.cache.tiers.cache_tiers import CacheTiers
     from tandem.engine.cache.tiers.tier import TierCounts
+    from tandem.engine.energy import EnergyCounter
     from tandem.engine.model_runner import ModelRunner
     from tandem.worker.reporting.report import WorkerReport
 
@@ -201,6 +202,14 @@ def rank_facts(metrics: WorkerMetrics, collectives: StepCollectives | None, rank
     if collectives is None:
         return {f.WORKER_RANKS: ranks}
     return {f.WORKER_RANKS: ranks, f.STEP_COLLECTIVES: metrics.collective_seconds(collectives)}
+
+
+def energy_facts(counter: EnergyCounter | None) -> Facts:
+    """Return the energy that a worker's GPUs have used; empty without a counter, and if it cannot be read."""
+    try:
+        return {} if counter is None else {f.STEP_ENERGY: counter.joules()}
+    except OSError:
+        return {}
 
 
 def worker_facts(report: WorkerReport, transport: Transport) -> Facts:

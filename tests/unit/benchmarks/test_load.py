@@ -115,6 +115,8 @@ def test_figures_are_of_each_requests_own_gaps() -> None:
     assert row["gap_ms"] == {"50": 20.0, "95": 50.0, "99": 50.0, "99.9": 50.0}
     assert (row["tok_s"], row["errors"], row["late_max"]) == (3.0, 1, 0.001)
     assert (row["good_1000_25"], row["good_300_60"]) == (0.333, 0.333)
+    assert "joules_per_token" not in row
+    assert figures(make_report(workload, [good, slow, lost], CELLS, 0.01), 12.0)["joules_per_token"] == 2.0
 
 
 def test_a_server_that_is_not_there_ends_the_run_before_a_load() -> None:

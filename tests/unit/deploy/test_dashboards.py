@@ -15,7 +15,7 @@ from tandem.metrics import families as f
 from tests.unit.deploy.promql import DCGM_LABELS, known, selected, strangers, walk
 
 NAMES = [entry.name for entry in DASHBOARDS]
-UNITS = {"s", "reqps", "cps", "bytes", "Bps", "flops", "percentunit", "short", "celsius", "watt", "hertz"}
+UNITS = {"s", "reqps", "cps", "bytes", "Bps", "flops", "percentunit", "short", "celsius", "joule", "watt", "hertz"}
 """Units of Grafana's list (packages/grafana-data/src/valueFormats/categories.ts) that these dashboards use."""
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 COLUMNS = 24
