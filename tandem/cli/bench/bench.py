@@ -11,12 +11,10 @@ import typer
 from tandem.cli.connection.options import ApiKey, ApiKeyFile, TlsClientCertificate, TlsClientKey, key_option
 from tandem.cli.help_text import further_option
 from tandem.cli.option_groups import option_groups
+from tandem.cli.picture_file import check_picture, pictures
 from tandem.cli.plain_errors import INTERRUPTED, plain_errors
-from tandem.version import install_command
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from tandem.cli.bench.figures import Load
     from tandem.cli.bench.servers import Server
     from tandem.cli.connection.state import RunningCluster
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
 
 request_option = further_option("Requests and clients")
 _ARRIVALS = {"poisson": 1.0, "constant": 0.0}
-_PICTURES = (".svg", ".png")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,13 +158,10 @@ class ResultOptions:
         """Raise InvalidArgument, before any load, for an output file that cannot be written."""
         from tandem.protocol.errors import InvalidArgument
 
-        for option, file in (("--json", self.json_file), ("--plot", self.plot)):
-            if file is not None and not file.absolute().parent.is_dir():
-                raise InvalidArgument(option, f"{file.parent} is no folder; make it first")
-        if self.plot is not None and self.plot.suffix not in _PICTURES:
-            raise InvalidArgument("--plot", f"{self.plot.name} ends in neither .svg nor .png")
+        if self.json_file is not None and not self.json_file.absolute().parent.is_dir():
+            raise InvalidArgument("--json", f"{self.json_file.parent} is no folder; make it first")
         if self.plot is not None:
-            _pictures()
+            check_picture("--plot", self.plot)
 
     def cells(self) -> list[SloCell]:
         """Return one cell with the goodput targets, or no cell if no target is given.
@@ -229,16 +223,5 @@ def _write(server: Server, load: LoadOptions, results: ResultOptions, loads: lis
     if results.json_file is not None:
         results.json_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if results.plot is not None:
-        pictures = _pictures()
-        pictures.draw_latencies(pictures.run_of(server.model, result), results.plot)
-
-
-def _pictures() -> ModuleType:
-    """Import the module that plots latencies. Raises InvalidArgument if matplotlib is missing."""
-    from tandem.protocol.errors import InvalidArgument
-
-    try:
-        from tandem.cli.load import pictures
-    except ModuleNotFoundError:
-        raise InvalidArgument("--plot", f"needs matplotlib; {install_command('plots')}") from None
-    return pictures
+        plots = pictures("--plot")
+        plots.draw_latencies(plots.run_of(server.model, result), results.plot)

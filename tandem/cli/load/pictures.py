@@ -64,6 +64,22 @@ def draw_latencies(run: Run, file: Path) -> None:
     save(figure, run.workload, file)
 
 
+def draw_lines(
+    title: str, axes_names: tuple[str, str], lines: Mapping[str, Sequence[tuple[float, float]]], even: float, file: Path
+) -> None:
+    """Draw lines of (x, y) by label over a logarithmic x axis, and a dotted one at the height `even`."""
+    figure, (axes,) = panels_of(1)
+    for label, points in lines.items():
+        axes.plot(*zip(*points, strict=True), label=label)
+    axes.axhline(even, color="grey", linestyle=":")
+    axes.set(xlabel=axes_names[0], ylabel=axes_names[1], xscale="log")
+    axes.xaxis.set_major_locator(LogLocator(base=2))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    _finish(axes)
+    save(figure, title, file)
+
+
 def panels_of(count: int) -> tuple[Figure, list[Axes]]:
     """Return a figure with `count` panels, at most three per row."""
     columns = min(3, count)

@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 
 from tandem.cli.option_groups import option_groups
+from tandem.cli.picture_file import pictures
 from tandem.cli.plain_errors import plain_errors
 from tandem.cli.planning.plan_options import (
     CostOptions,
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 BATCHES = (1, 8, 32, 64, 128, 256)
 """The batch sizes of decode steps for which the effect of draft tokens is printed."""
+ACCEPTANCES = (0.5, 0.7, 0.9)
+"""The acceptance probabilities of draft tokens for which `--plot` has a line."""
 _MS = 1e3
 _FULL = 1.0
 
@@ -196,6 +199,25 @@ def speculation_lines(inputs: PlanInputs, drafting: Drafting) -> Iterator[str]:
     yield "  workers draft only where it pays"
 
 
+def draw_break_even(inputs: PlanInputs, drafting: Drafting, file: Path) -> None:
+    """Draw the predicted speedup by draft tokens over the number of requests that decode, a line an acceptance.
+
+    The lines are of some usual acceptances and that of `drafting`. A line's label has the break-even point.
+    """
+    from dataclasses import replace
+
+    from tandem.cost_model.step_cost import StepCost
+
+    context, cost = round(inputs.demand.context_tokens), StepCost(inputs.decode.costs)
+    lines = {}
+    for acceptance in sorted({*ACCEPTANCES, drafting.acceptance}):
+        each = replace(drafting, acceptance=acceptance)
+        points = [(float(batch), each.speedup(cost, batch, context)) for batch in range(1, BATCHES[-1] + 1)]
+        lines[f"{acceptance:g} accepted, pays below {each.break_even(cost, context)}"] = points
+    title = f"{drafting.drafts} drafts, {inputs.decode.name}, context {context}"
+    pictures("--plot").draw_lines(title, ("requests that decode", "times as many tokens/s"), lines, 1.0, file)
+
+
 def comparison(knee: Compared) -> str:
     """Return one line that compares the predicted knee (highest rate that meets the targets) with the measured one."""
     upper = "more" if knee.lost is None else f"{knee.lost:g}"
@@ -283,6 +305,9 @@ def plan(
     _check_kinds(inputs, fitted=fitted is not None, compares=check is not None)
     if check is not None:
         _check(check, inputs)
+    elif report.plot is not None:
+        draw_break_even(inputs, drafting, report.plot)
+        print(f"drew {report.plot}")
     elif report.roofline or report.kv_table:
         _print_tables(inputs, report)
     else:

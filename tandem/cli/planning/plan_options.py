@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tandem.cli.help_text import further_option
+from tandem.cli.picture_file import check_picture
 from tandem.cli.start.setting_options import OPTIONS
 
 if TYPE_CHECKING:
@@ -269,9 +270,15 @@ class ReportOptions:
     price_per_hour: Annotated[
         float | None, report_option(help="Price of a GPU for an hour, for the price of tokens by strategy.")
     ] = None
+    plot: Annotated[
+        Path | None,
+        report_option(help="Only draw how many times as fast drafts make decoding, by batch: FILE.svg or FILE.png."),
+    ] = None
 
     def check(self) -> None:
         """Check the values. Raises InvalidArgument, which names the option."""
+        if self.plot is not None:
+            check_picture("--plot", self.plot)
         check_above_0("--network-gbps", self.network_gbps)
         if self.price_per_hour is not None:
             check_above_0("--price-per-hour", self.price_per_hour)

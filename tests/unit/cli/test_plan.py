@@ -482,6 +482,31 @@ def test_memory_and_time_of_a_draft_model_count(tmp_path: Path) -> None:
     assert "a vocabulary of 96 tokens" in refused.stderr
 
 
+def test_the_break_even_of_drafts_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines have the speedups of `Drafting`; labels have where they end to pay."""
+    drawn: list[tuple[Any, ...]] = []
+    monkeypatch.setattr("tandem.cli.load.pictures.draw_lines", lambda *given: drawn.append(given))
+    file = tmp_path / "even.svg"
+    assert run(*LOAD, "--plot", str(file), "--speculate", "0.8,4").exit_code == 0
+    monkeypatch.undo()
+    ((title, _, lines, even, _),) = drawn
+    cost = StepCost(hardware("llama-3-8b", None, 10.0, 1.0).actual_cost)
+    drafting = Drafting.parse("0.8,4")
+    assert title == "4 drafts, llama-3-8b, context 2250"
+    assert list(lines)[2] == f"0.8 accepted, pays below {drafting.break_even(cost, 2250)}"
+    assert [label.partition(" ")[0] for label in lines] == ["0.5", "0.7", "0.8", "0.9"]
+    points = lines[list(lines)[2]]
+    assert points[7] == (8.0, pytest.approx(drafting.speedup(cost, 8, 2250)))
+    assert [points[0][0], points[-1], even] == [1.0, (256.0, 1.0), 1.0]
+    said = run(*LOAD, "--plot", str(file))
+    assert said.stdout == f"drew {file}\n"
+    assert "</svg>" in file.read_text()
+    for wrong in ("even.txt", "none/even.svg"):
+        refused = run(*LOAD, "--plot", str(tmp_path / wrong))
+        assert refused.exit_code == 2
+        assert refused.stderr.startswith("error: --plot: ")
+
+
 @pytest.mark.parametrize("wrong", ["", "0.7", "1.2,3,0", "0.7,0,0", "0.7,8", "0.7,3,-1", "a,b,c", "0.7,3,nan"])
 def test_a_wrong_speculation_is_refused(wrong: str) -> None:
     refused = run("--no-simulate", "--speculate", wrong)
