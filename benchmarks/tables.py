@@ -95,7 +95,7 @@ def main() -> int:
 
 def make_page(folder: Path) -> str:
     """Return the page about the runs in `folder`. Raises LookupError if a section has no run there."""
-    sections = (_engine, _quantized, _experts, _latent, _served, _handoff, _goodput, _peer, _router, _cpu)
+    sections = (_engine, _quantized, _experts, _latent, _served, _handoff, _goodput, _planning, _peer, _router, _cpu)
     return _HEAD + "".join(section(folder) for section in sections)
 
 
@@ -325,6 +325,52 @@ def _goodput(folder: Path) -> str:
     )
     command = "python -m benchmarks.strategies --device cuda --shape llama-3-8b --workers N --workloads NAME --save"
     return _section("Goodput against colocated: llama-3-8b, H200", text, lines, command, newest.values()) + _PICTURES
+
+
+def _planning(folder: Path) -> str:
+    name, run = newest_result(folder, "planning-")
+    rows, near = run["rows"], run["near"]
+    counts = [
+        (
+            kind,
+            str(sum(row["kind"] == kind for row in rows)),
+            str(sum(row["kind"] == kind and row["near"] for row in rows)),
+        )
+        for kind in dict.fromkeys(row["kind"] for row in rows)
+    ]
+    missed = [
+        (row["what"], _measured_range(row["measured"]), f"{row['predicted']:.3g}", *_prices(row))
+        for row in rows
+        if not row["near"]
+    ]
+    text = (
+        "What `tandem plan` predicts for llama-3-8b, by the roofline alone, beside runs that are kept. A measured knee "
+        "lies between the highest rate that met its class and the next one that did not; a price is that of 1 million "
+        f"tokens of prompts and answers at the knee, for GPUs of 1 an hour. Near: at most {near:.0%} outside. Below: "
+        "what is not near."
+    )
+    lines = [
+        *_table(("prediction", "compared", "near"), counts),
+        "",
+        *_table(("not near", "measured", "predicted", "price measured", "price predicted"), missed),
+    ]
+    title = "Predictions beside measurements"
+    return _section(title, text, lines, "python -m benchmarks.planning --save", [(name, run)])
+
+
+def _measured_range(measured: float | list[float | None]) -> str:
+    if not isinstance(measured, list):
+        return f"{measured:.3g}"
+    return " to ".join("more" if value is None else f"{value:.3g}" for value in measured)
+
+
+def _prices(row: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the measured and the predicted price of a knee; dashes for other predictions."""
+    if "price_measured" not in row:
+        return "–", "–"
+    least, most = ("–" if price is None else f"{price:.3f}" for price in row["price_measured"])
+    predicted = row["price_predicted"]
+    return f"{least} to {most}", "–" if predicted is None else f"{predicted:.3f}"
 
 
 def _of_cell(rows: Mapping[str, Any], cell: str) -> str:

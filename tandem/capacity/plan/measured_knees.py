@@ -21,7 +21,7 @@ from tandem.protocol.mode import Mode
 from tandem.protocol.policy_name import PolicyName
 from tandem.settings.slo import DEFAULT_CLASSES, SloClass
 
-NEAR = 0.2
+NEAR = 0.15
 """Relative difference between a predicted and a measured knee up to which the prediction counts as correct."""
 MIXES = {"balanced": Mix(1.0, 2000, 500), "decode-heavy": Mix(1.0, 1000, 3000)}
 """The synthetic workloads of `benchmarks.strategies`."""
@@ -46,10 +46,13 @@ class Compared:
 
     @property
     def near(self) -> bool:
-        """True if the predicted knee lies between `kept` and `lost`, each extended outwards by the fraction `NEAR`."""
-        return (
-            self.kept * (1 - NEAR) <= self.predicted <= (float("inf") if self.lost is None else self.lost * (1 + NEAR))
-        )
+        """True if the predicted knee is near the measured one."""
+        return is_near(self.predicted, self.kept, self.lost)
+
+
+def is_near(predicted: float, least: float, most: float | None) -> bool:
+    """Return True if `predicted` is in `least` … `most`, extended outwards by the fraction `NEAR`; None = no limit."""
+    return least * (1 - NEAR) <= predicted <= (float("inf") if most is None else most * (1 + NEAR))
 
 
 def check(file: Path, machine: Hardware) -> Iterator[Compared]:

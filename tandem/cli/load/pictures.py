@@ -22,6 +22,8 @@ _LATENCIES = {
 }
 _PANEL = (4.6, 3.4)
 GRID = 0.3
+_LEGEND_ROOM = 1.4
+"""Height of the axes of `draw_lines` ÷ that of its highest line: room for the legend."""
 _LEAST_MS = 0.05
 """Start of logarithmic time axes, in ms. Tokens of one message have gaps of 0, which a logarithm cannot show."""
 
@@ -72,7 +74,8 @@ def draw_lines(
     for label, points in lines.items():
         axes.plot(*zip(*points, strict=True), label=label)
     axes.axhline(even, color="grey", linestyle=":")
-    axes.set(xlabel=axes_names[0], ylabel=axes_names[1], xscale="log")
+    highest = max(y for points in lines.values() for _, y in points)
+    axes.set(xlabel=axes_names[0], ylabel=axes_names[1], xscale="log", ylim=(0, _LEGEND_ROOM * highest))
     axes.xaxis.set_major_locator(LogLocator(base=2))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter(NullFormatter())

@@ -221,7 +221,7 @@ def draw_break_even(inputs: PlanInputs, drafting: Drafting, file: Path) -> None:
 def comparison(knee: Compared) -> str:
     """Return one line that compares the predicted knee (highest rate that meets the targets) with the measured one."""
     upper = "more" if knee.lost is None else f"{knee.lost:g}"
-    measured, mark = f"measured {knee.kept:g} to {upper}", "" if knee.near else "  <-- beyond 20 %"
+    measured, mark = f"measured {knee.kept:g} to {upper}", "" if knee.near else "  <-- not near"
     return f"{knee.workload:>13} {knee.row:>18} {knee.cell:>9}  {measured:>22}  predicted {knee.predicted:.3g}{mark}"
 
 
@@ -416,12 +416,12 @@ def _answer(inputs: PlanInputs, drafting: Drafting, report: ReportOptions, *, si
 def _check(file: Path, inputs: PlanInputs) -> None:
     """Compare predicted knees with the measured table in `file`.
 
-    Print one line per row and SLO cell of the table, and the number of knees within 20 % of the measured ones.
+    Print one line per row and SLO cell of the table, and the number of knees that are near the measured ones.
     """
-    from tandem.capacity.plan.measured_knees import check
+    from tandem.capacity.plan.measured_knees import NEAR, check
 
     knees = []
     for knee in check(file, inputs.decode.hardware(inputs.demand)):
         knees.append(knee)
         print(comparison(knee), flush=True)
-    print(f"{sum(knee.near for knee in knees)} of {len(knees)} knees within 20 % of the measured ones")
+    print(f"{sum(knee.near for knee in knees)} of {len(knees)} knees within {NEAR:.0%} of the measured ones")
