@@ -95,7 +95,7 @@ def main() -> int:
 
 def make_page(folder: Path) -> str:
     """Return the page about the runs in `folder`. Raises LookupError if a section has no run there."""
-    sections = (_engine, _quantized, _experts, _latent, _served, _handoff, _goodput, _planning, _peer, _router, _cpu)
+    sections = (_engine, _quantized, _experts, _latent, _served, _handoff, _goodput, _batching, _planning, _peer, _router, _cpu)
     return _HEAD + "".join(section(folder) for section in sections)
 
 
@@ -325,6 +325,33 @@ def _goodput(folder: Path) -> str:
     )
     command = "python -m benchmarks.strategies --device cuda --shape llama-3-8b --workers N --workloads NAME --save"
     return _section("Goodput against colocated: llama-3-8b, H200", text, lines, command, newest.values()) + _PICTURES
+
+
+def _batching(folder: Path) -> str:
+    name, run = newest_result(folder, "batching-")
+    text = (
+        f"One simulated {run['gpu']} with {run['slots']} places in the batch, prompts and answers of "
+        f"{run['prompt_tokens']} and {run['new_tokens']} tokens, {run['seconds']:g} s of arrivals. *Static:* a batch "
+        "begins when it is full and the one before has ended; *dynamic:* also when its oldest request has waited "
+        f"{run['timeout']:g} s; *continuous:* a request joins at the next step, as in Tandem. Padding is the share of "
+        "a batch's places in which the request has ended and another has not."
+    )
+    lines = _table(
+        ("requests/s", "batching", "tokens/s", "places filled", "padding", "TTFT P50, P99 ms"),
+        (
+            (
+                f"{row['rate']:g}",
+                row["policy"],
+                f"{row['tokens_per_s']:,.0f}",
+                _percent(row["slots_filled"]),
+                _percent(row["padding"]),
+                _list((row["ttft_ms"][percentile] for percentile in ("50", "99")), ",.0f"),
+            )
+            for row in run["rows"]
+        ),
+    )
+    title = f"Batching: {run['model']}, simulated"
+    return _section(title, text, lines, "python -m benchmarks.batching --save", [(name, run)])
 
 
 def _planning(folder: Path) -> str:
