@@ -79,6 +79,7 @@ _OVER_HTTP = (
     "tandem up --random-weights llama-3-8b; "
     "python -m benchmarks.load --url http://127.0.0.1:8000/v1 --rates 8,12,16 --save"
 )
+_STRATEGIES = "python -m benchmarks.strategies --device cuda --shape MODEL --workers N --workloads NAME --save"
 _PICTURES = """
 ![Two H200: requests within the targets of each class, by offered load](pictures/strategies-two-h200-balanced.png)
 
@@ -95,7 +96,20 @@ def main() -> int:
 
 def make_page(folder: Path) -> str:
     """Return the page about the runs in `folder`. Raises LookupError if a section has no run there."""
-    sections = (_engine, _quantized, _experts, _latent, _served, _handoff, _goodput, _batching, _planning, _peer, _router, _cpu)
+    sections = (
+        _engine,
+        _quantized,
+        _experts,
+        _latent,
+        _served,
+        _handoff,
+        _goodput,
+        _batching,
+        _planning,
+        _peer,
+        _router,
+        _cpu,
+    )
     return _HEAD + "".join(section(folder) for section in sections)
 
 
@@ -304,12 +318,18 @@ def _handoff(folder: Path) -> str:
     return _section(title, text, _table(("figure", ""), rows), _command(run), [(name, run)])
 
 
-def _goodput(folder: Path) -> str:
-    newest: dict[tuple[str, int], tuple[str, Run]] = {}
+def _newest_strategies(folder: Path) -> dict[tuple[str, str, int], tuple[str, Run]]:
+    """Return the newest run with colocated and adaptive rows of each model, workload and number of GPUs."""
+    newest: dict[tuple[str, str, int], tuple[str, Run]] = {}
     for name, run in read_results(folder, "strategies-"):
         for workload, table in run["tables"].items():
             if {"shared", "adaptive"} <= table["rows"].keys() and isinstance(run["workers"], int):
-                newest[workload, run["workers"]] = name, run
+                newest[run["model"], workload, run["workers"]] = name, run
+    return dict(sorted(newest.items()))
+
+
+def _goodput(folder: Path) -> str:
+    newest = _newest_strategies(folder)
     text = (
         "Requests per second within each class, best of the colocated step policies / prefill and decode on a GPU "
         "each / adaptive, where the router chooses for each request and each request names its class. 0.0: less than "
@@ -317,14 +337,37 @@ def _goodput(folder: Path) -> str:
         "workload."
     )
     lines = _table(
-        ("workload", "GPUs", *CELLS),
+        ("model", "workload", "GPUs", *CELLS),
         (
-            (workload, str(workers), *(_of_cell(run["tables"][workload]["rows"], cell) for cell in CELLS))
-            for (workload, workers), (_, run) in sorted(newest.items())
+            (model, workload, str(workers), *(_of_cell(run["tables"][workload]["rows"], cell) for cell in CELLS))
+            for (model, workload, workers), (_, run) in newest.items()
         ),
     )
-    command = "python -m benchmarks.strategies --device cuda --shape llama-3-8b --workers N --workloads NAME --save"
-    return _section("Goodput against colocated: llama-3-8b, H200", text, lines, command, newest.values()) + _PICTURES
+    return _section("Goodput against colocated: H200", text, lines, _STRATEGIES, newest.values()) + _PICTURES
+
+
+def _strategies(folder: Path) -> str:
+    newest = _newest_strategies(folder)
+    text = (
+        "Latencies of the same runs, at the highest rate at which all rows were measured. *Shared:* prompts whole, "
+        "beside the answers. *Chunked:* at most 512 or 2,048 tokens a step. *Priority:* short chunks beside answers; "
+        "with 50 ms: chunks as long as a target of 50 ms for gaps allows."
+    )
+    lines = _table(
+        ("model, workload, GPUs, requests/s", "strategy", "TTFT P50, P99 ms", "ITL P50, P99 ms", "tokens/s"),
+        (
+            (
+                f"{model}, {workload}, {workers}, {run['tables'][workload]['rate']:.3g}",
+                strategy,
+                _list((row["ttft_p50_ms"], row["ttft_p99_ms"]), ",.0f"),
+                _list((row["itl_p50_ms"], row["itl_p99_ms"]), ",.1f"),
+                f"{row['tokens_per_s']:,.0f}",
+            )
+            for (model, workload, workers), (_, run) in newest.items()
+            for strategy, row in run["tables"][workload]["rows"].items()
+        ),
+    )
+    return _section("Strategies at one rate: H200", text, lines, _STRATEGIES + " --rates A,B,C", newest.values())
 
 
 def _batching(folder: Path) -> str:

@@ -133,7 +133,8 @@ class Run:
         return True
 
     def _load(self, turn: Turn, at: RunningCluster) -> Load:
-        classes = [cell.name for cell in at.cells] if asks(turn.row, self._arguments.ask) else [""]
+        named = [cell.name for cell in at.cells] if asks(turn.row, self._arguments.ask) else []
+        classes = named or [turn.row.slo.name if turn.row.slo.has_targets else ""]
         return joined({name: self._load_of_class(turn, at, place, name) for place, name in enumerate(classes)})
 
     def _keep(self, turn: Turn, target: Target, load: Load) -> None:

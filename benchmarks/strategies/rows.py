@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.cluster import Settings
 from tandem.protocol.errors import InvalidArgument
+from tandem.settings.slo import BEST_EFFORT, Overload, SloClass
 
 SHARED = "shared"
 ADAPTIVE = "adaptive"
@@ -14,6 +15,8 @@ ALL, NONE = "all", "none"
 The requests of such a load name the cell's SLO class.
 """
 _BUDGETS = (512, 2048)
+GAP_50_MS = SloClass("gap-50ms", itl_s=0.050, overload=Overload.DEGRADE)
+"""A target for gaps alone, from which steps with decode rows derive the length of their chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,8 @@ class Strategy:
     name: str
     kind: str
     settings: Settings = field(compare=False)
+    slo: SloClass = field(default=BEST_EFFORT, compare=False)
+    """The class that all requests of the row name, unless there is one load per SLO cell."""
 
 
 def strategies(workers: int) -> tuple[Strategy, ...]:
@@ -34,6 +39,7 @@ def strategies(workers: int) -> tuple[Strategy, ...]:
         Strategy(SHARED, SHARED, colocated | {"step_policy": "unchunked"}),
         *(Strategy(f"chunked-{budget}", f"chunked-{budget}", colocated | _chunked(budget)) for budget in _BUDGETS),
         Strategy("priority", "priority", colocated | {"step_policy": "decode-priority"}),
+        Strategy("priority-50ms", "priority-50ms", colocated | {"step_policy": "decode-priority"}, GAP_50_MS),
         *(
             Strategy(
                 f"{DISAGGREGATED}-{prefill}-{workers - prefill}",
@@ -66,4 +72,4 @@ def chosen(every: tuple[Strategy, ...], names: str) -> tuple[Strategy, ...]:
 
 def asks(row: Strategy, asked: str) -> bool:
     """Return True if this row gets one load per SLO cell; `asked` is the value of `--ask`."""
-    return asked in {ALL, row.kind}
+    return asked in {ALL, row.kind} and not row.slo.has_targets

@@ -21,7 +21,7 @@ from tandem.cli.load.slo import SloCell, standard_cells
 from tandem.cli.load.workload import Workload, parse_rates
 from tandem.cost_model.devices import device_kind
 from tandem.protocol.errors import InvalidArgument
-from tandem.settings.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass
+from tandem.settings.slo import DEFAULT_CLASSES, SloClass
 
 _SHAPE = "llama-3-8b"
 """The shape that is simulated by default."""
@@ -59,7 +59,7 @@ class Simulated:
     def _load(self, row: Strategy, offer: Offer, rate: float) -> Load:
         """Simulate a load, or one load per cell if its requests name classes, as in `benchmarks.strategies`."""
         named = asks(row, self.arguments.ask)
-        classes = [slo for slo in DEFAULT_CLASSES if slo.has_targets] if named else [BEST_EFFORT]
+        classes = [slo for slo in DEFAULT_CLASSES if slo.has_targets] if named else [row.slo]
         workload = offer.source.at(rate, self.arguments.seconds, self.arguments.seed)
         return joined({slo.name: self._of_class(row, workload, slo) for slo in classes})
 

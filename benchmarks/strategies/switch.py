@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from benchmarks.strategies.rows import Strategy
+from benchmarks.strategies.rows import GAP_50_MS, Strategy
 from tandem.cli.connection.controller_client import ControllerClient
 from tandem.cli.connection.router import view_of
 from tandem.cli.load.target import Target, touch, wait_until_idle
@@ -14,6 +14,7 @@ from tandem.metrics.scrape import ScrapeInterval
 from tandem.protocol.errors import DeadlineExceeded, InvalidArgument
 from tandem.protocol.mode import Mode
 from tandem.protocol.policy_name import PolicyName
+from tandem.settings.slo import with_defaults
 
 _PHASES = ("decode", "mixed", "prefill")
 _PARTS = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
@@ -59,7 +60,8 @@ def settings_for_all(extra: dict[str, object], device: str, workers: int) -> dic
     for name in extra:
         if name in _ROWS_OWN:
             raise InvalidArgument("--set", f"{name} is what the rows differ in; choose them with --only")
-    return {"device": device, "mode": Mode.ADAPTIVE.value, "workers": workers} | extra
+    classes = with_defaults([GAP_50_MS])
+    return {"device": device, "mode": Mode.ADAPTIVE.value, "workers": workers, "slo_classes": classes} | extra
 
 
 class Switch:

@@ -131,7 +131,7 @@ def _strategy(row: str, workers: int) -> Strategy | None:
         "priority": (Mode.COLOCATED, PolicyName.DECODE_PRIORITY),
         ADAPTIVE: (Mode.ADAPTIVE, PolicyName.DECODE_PRIORITY),
     }
-    if name not in policies:
+    if name not in policies or (budget and not budget.isdecimal()):
         return None
     mode, policy = policies[name]
     return Strategy(row, mode, shared=workers, step_policy=policy, step_budget=int(budget) if budget else None)

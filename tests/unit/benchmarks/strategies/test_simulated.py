@@ -35,6 +35,18 @@ def test_whole_prompts_beside_answers_make_worse_gaps_than_prompts_elsewhere(sta
     assert shared.as_result().keys() == apart.as_result().keys()
 
 
+def test_chunks_beside_answers_are_as_long_as_a_gap_target_allows(stage: Stage) -> None:
+    """Without named targets chunks are short; with 50 ms they are longer, and so are gaps, but not above 50 ms."""
+    rows = {row.name: row for row in strategies(1)}
+    workload = offers([], 1.0, 1.0)[2].source.at(2.5, 8.0, 0)
+    reports = [
+        stage.simulate(rows[name].settings, workload, (), rows[name].slo)[0] for name in ("priority", "priority-50ms")
+    ]
+    assert not any(report.errors for report in reports)
+    assert reports[0].gaps.p99 < reports[1].gaps.p99 < 0.060
+    assert reports[1].ttft.p50 < reports[0].ttft.p50
+
+
 def test_an_unloaded_step_is_what_the_costs_say(stage: Stage) -> None:
     truth = stage.machine.actual_cost
     alone_s = truth.base_s + truth.row_s

@@ -20,14 +20,15 @@ from tests.unit.benchmarks.strategies.test_strategy_table import load
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_every_row_is_a_cluster_of_equally_many_workers(workers: int) -> None:
     rows = strategies(workers)
-    assert len({row.name for row in rows}) == len(rows) == 4 + workers
+    assert len({row.name for row in rows}) == len(rows) == 5 + workers
     for row in rows:
         config = ClusterSettings.of(Path("model"), **row.settings)
         assert config.worker_count == workers
 
 
 def test_one_worker_has_no_disaggregated_row() -> None:
-    assert {row.kind for row in strategies(1)} == {"shared", "chunked-512", "chunked-2048", "priority", "adaptive"}
+    kinds = {"shared", "chunked-512", "chunked-2048", "priority", "priority-50ms", "adaptive"}
+    assert {row.kind for row in strategies(1)} == kinds
     with pytest.raises(InvalidArgument, match="less than 1"):
         strategies(0)
 
@@ -169,7 +170,7 @@ def test_workloads_are_scaled_and_slowed_down(tmp_path: Path) -> None:
     trace = tmp_path / "some_trace.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 600, "output_length": 10, "hash_ids": [1, 2]}\n')
     by_name = {offer.name: offer for offer in offers([trace], scale=0.1, slowdown=4.0)}
-    assert list(by_name) == ["balanced", "decode-heavy", "some-trace"]
+    assert list(by_name) == ["balanced", "decode-heavy", "doc-qa", "chat", "agents", "rag", "some-trace"]
     assert by_name["balanced"].first_rate == 0.25
     long = trace.rename(tmp_path / "mooncake_conversation.jsonl")
     assert offers([long], scale=0.1, slowdown=1.0)[-1].first_rate < 4 * by_name["some-trace"].first_rate
