@@ -104,6 +104,7 @@ def make_page(folder: Path) -> str:
         _served,
         _handoff,
         _goodput,
+        _strategies,
         _batching,
         _planning,
         _peer,
