@@ -6,6 +6,7 @@ Each section shows the key figures of its benchmark's newest run for each model 
 are in its file; earlier runs are in git.
 """
 
+import math
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -15,6 +16,10 @@ from typing import Any
 
 from benchmarks.floors import check
 from benchmarks.results import RESULTS, Run, newest_result, read_results
+from tandem.capacity.simulation.hardware import ITEM_BYTES
+from tandem.cost_model.step_work import StepWork
+from tandem.engine.model_sizes import model_sizes
+from tandem.engine.models.shapes import shape_config
 
 PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
 ENGINE_SHAPES = (
@@ -98,6 +103,8 @@ def make_page(folder: Path) -> str:
     """Return the page about the runs in `folder`. Raises LookupError if a section has no run there."""
     sections = (
         _engine,
+        _by_batch,
+        _chunks,
         _quantized,
         _experts,
         _latent,
@@ -192,6 +199,75 @@ def _engine(folder: Path) -> str:
         "python -m benchmarks.engine --device cuda --shape MODEL --save",
         runs,
     )
+
+
+def _by_batch(folder: Path) -> str:
+    name, run = newest_result(folder, "engine-llama-3-8b-", "decode_ms_b256")
+    eager_name, eager = newest_result(folder, "engine-llama-3-8b-", "decode_eager_ms_b1")
+    sizes = model_sizes(shape_config(run["shape"]), ITEM_BYTES)
+    text = (
+        "Tokens per second of decode steps with a context of 1,024 tokens, beside what memory bandwidth and arithmetic "
+        "alone would allow: the bytes of a step over the rate of a device copy, and its operations over the rate of a "
+        "large product, both measured in the same run. The last line is what CUDA graphs save of a step whose kernels "
+        "the host would launch one by one."
+    )
+
+    def compute_s(batch: int) -> float:
+        return sizes.step_flops(StepWork(decode_rows=batch, decode_context_tokens=1024 * batch)) / (
+            run["matrix_tflops"] * 1e12
+        )
+
+    batches = [int(key.removeprefix("decode_ms_b")) for key in run if re.fullmatch(r"decode_ms_b\d+", key)]
+    seconds = {batch: run[f"decode_ms_b{batch}"] / 1e3 for batch in batches}
+    saved = {
+        batch: eager.get(f"decode_eager_ms_b{batch}", math.nan) - eager[f"decode_ms_b{batch}"] for batch in batches
+    }
+    lines = _table(
+        ("requests", *map(str, batches)),
+        (
+            ("measured, tokens/s", *(f"{batch / seconds[batch]:,.0f}" for batch in batches)),
+            (
+                "by bandwidth",
+                *(f"{batch / (seconds[batch] * run[f'decode_bw_ratio_b{batch}']):,.0f}" for batch in batches),
+            ),
+            ("by arithmetic", *(f"{batch / compute_s(batch):,.0f}" for batch in batches)),
+            ("saved by CUDA graphs, ms", *(_or_dash(saved[batch], ".2f") for batch in batches)),
+        ),
+    )
+    title = f"Decode by batch: {run['shape']}, {run['hardware']['name']}"
+    runs = [(name, run), (eager_name, eager)]
+    command = "python -m benchmarks.engine --device cuda --shape llama-3-8b --eager --save"
+    return _section(title, text, lines, command, runs)
+
+
+def _or_dash(value: float, form: str) -> str:
+    """Return a number as text; a dash if it was not measured."""
+    return "–" if math.isnan(value) else f"{value:{form}}"
+
+
+def _chunks(folder: Path) -> str:
+    """Return the section on chunks beside answers; empty until a run is kept."""
+    if not (runs := read_results(folder, "chunks-")):
+        return ""
+    name, run = runs[-1]
+    text = (
+        f"Steps of {run['decoding']} requests with contexts of {run['context']:,} tokens that also compute a chunk of "
+        "a prompt. The time of the step is the ITL of all these requests."
+    )
+    lines = _table(
+        ("prompt tokens of a step", "ITL ms", "prompt tokens/s", "answer tokens/s"),
+        (
+            (
+                f"{row['chunk']:,}",
+                f"{row['itl_ms']:.1f}",
+                f"{row['prompt_tokens_per_s']:,.0f}",
+                f"{row['answer_tokens_per_s']:,.0f}",
+            )
+            for row in run["rows"]
+        ),
+    )
+    title = f"Chunks beside answers: {run['shape']}, {run['hardware']['name']}"
+    return _section(title, text, lines, "python -m benchmarks.engine chunks --save", [(name, run)])
 
 
 def _quantized(folder: Path) -> str:
@@ -418,7 +494,7 @@ def _planning(folder: Path) -> str:
         "What `tandem plan` predicts for llama-3-8b, by the roofline alone, beside runs that are kept. A measured knee "
         "lies between the highest rate that met its class and the next one that did not; a price is that of 1 million "
         f"tokens of prompts and answers at the knee, for GPUs of 1 an hour. Near: at most {near:.0%} outside. Below: "
-        "what is not near."
+        "what is not near. The row priority was measured in the week before its default budget grew with the backlog."
     )
     lines = [
         *_table(("prediction", "compared", "near"), counts),

@@ -1,4 +1,6 @@
-"""An engine on a GPU: the times of decode steps and prefills, and the bytes and FLOPs that they need.
+"""An engine: the times of decode steps and prefills, and the bytes and FLOPs that they need.
+
+Times are those of the host. `GpuEngine.graph_seconds` and what counts the device's work need a GPU.
 
 The bytes of a decode step are all weights that it reads, including the output layer, and its KV. The FLOPs of a prefill
 are twice the non-embedding parameters per token, plus causal attention.
@@ -43,35 +45,48 @@ class GpuEngine:
         return rows * self._pages_of_row(tokens, tokens) <= self.runner.cache.pages
 
     def decode_seconds(
-        self, batch: int, context: int, steps: int = DECODE_STEPS, warm: int = 8, sampled: bool = False
+        self,
+        batch: int,
+        context: int,
+        steps: int = DECODE_STEPS,
+        warm: int = 8,
+        sampled: bool = False,
+        *,
+        chunk: int = 0,
     ) -> float:
         """Return the seconds per decode step of `batch` rows, whose mean context during the steps is `context` tokens.
 
-        Each step is launched before the results of the previous one are read.
+        Each step is launched before the results of the previous one are read. If `chunk` is above 0, each step also has
+        the first `chunk` tokens of a prompt.
         """
-        timed = self.decode_steps(batch, context - steps // 2 - warm, warm + steps, sampled)
+        timed = self.decode_steps(batch, context - steps // 2 - warm, warm + steps, sampled, chunk=chunk)
         for _ in range(warm):
             next(timed)
-        torch.cuda.synchronize()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         started = time.perf_counter()
         for _ in timed:
             pass
         return (time.perf_counter() - started) / steps
 
-    def decode_steps(self, batch: int, first: int, steps: int, sampled: bool = False) -> Iterator[None]:
+    def decode_steps(
+        self, batch: int, first: int, steps: int, sampled: bool = False, *, chunk: int = 0
+    ) -> Iterator[None]:
         """Run `steps` steps of `batch` rows from position `first`, launching each step before the previous one is read.
 
-        Yields after each launch and the read that follows it; the last step is read when the iterator ends.
+        Yields after each launch and the read that follows it; the last step is read when the iterator ends. Each step
+        ends with `chunk` tokens of a prompt, as `decode_seconds` has it.
         """
         first_rows = self.decode_rows(batch, first, steps)
+        prompt = self._first_chunk(batch, first + steps, chunk)
         pending: PendingStep | None = None
         for number in range(steps):
-            running = pending is not None
+            running = pending is not None and self.runner.asynchronous
             rows = [
                 held._replace(start=first + number, draw=_draw(sampled, row, number), source=row if running else None)
                 for row, held in enumerate(first_rows)
             ]
-            launched = self.runner.launch(StepBatch(rows))
+            launched = self.runner.launch(StepBatch([*rows, *prompt]))
             if pending is not None:
                 pending()
             pending = launched
@@ -82,7 +97,18 @@ class GpuEngine:
     def decode_rows(self, batch: int, first: int, positions: int) -> list[StepRow]:
         """Return `batch` rows of one token at position `first`, with pages for `positions` positions from there on."""
         pages = self._pages_of([(first, first + positions)] * batch)
-        return [StepRow([1000 + row], first, pages[row], _GREEDY, adapter=self._adapter(row)) for row in range(batch)]
+        return [
+            StepRow([(1000 + row) % self.shape.vocab_size], first, pages[row], _GREEDY, adapter=self._adapter(row))
+            for row in range(batch)
+        ]
+
+    def _first_chunk(self, batch: int, positions: int, chunk: int) -> list[StepRow]:
+        """Return a row with the first `chunk` tokens of a prompt, on pages after those of `batch` rows; none if 0."""
+        if not chunk:
+            return []
+        pages = self._pages_of([*[(0, positions)] * batch, (0, chunk)])[-1]
+        ids = torch.randint(3, self.shape.vocab_size, (chunk,), generator=torch.Generator().manual_seed(0)).tolist()
+        return [StepRow(ids, 0, pages, None, adapter=self._adapter(batch))]
 
     def decode_spans(self, batch: int, context: int, steps: int = 16, warm: int = 8) -> Sequence[Span]:
         """Return the device's work in `steps` steps, after `warm` steps that fill the pipeline."""

@@ -33,6 +33,8 @@ KV_OF_A_TOKEN = 2 * 2 * 8 * 128 * LAYERS
 class RecordedRunner:
     """A runner that computes nothing and records its calls in order."""
 
+    asynchronous = True
+
     def __init__(self, folder: Any, page_tokens: int = 128) -> None:
         self.spec = load_spec(write_shape("llama-3-8b", folder))
         self.roofline = Roofline(model_sizes(self.spec, 2), GPU)
