@@ -60,7 +60,7 @@ def tables(folder: Path, workloads: Mapping[str, object] | list[str]) -> list[Pa
 def knee_rows(file: Path) -> Iterator[dict[str, Any]]:
     """Yield each knee of a strategy table in requests/s, and the price of a million tokens at it.
 
-    Prices are for GPUs of 1 an hour, and count tokens of prompts and answers.
+    Prices are for GPUs at $1 an hour, and count tokens of prompts and answers.
     """
     _, run = newest_result(file.parent, file.stem)
     kind = worker_kind(run)

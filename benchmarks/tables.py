@@ -213,9 +213,8 @@ def _by_batch(folder: Path) -> str:
     )
 
     def compute_s(batch: int) -> float:
-        return sizes.step_flops(StepWork(decode_rows=batch, decode_context_tokens=1024 * batch)) / (
-            run["matrix_tflops"] * 1e12
-        )
+        flops = sizes.step_flops(StepWork(decode_rows=batch, decode_context_tokens=1024 * batch))
+        return flops / float(run["matrix_tflops"] * 1e12)
 
     batches = [int(key.removeprefix("decode_ms_b")) for key in run if re.fullmatch(r"decode_ms_b\d+", key)]
     seconds = {batch: run[f"decode_ms_b{batch}"] / 1e3 for batch in batches}
@@ -414,9 +413,9 @@ def _goodput(folder: Path) -> str:
         "workload."
     )
     lines = _table(
-        ("model", "workload", "GPUs", *CELLS),
+        ("workload", "model", "GPUs", *CELLS),
         (
-            (model, workload, str(workers), *(_of_cell(run["tables"][workload]["rows"], cell) for cell in CELLS))
+            (workload, model, str(workers), *(_of_cell(run["tables"][workload]["rows"], cell) for cell in CELLS))
             for (model, workload, workers), (_, run) in newest.items()
         ),
     )
@@ -493,7 +492,7 @@ def _planning(folder: Path) -> str:
     text = (
         "What `tandem plan` predicts for llama-3-8b, by the roofline alone, beside runs that are kept. A measured knee "
         "lies between the highest rate that met its class and the next one that did not; a price is that of 1 million "
-        f"tokens of prompts and answers at the knee, for GPUs of 1 an hour. Near: at most {near:.0%} outside. Below: "
+        f"tokens of prompts and answers at the knee, for GPUs at $1 an hour. Near: at most {near:.0%} outside. Below: "
         "what is not near. The row priority was measured in the week before its default budget grew with the backlog."
     )
     lines = [

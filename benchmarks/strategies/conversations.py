@@ -41,7 +41,7 @@ class Conversations:
         for number, begun_s in enumerate(due_times(moments, 1.0, rate / self.turns, life_s + seconds)):
             due_s, key = begun_s - life_s, (1 + number) * _TURNS_MAX
             added = [*self.first.draw(lengths, 1), *self.added.draw(lengths, self.turns - 1)]
-            prompt = (Block(_SYSTEM_KEY, self.system_tokens),)
+            prompt: tuple[Block, ...] = (Block(_SYSTEM_KEY, self.system_tokens),)
             for turn, (new, answer) in enumerate(zip(added, self.answer.draw(lengths, self.turns), strict=True)):
                 prompt = (*prompt, Block(key + turn, new))
                 if 0 <= due_s < seconds:

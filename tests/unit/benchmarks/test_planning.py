@@ -35,7 +35,7 @@ def test_the_newest_whole_table_of_each_number_of_gpus_is_compared(tmp_path: Pat
 
 @pytest.mark.usefixtures("short_loads")
 def test_a_knee_has_the_price_of_its_tokens(tmp_path: Path) -> None:
-    """At 2 requests/s of 2,500 tokens, two GPUs of 1 an hour compute a million tokens in 200 s."""
+    """At 2 requests/s of 2,500 tokens, two GPUs at $1 an hour compute a million tokens in 200 s."""
     load = {"rate": 2.0, "goodput": {name: {"share": 1.0} for name in ("strict", "balanced", "quick")}}
     facts = {"model": "llama-3-8b", "hardware": {"name": "NVIDIA H200"}, "ask": "adaptive", "unloaded_step_s": 0.004}
     write(tmp_path, "a", "2026-01-01", 2, "shared", "adaptive", loads={"balanced": {"shared": [load]}}, **facts)
