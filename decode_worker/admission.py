@@ -353,6 +353,12 @@ class DecodeAdmission:
         return self._leases.open_leases
 
     @property
+    def used_share(self) -> float:
+        """The share of the pages for answers that are in use or reserved; 0 if answers may have all pages."""
+        with self.lock:
+            return self._budget.used_share
+
+    @property
     def pages_left(self) -> int:
         """The number of additional pages that requests may hold, provided that the pool has them."""
         return self._budget.left

@@ -66,6 +66,11 @@ class PageReservations:
         self._limit = limit
 
     @property
+    def used_share(self) -> float:
+        """The share of the limit that requests hold or have reserved; 0 without a limit."""
+        return self.committed / self._limit if self._limit else 0.0
+
+    @property
     def left(self) -> int:
         """The number of additional pages that the requests may hold, provided that the pool has them."""
         return max(0, (self._pool.total if self._limit is None else self._limit) - self._held)
@@ -283,6 +288,11 @@ class PageBudget:
     def left(self) -> int:
         """The number of additional pages that the requests may hold, provided that the pool has them."""
         return self._reservations.left
+
+    @property
+    def used_share(self) -> float:
+        """The share of the limit that requests hold or have reserved; 0 if only the pool limits them."""
+        return self._reservations.used_share
 
     def expected_pages(self, reservation: Reservation, tokens: int, *, decoding: bool = True) -> int:
         """Return the number of pages that the request is expected to need for an answer of `tokens` tokens.

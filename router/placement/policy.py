@@ -257,7 +257,7 @@ def _takes_decode(worker: WorkerState, request: QueuedRequest) -> bool:
     """Return True if `worker` has capacity for the expected answer now, and for the longest answer if it were idle."""
     if worker.decode_full or not _can_decode(worker, request):
         return False
-    return worker.kv.held(request.reserved_tokens, decoding=not worker.prefills) <= worker.pages_free
+    return worker.kv.held(request.reserved_tokens, decoding=not worker.prefills) <= worker.answer_pages_free
 
 
 def _can_decode(worker: WorkerState, request: QueuedRequest) -> bool:

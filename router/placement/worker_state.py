@@ -15,7 +15,7 @@ from tandem.cost_model.chunks import ConcurrentDecode, StepLimit, breaks_target,
 from tandem.cost_model.margin import LearnedMargin
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import chunk_pairs
-from tandem.protocol.ending import answer_tokens
+from tandem.protocol.ending import answer_pages, answer_tokens
 from tandem.protocol.lifecycle.events import TransferStats
 from tandem.protocol.messages import TierLoad, WorkerInfo, WorkerLoad
 from tandem.protocol.prefixes import KvTier
@@ -216,6 +216,7 @@ class WorkerState:
         """Number of tokens whose KV fits into the worker's pages."""
         self.answer_tokens_total = answer_tokens(info)
         """The part of `kv_tokens_total` that answers may reserve."""
+        self._answer_pages_total = answer_pages(info)
         self.max_step_tokens, self.max_batch_requests = info.max_step_tokens, info.max_batch_requests
 
     def expire_report(self) -> None:
@@ -348,6 +349,9 @@ class WorkerState:
         pages_used = max(self._pages, pages)
         self.pages_free = self.info.pages_total - pages_used
         """Number of pages that are neither reserved nor in use; may be negative."""
+        # The worker's limit counts a page once for every answer that reads it, so `pages_free` does not imply it.
+        self.answer_pages_free = min(self.pages_free, self._answer_pages_total - self._pages)
+        """Number of pages that new answers may reserve; may be negative."""
         # The contexts of other routers' requests are unknown: they are assumed to be as long as those of this router's
         # requests, or, without any, to fill the pages in use.
         tokens_in_use = pages_used * self.kv.page_tokens // self.kv.groups if rows else 0
@@ -355,7 +359,7 @@ class WorkerState:
         self.step_s = self.cost.decode_step_seconds(rows, self.decode_context)
         """Predicted time of a decode step of the current batch, in seconds."""
         step_s, free = max(self.step_s, self.idle_step_s), self.pages_free
-        self.decode_full = free <= 0 or rows >= self.max_batch_requests
+        self.decode_full = self.answer_pages_free <= 0 or rows >= self.max_batch_requests
         """True if the worker gets no new answers now, because it has no free pages or no free slot in its batch."""
         self.answer_rank = self.decode_full, step_s * self.info.pages_total / max(1, free)
         """The worker's sort key for answers: workers with capacity first, then by step time ÷ free share of pages."""

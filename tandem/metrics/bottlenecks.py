@@ -60,7 +60,7 @@ class Figures:
     collectives: float
     """Share of the steps' time in which the worker's GPUs exchange data, as predicted; 0 for a worker with one GPU."""
     kv_used: float
-    """Share of the worker's KV pages in use or reserved, at the end of the interval."""
+    """Share of the worker's KV pages, or of those for answers, in use or reserved, at the end of the interval."""
     holders: float
     """Number of requests that hold these pages: decoding requests, and prompts in transfer to this worker."""
     refused: float

@@ -272,7 +272,8 @@ PREEMPTIONS = counter(
 # Workers: KV
 
 KV_USAGE = gauge(
-    "kv_cache_usage_ratio", "Share of the KV pages that are in use or reserved; cached pages count as free."
+    "kv_cache_usage_ratio",
+    "Share of the KV pages in use or reserved: of all pages, or of those for answers, if larger; cached ones are free.",
 )
 KV_PAGES = gauge(
     "kv_pages",

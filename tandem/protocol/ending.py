@@ -83,11 +83,15 @@ def decode_pages(role: Role, total: int, longest: int) -> int | None:
     return None if role is not Role.BOTH else total - min(total // 2, longest)
 
 
+def answer_pages(worker: WorkerInfo) -> int:
+    """Return the number of pages that the worker can reserve for all decoding requests together."""
+    pages = decode_pages(worker.role, worker.pages_total, worker.kv_pages.held(worker.model.max_context))
+    return worker.pages_total if pages is None else pages
+
+
 def answer_tokens(worker: WorkerInfo) -> int:
     """Return the maximum number of tokens, prompt and answer, for which the worker can reserve pages."""
-    kv = worker.kv_pages
-    pages = decode_pages(worker.role, worker.pages_total, kv.held(worker.model.max_context))
-    return kv.tokens_in(worker.pages_total if pages is None else pages, decoding=not worker.role.prefills)
+    return worker.kv_pages.tokens_in(answer_pages(worker), decoding=not worker.role.prefills)
 
 
 def failure_event(ref: RequestRef, error: TandemError) -> RequestEvent:

@@ -39,7 +39,7 @@ class PhaseSchedulers:
         self.decode = decode
         self.admission = admission
         self._engine = config.engine
-        self._pages = cache.pool.total
+        self._pool = cache.pool
         self._longest = cache.kv.held(model.max_context)
         self.resize(config.role)
 
@@ -67,7 +67,12 @@ class PhaseSchedulers:
     def resize(self, role: Role) -> None:
         """Adapt the limits of decode to a role: if the prefill phase is open, its prompts need pages as well."""
         self.decode.limit(self.batch_limit(role))
-        self.admission.limit(decode_pages(role, self._pages, self._longest))
+        self.admission.limit(decode_pages(role, self._pool.total, self._longest))
+
+    @property
+    def kv_usage(self) -> float:
+        """The share of the KV pages in use or reserved: of all pages, or of those for answers, if that is larger."""
+        return max(1 - self._pool.unreserved / self._pool.total, self.admission.used_share)
 
     @property
     def not_ready(self) -> str:

@@ -219,7 +219,7 @@ def worker_facts(report: WorkerReport, transport: Transport) -> Facts:
     return {
         f.REQUESTS_RUNNING: load.decode_requests,
         f.REQUESTS_WAITING: load.prefill_requests,
-        f.KV_USAGE: load.pages_used / load.pages_total if load.pages_total else 0.0,
+        f.KV_USAGE: report.kv_usage,
         f.KV_PAGES: _pages(inspection),
         f.BATCH_LIMIT: report.batch_limit,
         f.PREFIX_QUERIES: load.prefix_query_tokens,

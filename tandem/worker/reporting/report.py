@@ -79,6 +79,11 @@ class WorkerReport:
         return replace(load, pulls=self._pulls.load_report)
 
     @property
+    def kv_usage(self) -> float:
+        """The share of the KV pages in use or reserved (`PhaseSchedulers.kv_usage`)."""
+        return self._schedulers.kv_usage
+
+    @property
     def not_ready(self) -> str:
         """The reason why the worker accepts no requests at present; empty if it accepts them."""
         return self._schedulers.not_ready

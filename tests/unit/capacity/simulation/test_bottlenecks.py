@@ -116,7 +116,7 @@ def metered(worker: VirtualWorker, roofline: Roofline) -> Registry:
         return {
             f.REQUESTS_RUNNING: load.decode_requests,
             f.REQUESTS_WAITING: load.prefill_requests,
-            f.KV_USAGE: load.pages_used / load.pages_total,
+            f.KV_USAGE: worker._schedulers.kv_usage,
             f.KV_PAGES: {("advertised",): pages.advertised, ("others",): pages.total - pages.advertised},
             f.OPEN_LEASES: worker.admission.open_leases,
             f.PREEMPTIONS: worker.admission.requests.preemptions,

@@ -41,8 +41,8 @@ class TestEveryMode:
             at.add(f"small-{number}", Role.BOTH, pages_total=8)
         at.add("large-0", Role.BOTH, pages_total=100)
         at.add("large-1", Role.BOTH, pages_total=100)
-        at.answers("large-0", 3, pages=20)
-        at.answers("large-1", 3, pages=20)
+        at.answers("large-0", 3, pages=12)
+        at.answers("large-1", 3, pages=12)
         chosen = names(policy.place(need(), at.fleet, 0.0))
         assert chosen is not None
         assert chosen[1].startswith("large")

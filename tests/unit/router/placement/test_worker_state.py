@@ -223,3 +223,11 @@ def test_transfers_teach_how_long_a_page_takes(worker: WorkerState) -> None:
     before = worker.page_transfer_s
     worker.learn_transfer(TransferStats(0, 0, "UCX", 0))
     assert worker.page_transfer_s == before, "nothing was moved"
+
+
+def test_answers_fill_their_part_of_a_worker_that_keeps_pages_for_prompts(at: TestFleet, worker: WorkerState) -> None:
+    at.answers("w", 2, pages=16)
+    assert (worker.pages_free, worker.answer_pages_free) == (32, 0), "half of the pages are for prompts"
+    assert worker.decode_full
+    worker.remove_answer("answer-0")
+    assert (worker.answer_pages_free, worker.decode_full) == (16, False)
