@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from router.placement.fleet import Fleet
 from router.placement.worker_state import BACK_OFF_S, WorkerState
@@ -12,6 +13,7 @@ from router.workers.prefix_feed import PrefixFeed
 from tandem.capacity.simulation.clock import VirtualClock
 from tandem.capacity.simulation.network import Network
 from tandem.capacity.simulation.worker import VirtualWorker
+from tandem.protocol.errors import TandemError
 from tandem.protocol.messages import GrantedLease, PrefillTask, RequestRef, Reservation, StepOutput, WorkerInfo
 from tandem.protocol.prefixes import PrefixList, PrefixRun
 
@@ -66,21 +68,26 @@ class VirtualLink:
 
     async def reserve(self, reservation: Reservation) -> GrantedLease:
         """See `Worker`."""
-        await asyncio.sleep(self._network.call_s)
-        try:
+        async with self._call():
             await self.worker.reload(reservation)
             return self.worker.reserve(reservation)
-        finally:
-            await asyncio.sleep(self._network.call_s)
 
     async def prefill(self, task: PrefillTask) -> None:
         """See `Worker`."""
-        await asyncio.sleep(self._network.call_s)
-        try:
+        async with self._call():
             await self.worker.reload(task)
             self.worker.prefill(task)
-        finally:
+
+    @asynccontextmanager
+    async def _call(self) -> AsyncIterator[None]:
+        """Delay what the worker does, and its reply or error, by the network's time each."""
+        await asyncio.sleep(self._network.call_s)
+        try:
+            yield
+        except TandemError:
             await asyncio.sleep(self._network.call_s)
+            raise
+        await asyncio.sleep(self._network.call_s)
 
     def read_ahead(self, prompt: PrefixRun) -> None:
         """See `Worker`."""

@@ -41,6 +41,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from tandem.engine.cache.page_key import PageKey
 from tandem.engine.cache.page_pool import PagePool
@@ -83,7 +84,7 @@ class Prefix:
     """The tokens of the page of each digest (`_Node.tokens`).
 
     It is empty unless the cache reports tokens, and for pages that are loaded ahead of their prompt or for another
-    worker.
+    worker: their tokens are reported when a prompt reads them.
     """
     states: set[int] = field(default_factory=set)
     """The numbers of the request's own state pages that have, or will have, the state after their last position."""
@@ -311,6 +312,7 @@ class PrefixCache:
         with self.pool.lock:
             end = len(prefix.digests) if numbers is None else min(numbers, len(prefix.digests))
             end = self._retain_path(prefix, end)
+            self._learn_tokens(prefix, prefix.known, end)
             groups, first, shared = self.kv.groups, prefix.known, []
             for number in range(first, end):
                 digest, own = prefix.digests[number], list(pages[number * groups : (number + 1) * groups])
@@ -513,10 +515,13 @@ class PrefixCache:
         """Add to each run of indexed digests their tokens and their salt."""
         with_tokens = []
         for run in runs:
-            nodes = [self._nodes[digest] for digest in run.digests]
-            known = all(node.tokens for node in nodes)
-            token_ids = array("I", b"".join(node.tokens for node in nodes) if known else b"")
-            with_tokens.append(replace(run, token_ids=tuple(token_ids), salt=nodes[0].salt))
+            nodes, parent = [self._nodes[digest] for digest in run.digests], run.parent
+            # Pages whose tokens are not known yet are in runs of their own.
+            for _, part in groupby(zip(run.digests, nodes, strict=True), lambda page: bool(page[1].tokens)):
+                digests, described = zip(*part, strict=True)
+                token_ids = array("I", b"".join(node.tokens for node in described))
+                with_tokens.append(PrefixRun(parent, digests, tuple(token_ids), described[0].salt))
+                parent = digests[-1]
         return tuple(with_tokens)
 
     # ---- facts ----
@@ -606,7 +611,20 @@ class PrefixCache:
             self.pool.release(wanted[whole * kv.groups : kept][::-1])
             end, entries = first + whole, entries[: whole * kv.groups]
         prefix.pages += entries
+        self._learn_tokens(prefix, first, end)
         prefix.known = max(first, end)
+
+    def _learn_tokens(self, prefix: Prefix, first: int, end: int) -> None:
+        """Report the tokens of indexed pages that were loaded without them: ahead of the prompt, or for another worker.
+
+        The first prompt that reads such pages has their tokens.
+        """
+        for number in range(first, min(end, len(prefix.tokens))):
+            node = self._nodes.get(prefix.digests[number])
+            if node is not None and not node.tokens:
+                node.tokens, node.salt = prefix.tokens[number], prefix.salt
+                if self._has_states(node):
+                    self._log.described(prefix.digests[number], node.parent)
 
     def _retain_path(self, prefix: Prefix, end: int) -> int:
         """Retain the pages that other requests have indexed from digest `prefix.known` to `end`; return the new end.

@@ -29,6 +29,10 @@ class PrefixLog:
         self._changed[digest] = parent
         self.stored_pages += 1
 
+    def described(self, digest: bytes, parent: bytes) -> None:
+        """Record that the tokens of an indexed digest have become known, so that it is reported again."""
+        self._changed.setdefault(digest, parent)
+
     def removed(self, digest: bytes, tier: KvTier | None) -> None:
         """Record that a digest was evicted from the pool; `tier` is the fastest tier that has it, if any."""
         self._changed[digest] = tier

@@ -259,6 +259,39 @@ def test_tokens_and_salts_are_reported_with_their_pages() -> None:
     cache.check_integrity()
 
 
+def test_pages_that_were_read_ahead_are_reported_with_their_tokens_once_a_prompt_reads_them() -> None:
+    cache = PrefixCache(PagePool(8), KvPages(PAGE), reports_tokens=True)
+    prompt, root = list(range(10, 10 + 3 * PAGE + 1)), root_digest("alice")
+    first, second, third = page_digests(prompt, PAGE, root)
+    ahead = Prefix(root, [first, second], 2)
+    cache.complete_reload(ref("ahead"), ahead, cache.begin_reload(ref("ahead"), ahead, 2), ())
+    changes = cache.changes()
+    assert changes is not None
+    assert changes.stored == (PrefixRun(root, (first, second)),), "nobody knows their tokens yet"
+    prefix = cache.prefix(prompt, "alice")
+    pages, _ = cache.allocate(ref("a"), prefix, 4, len(prompt))
+    changes = cache.changes()
+    assert changes is not None
+    assert changes.stored == (PrefixRun(root, (first, second), tuple(prompt[: 2 * PAGE]), "alice"),)
+    cache.publish(ref("a"), prefix, pages)
+    cache.leave(ref("a"), prefix, pages)
+    changes = cache.changes()
+    assert changes is not None
+    assert changes.stored == (PrefixRun(second, (third,), tuple(prompt[2 * PAGE : 3 * PAGE]), "alice"),)
+    cache.check_integrity()
+
+
+def test_known_tokens_are_reported_beside_pages_without() -> None:
+    cache = PrefixCache(PagePool(8), KvPages(PAGE), reports_tokens=True)
+    prompt, root = list(range(10, 10 + 2 * PAGE)), root_digest("")
+    first, second = page_digests(prompt, PAGE, root)
+    prefix = cache.prefix(prompt[:PAGE], "")
+    cache.publish(ref("a"), prefix, cache.allocate(ref("a"), prefix, 1, PAGE)[0])
+    ahead = Prefix(root, [first, second], 2)
+    cache.complete_reload(ref("ahead"), ahead, cache.begin_reload(ref("ahead"), ahead, 2), ())
+    assert cache.known().stored == (PrefixRun(root, (first,), tuple(prompt[:PAGE])), PrefixRun(first, (second,)))
+
+
 def test_a_lookup_touches_each_page_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cost does not depend on the number of cached pages; it is counted, not timed."""
     desk = Desk(1024)
