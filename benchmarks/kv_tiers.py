@@ -3,10 +3,16 @@
     python -m benchmarks.kv_tiers --workers 16 --working-sets 1.3,4
     python -m benchmarks.kv_tiers --trace mooncake_conversation.jsonl --working-sets 1.3,4
 
-Without `--trace`, agents run: each sends a turn, waits for the answer, calls a tool and sends the next turn, which
-begins with all turns before it. Their lengths follow published statistics of coding agents: 33 to 43 turns, 131 prompt
-tokens for each token of an answer, and 94 to 96 % of the prompt tokens seen before. The requests of a trace arrive when
-they were recorded.
+Without `--trace`, there are three loads:
+
+    agents      each sends a turn, waits for the answer, calls a tool and sends the next turn, which begins with all
+                turns before it. Their lengths follow published statistics of coding agents: 33 to 43 turns, 131 prompt
+                tokens for each token of an answer, and 94 to 96 % of the prompt tokens seen before
+    documents   questions about documents, each about one of as many documents as there would be agents
+    unique      prompts of the length of these documents, none of which shares a page with another one
+
+Agents pause for `--tool-seconds` between two turns; questions and unique prompts arrive at random, as many as agents
+would send if answers took no time. The requests of a trace arrive when they were recorded.
 
 A working set is the number of tokens of all live conversations (of a trace: of all its different blocks) ÷ the number
 of tokens whose KV fits into the GPUs. Tiers load pages at the rates that are given, and nothing else is assumed about
@@ -16,6 +22,7 @@ them: routers and workers decide as in a cluster. The last line is one JSON obje
 import argparse
 import json
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -35,6 +42,7 @@ from tandem.capacity.simulation.prompt import VirtualPrompt, page_names
 from tandem.capacity.simulation.request import LoadRequest, Outcome
 from tandem.capacity.simulation.spec import TierSpec
 from tandem.cli.load.trace import Trace, read_trace
+from tandem.cli.load.workload import parse_rates
 from tandem.cost_model.devices import DEVICES, device_kind
 from tandem.engine.memory import GIB
 from tandem.protocol.errors import InvalidArgument
@@ -42,8 +50,10 @@ from tandem.protocol.prefixes import KvTier
 from tandem.settings.slo import BEST_EFFORT
 
 _ANSWER_TOKENS = 300
-"""Mean length of an agent's answer; the lengths of prompts follow from the ratio of the statistics."""
-_TOKENS_IN_PER_OUT = 131
+"""Mean length of an answer."""
+_PROMPT_TOKENS = 131 * _ANSWER_TOKENS
+"""Mean length of a prompt, and the length of a document."""
+_QUESTION_TOKENS = 100
 _TURNS = range(33, 44)
 _NEW_SHARE = 0.05
 """The share of prompt tokens that no earlier turn of the same agent had."""
@@ -77,11 +87,10 @@ class Agent:
 
 def make_agent(key: int, dice: random.Random) -> Agent:
     """Return a new agent with random lengths; those of turns vary by a factor of about 2."""
-    mean_prompt = _ANSWER_TOKENS * _TOKENS_IN_PER_OUT
-    grown = _NEW_SHARE * mean_prompt
+    grown = _NEW_SHARE * _PROMPT_TOKENS
     turns = dice.choice(_TURNS)
     # Mean prompt = system prompt + half of what all turns add.
-    system = max(1, round(mean_prompt - grown * (fmean(_TURNS) + 1) / 2))
+    system = max(1, round(_PROMPT_TOKENS - grown * (fmean(_TURNS) + 1) / 2))
 
     def drawn(mean: float) -> int:
         return max(1, round(dice.lognormvariate(-0.125, 0.5) * mean))
@@ -153,11 +162,18 @@ ROWS = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One simulation: a row under one working set."""
+    """One simulation: a row under one working set and one pause between turns."""
 
     row: Row
     working_set: float
+    tool_s: float
     arguments: argparse.Namespace
+
+    @property
+    def seconds(self) -> float:
+        """The simulated time."""
+        asked = self.arguments
+        return asked.seconds if asked.trace is not None else asked.turns * self.tool_s
 
     def run(self) -> dict[str, object]:
         """Simulate the load, and return the figures of the requests that ended after the warm-up."""
@@ -166,17 +182,35 @@ class Case:
         machine = hardware(asked.shape, None, 1.0, 1.0, device=device_kind("--gpu", asked.gpu).ceilings)
         tokens = asked.kv_gib * GIB / machine.kv_bytes_per_token * asked.workers
         if trace is not None:
-            tokens = _different_tokens(trace, asked.seconds) / self.working_set
+            tokens = _different_tokens(trace, asked.seconds * asked.speed) / self.working_set
         machine = replace(machine, pages=int(tokens / asked.workers / machine.page_tokens))
         cluster = self._cluster(machine)
-        if trace is None:
-            live = round(self.working_set * tokens / (_ANSWER_TOKENS * _TOKENS_IN_PER_OUT))
-            load = Agents(live, asked.seconds, asked.tool_seconds, machine.page_tokens, random.Random(asked.seed))
-            outcomes = load.run(cluster)
+        live = round(self.working_set * tokens / _PROMPT_TOKENS)
+        dice = random.Random(asked.seed)
+        if trace is None and asked.load == "agents":
+            outcomes = Agents(live, self.seconds, self.tool_s, machine.page_tokens, dice).run(cluster)
+        elif trace is None:
+            outcomes = cluster.run(list(self._questions(live, machine.page_tokens, dice)), self.seconds)
         else:
             workload = trace.at_speed(asked.speed, asked.seconds, asked.seed).fitted(machine.model.max_context)
             outcomes = cluster.run(make_requests(workload, machine.page_tokens, BEST_EFFORT))
-        return {"row": self.row.name, "working_set": self.working_set, **self._figures(cluster, outcomes)}
+        figures = self._figures(cluster, outcomes)
+        case = {"row": self.row.name, "working_set": self.working_set, "tool_s": self.tool_s, **figures}
+        print(json.dumps(case), file=sys.stderr, flush=True)
+        return case
+
+    def _questions(self, live: int, page_tokens: int, dice: random.Random) -> Iterator[LoadRequest]:
+        """Yield questions about `live` documents, or prompts that are all different, at random times."""
+        due_s = 0.0
+        for number in count(1):
+            due_s += dice.expovariate(live / self.tool_s)
+            if due_s >= self.seconds:
+                return
+            # The keys of documents are negative, those of questions and of unique prompts positive.
+            document = number if self.arguments.load == "unique" else -1 - dice.randrange(live)
+            segments = [(document, 0, _PROMPT_TOKENS), (number, _PROMPT_TOKENS, _QUESTION_TOKENS)]
+            prompt = VirtualPrompt(number, _PROMPT_TOKENS + _QUESTION_TOKENS, page_names(segments, page_tokens))
+            yield LoadRequest(due_s, prompt, _ANSWER_TOKENS, BEST_EFFORT)
 
     def _cluster(self, machine: Hardware) -> VirtualCluster:
         asked = self.arguments
@@ -196,20 +230,21 @@ class Case:
         return cluster
 
     def _figures(self, cluster: VirtualCluster, outcomes: Sequence[Outcome]) -> dict[str, object]:
-        warm_s = self.arguments.seconds * self.arguments.warm_up
+        warm_s = self.seconds * self.arguments.warm_up
         counted = [o for o in outcomes if o.ended_s >= warm_s and not o.error]
         if not counted:
-            raise InvalidArgument("--seconds", f"no request has ended after {warm_s:g} s; simulate for longer")
+            raise InvalidArgument("--turns", f"no request has ended after {warm_s:g} s; simulate for longer")
         # Requests that a worker refused at first have no placement to compare.
         stats = [o.placement for o in counted if o.placement is not None]
         ttft_s = np.array([o.firsts_s[0] - o.asked.due_s for o in counted])
         prompt = sum(len(o.asked.prompt) for o in counted)
         placed = sum(s.resident_tokens + s.reloaded_tokens + s.computed_tokens for s in stats)
         off = [abs(s.predicted.ttft_s - s.ttft_s) / s.ttft_s for s in stats if s.ttft_s > 0]
-        span_s = cluster.clock.now - warm_s
+        span_s = max(self.seconds, cluster.clock.now) - warm_s
         return {
             "requests": len(counted),
             "requests_per_s": round(len(counted) / span_s, 3),
+            "requests_per_s_in_time": round(float((ttft_s <= self.arguments.ttft_limit).sum()) / span_s, 3),
             "failed": sum(bool(o.error) for o in outcomes),
             "prompt_tokens_mean": round(prompt / max(1, len(counted))),
             "tokens_in_per_out": round(prompt / max(1, sum(o.asked.new_tokens for o in counted)), 1),
@@ -232,16 +267,16 @@ def _different_tokens(trace: Trace, seconds: float) -> int:
 def as_text(cases: Sequence[dict[str, object]]) -> str:
     """Return the table as Markdown."""
     head = (
-        "| working set | tiers | requests/s | TTFT P50, P90, P99 s | resident | reloaded | computed | GPU busy |"
-        " TTFT error | regret s |\n|---|---|---|---|---|---|---|---|---|---|"
+        "| working set | pause s | tiers | requests/s | in time | TTFT P50, P90, P99 s | resident | reloaded |"
+        " computed | GPU busy | TTFT error | regret s |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
     )
     lines = [head]
     for case in cases:
         ttft: dict[str, float] = case["ttft_s"]  # type: ignore[assignment]
         shares = " | ".join(f"{case[name]:.1%}" for name in ("resident", "reloaded", "computed", "busy"))
         lines.append(
-            f"| {case['working_set']:g} × | {case['row']} | {case['requests_per_s']:.2f} |"
-            f" {ttft['50']:.2f}, {ttft['90']:.2f}, {ttft['99']:.2f} | {shares} |"
+            f"| {case['working_set']:g} × | {case['tool_s']:g} | {case['row']} | {case['requests_per_s']:.2f} |"
+            f" {case['requests_per_s_in_time']:.2f} | {ttft['50']:.2f}, {ttft['90']:.2f}, {ttft['99']:.2f} | {shares} |"
             f" {case['ttft_error_median']:.1%} | {case['regret_s_mean']:.3f} |"
         )
     return "\n".join(lines)
@@ -257,8 +292,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--working-sets", default="1.3,4", help="as multiples of the GPUs' KV caches")
     parser.add_argument("--trace", type=Path, default=None, help="Mooncake's .jsonl instead of agents")
     parser.add_argument("--speed", type=float, default=1.0, help="of the trace's arrivals")
-    parser.add_argument("--tool-seconds", type=float, default=30.0, help="mean time between an agent's turns")
-    parser.add_argument("--seconds", type=float, default=300.0, help="simulated time")
+    parser.add_argument("--load", choices=("agents", "documents", "unique"), default="agents")
+    parser.add_argument("--tool-seconds", default="30", help="mean times between an agent's turns, comma-separated")
+    parser.add_argument("--ttft-limit", type=float, default=2.0, help="a first token within it comes in time, seconds")
+    parser.add_argument("--turns", type=float, default=8.0, help="simulated time, in pauses between turns")
+    parser.add_argument("--seconds", type=float, default=300.0, help="simulated time of a trace")
     parser.add_argument("--warm-up", type=float, default=0.4, help="share of the time that is not counted")
     parser.add_argument("--host-gbs", type=float, default=40.0, help="rate of host memory, GB/s for each GPU")
     parser.add_argument("--disk-gbs", type=float, default=5.0, help="rate of the disk, GB/s for each GPU")
@@ -276,14 +314,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = parse_arguments(arguments)
     names = asked.only.split(",") if asked.only else [row.name for row in ROWS]
     sets = [float(text) for text in asked.working_sets.split(",")]
-    cases = [Case(row, working_set, asked) for working_set in sets for row in ROWS if row.name in names]
+    pauses = [0.0] if asked.trace is not None else parse_rates(asked.tool_seconds, "--tool-seconds")
+    rows = [row for row in ROWS if row.name in names]
+    cases = [Case(row, working_set, pause, asked) for working_set in sets for pause in pauses for row in rows]
     run: Callable[[Case], dict[str, object]] = Case.run
     if asked.processes == 1:
         figures = [run(case) for case in cases]
     else:
         with ProcessPoolExecutor(asked.processes) as pool:
             figures = list(pool.map(run, cases))
-    load = "agents" if asked.trace is None else asked.trace.stem.replace("_", "-")
+    load = asked.load if asked.trace is None else asked.trace.stem.replace("_", "-")
     print(f"\n{load}, {asked.workers} workers\n\n{as_text(figures)}\n")
     options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(asked).items()}
     result = {"load": load, "options": options, "cases": figures, "dtype": "bfloat16", **run_facts("cpu")}
