@@ -8,24 +8,24 @@ from types import ModuleType
 _SUFFIXES = (".svg", ".png")
 
 
-def check_picture(option: str, file: Path) -> None:
-    """Raise InvalidArgument, which names the option, if a picture cannot be drawn in `file`."""
+def check_picture(file: Path) -> None:
+    """Raise InvalidArgument if a picture cannot be drawn in `file`."""
     from tandem.protocol.errors import InvalidArgument
 
     if not file.absolute().parent.is_dir():
-        raise InvalidArgument(option, f"{file.parent} is no folder; make it first")
+        raise InvalidArgument("--plot", f"{file.parent} is no folder; make it first")
     if file.suffix not in _SUFFIXES:
-        raise InvalidArgument(option, f"{file.name} ends in neither .svg nor .png")
-    pictures(option)
+        raise InvalidArgument("--plot", f"{file.name} ends in neither .svg nor .png")
+    pictures()
 
 
-def pictures(option: str) -> ModuleType:
-    """Import the module that plots. Raises InvalidArgument, which names the option, if matplotlib is missing."""
+def pictures() -> ModuleType:
+    """Import the module that plots. Raises InvalidArgument if matplotlib is missing."""
     from tandem.protocol.errors import InvalidArgument
     from tandem.version import install_command
 
     try:
         from tandem.cli.load import pictures as module
     except ModuleNotFoundError:
-        raise InvalidArgument(option, f"needs matplotlib; {install_command('plots')}") from None
+        raise InvalidArgument("--plot", f"needs matplotlib; {install_command('plots')}") from None
     return module

@@ -161,7 +161,7 @@ class ResultOptions:
         if self.json_file is not None and not self.json_file.absolute().parent.is_dir():
             raise InvalidArgument("--json", f"{self.json_file.parent} is no folder; make it first")
         if self.plot is not None:
-            check_picture("--plot", self.plot)
+            check_picture(self.plot)
 
     def cells(self) -> list[SloCell]:
         """Return one cell with the goodput targets, or no cell if no target is given.
@@ -223,5 +223,5 @@ def _write(server: Server, load: LoadOptions, results: ResultOptions, loads: lis
     if results.json_file is not None:
         results.json_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if results.plot is not None:
-        plots = pictures("--plot")
+        plots = pictures()
         plots.draw_latencies(plots.run_of(server.model, result), results.plot)

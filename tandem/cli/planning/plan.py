@@ -215,7 +215,7 @@ def draw_break_even(inputs: PlanInputs, drafting: Drafting, file: Path) -> None:
         points = [(float(batch), each.speedup(cost, batch, context)) for batch in range(1, BATCHES[-1] + 1)]
         lines[f"{acceptance:g} accepted, pays below {each.break_even(cost, context)}"] = points
     title = f"{drafting.drafts} drafts, {inputs.decode.name}, context {context}"
-    pictures("--plot").draw_lines(title, ("requests that decode", "times as many tokens/s"), lines, 1.0, file)
+    pictures().draw_lines(title, ("requests that decode", "times as many tokens/s"), lines, 1.0, file)
 
 
 def comparison(knee: Compared) -> str:

@@ -278,7 +278,7 @@ class ReportOptions:
     def check(self) -> None:
         """Check the values. Raises InvalidArgument, which names the option."""
         if self.plot is not None:
-            check_picture("--plot", self.plot)
+            check_picture(self.plot)
         check_above_0("--network-gbps", self.network_gbps)
         if self.price_per_hour is not None:
             check_above_0("--price-per-hour", self.price_per_hour)
