@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tandem.engine.weights.gguf_parts import part_names, require_first_part
 from tandem.protocol.errors import ModelError
@@ -65,7 +65,7 @@ class HubModel:
         except ModelError:
             raise
         except Exception as error:  # the types of errors depend on the versions of the library and of its HTTP client
-            raise ModelError(f"{self.name}: {self._reason(error)}") from error
+            raise self._failure(error) from error
         return folder / self.file
 
     def configuration(self) -> Path:
@@ -89,7 +89,7 @@ class HubModel:
         try:
             folder = Path(snapshot_download(**chosen, tqdm_class=_progress_bar(lambda _: None)))
         except Exception as error:  # as in `download`
-            raise ModelError(f"{self.name}: {self._reason(error)}") from error
+            raise self._failure(error) from error
         if not (folder / needed).exists():
             raise ModelError(f"{self.repo} has no config.json; choose a repository in Hugging Face layout.")
         return folder
@@ -112,7 +112,7 @@ class HubModel:
                 folder = Path(snapshot_download(**chosen, local_files_only=True))
                 if all((folder / part).exists() for part in parts):
                     return folder
-            raise (unreachable.__cause__ or unreachable) from None
+            raise unreachable
         self._check_files([file.filename for file in files])
         missing = _check_space(files)
 
@@ -138,34 +138,49 @@ class HubModel:
         more = ", …" if len(gguf_files) > _NAMED_AT_MOST else "."
         raise ModelError(f"{self.repo} has {lacks}; give one of its GGUF files: {ids}{more}")
 
-    def _reason(self, error: Exception) -> str:
-        """Return a sentence with the cause of a failed download and the remedy."""
-        from huggingface_hub import constants
-        from huggingface_hub.errors import (
-            GatedRepoError,
-            OfflineModeIsEnabled,
-            RepositoryNotFoundError,
-            RevisionNotFoundError,
-        )
+    def _failure(self, error: Exception) -> ModelError:
+        """Return the error of a download that failed with `error`, with the cause and the remedy."""
+        from huggingface_hub import constants, errors
 
         hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
-        known: dict[type[Exception], str] = {
-            GatedRepoError: f"the repository is gated; accept its conditions at {hub}/{self.repo} and set HF_TOKEN.",
-            RepositoryNotFoundError: f"this is neither a folder or file here nor a public repository of {hub}; correct"
-            " the name, or set HF_TOKEN if it is private.",
-            RevisionNotFoundError: f"the repository has no revision {self.revision}; give one of its branches, tags or"
-            " commits.",
-            OfflineModeIsEnabled: f"HF_HUB_OFFLINE is set, and the cache {cache} lacks files of it; unset the variable"
-            " to download them.",
-        }
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            return f"the disk of {cache} is full; free some space, or set HF_HOME to another disk."
+        if isinstance(error, errors.DryRunError | errors.LocalEntryNotFoundError) and error.__cause__ is not None:
+            error = cast("Exception", error.__cause__)
         detail = " ".join(str(error).split()) or type(error).__name__
-        unknown = (
-            f"it cannot be downloaded from {hub} ({detail}), and the cache {cache} lacks files of it; check the "
-            "connection and HF_ENDPOINT."
-        )
-        return next((text for kind, text in known.items() if isinstance(error, kind)), unknown)
+        match error:
+            case errors.GatedRepoError():
+                reason = (
+                    f"the repository is gated; accept its conditions at {hub}/{self.repo} and set HF_TOKEN to a token of"
+                    " the account that did."
+                )
+            case errors.RepositoryNotFoundError():
+                reason = (
+                    f"this is neither a folder or file here nor a public repository of {hub}; correct the name, or set"
+                    " HF_TOKEN if it is private."
+                )
+            case errors.RevisionNotFoundError():
+                reason = f"the repository has no revision {self.revision}; give one of its branches, tags or commits."
+            case errors.OfflineModeIsEnabled():
+                reason = (
+                    f"HF_HUB_OFFLINE is set, and the cache {cache} lacks files of it; unset the variable to download"
+                    " them."
+                )
+            case errors.HfHubHTTPError(response=response) if response.status_code == 401:
+                reason = (
+                    f"{hub} does not accept the token; correct HF_TOKEN or the token that `hf auth login` saved, or"
+                    " remove it if the repository is public."
+                )
+            case errors.HfHubHTTPError(response=response) if response.status_code == 403:
+                reason = f"{hub} forbids the download ({detail}); set HF_TOKEN to a token that may read this repository."
+            case errors.HfHubHTTPError(response=response) if response.status_code == 429:
+                reason = f"{hub} limits the rate of requests ({detail}); try again later, or set HF_TOKEN for a higher limit."
+            case OSError(errno=errno.ENOSPC):
+                reason = f"the disk of {cache} is full; free some space, or set HF_HOME to another disk."
+            case _:
+                reason = (
+                    f"it cannot be downloaded from {hub} ({detail}), and the cache {cache} lacks files of it; check the"
+                    " connection and HF_ENDPOINT."
+                )
+        return ModelError(f"{self.name}: {reason}")
 
 
 def hub_model(model: Path) -> HubModel | None:

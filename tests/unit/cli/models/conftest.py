@@ -7,7 +7,7 @@ import pytest
 
 from tests.factories import write_tiny_model
 from tests.small_tokenizer import save_tokenizer
-from tests.unit.cli.models.hub_server import HubServer, serving
+from tests.unit.cli.models.hub_server import STATUSES, HubServer, serving
 
 
 @pytest.fixture(scope="session")
@@ -24,6 +24,8 @@ def repositories(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "onnx" / "config.json").write_text("{}")
         (folder / "additional_chat_templates").mkdir()
         (folder / "additional_chat_templates" / "rag.jinja").write_text("{{ messages }}")
+    for org in STATUSES:
+        (root / org / "tiny").mkdir(parents=True)
     quants = ["a-Q4.gguf", "sub/a-Q8.gguf", "sub/b-00001-of-00002.gguf", "sub/b-00002-of-00002.gguf"]
     quants.append("c-00001-of-00002.gguf")
     for name, files in {"org/quants": quants, "org/pickled": ["pytorch_model.bin"]}.items():

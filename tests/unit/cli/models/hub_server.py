@@ -12,12 +12,15 @@ from urllib.parse import unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_secret"
+STATUSES = {"private": 403, "limited": 429}
+"""The statuses of all answers about repositories of an organization."""
 
 
 class HubServer(ThreadingHTTPServer):
     """Serves each folder ORG/NAME below `root` as a repository with the branch main and the tag v1.
 
-    Repositories of the organization `gated` need TOKEN. `requests` has the paths of all requests.
+    Repositories of the organization `gated` need TOKEN, and no repository takes another token. Those of STATUSES are
+    answered with an error. `requests` has the paths of all requests.
     """
 
     def __init__(self, root: Path) -> None:
@@ -53,9 +56,14 @@ class _Handler(BaseHTTPRequestHandler):
         is_api = parts[:2] == ["api", "models"]
         org, name, action, revision, *rest = [*(parts[2:] if is_api else parts), "", ""]
         folder = self.server.root / org / name
-        if not folder.is_dir():
+        authorization = self.headers["authorization"]
+        if authorization not in (None, f"Bearer {TOKEN}"):
+            self._send(401, message="Invalid credentials in Authorization header")
+        elif not folder.is_dir():
             self._send(404, code="RepoNotFound")
-        elif not is_api and org == "gated" and self.headers["authorization"] != f"Bearer {TOKEN}":
+        elif org in STATUSES:
+            self._send(STATUSES[org], message=f"{org} says the Hub")
+        elif not is_api and org == "gated" and authorization != f"Bearer {TOKEN}":
             self._send(403, code="GatedRepo")
         elif revision not in {"main", "v1", COMMIT}:
             self._send(404, code="RevisionNotFound")
@@ -76,13 +84,22 @@ class _Handler(BaseHTTPRequestHandler):
         return {"type": "file", "path": path, "size": size, "oid": hashlib.sha1(file.read_bytes()).hexdigest()}
 
     def _send(
-        self, status: int, content: bytes = b"", *, code: str = "", etag: str = "", size: int | None = None
+        self,
+        status: int,
+        content: bytes = b"",
+        *,
+        code: str = "",
+        message: str = "",
+        etag: str = "",
+        size: int | None = None,
     ) -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(content) if size is None else size))
         self.send_header("X-Repo-Commit", COMMIT)
         if code:
             self.send_header("X-Error-Code", code)
+        if message:
+            self.send_header("X-Error-Message", message)
         if etag:
             self.send_header("ETag", f'"{etag}"')
         self.end_headers()

@@ -12,6 +12,7 @@ from tandem.engine.weights.checkpoint import check_model
 from tandem.engine.weights.gguf_parts import gguf_files
 from tandem.protocol.errors import ModelError
 from tests.unit.cli.models.hub_server import COMMIT, TOKEN, HubServer, hub_environment
+from tests.unit.deploy.test_errors_page import found as listed
 
 SCRIPT = """
 import json, sys
@@ -77,6 +78,10 @@ def test_all_parts_are_downloaded_if_the_first_is_named(hub: HubServer, tmp_path
         ("org/missing", {}, "neither a folder or file here nor a public repository"),
         ("org/tiny@v9", {}, "no revision v9"),
         ("gated/tiny", {}, "is gated; accept its conditions"),
+        ("gated/tiny", {"HF_TOKEN": "hf_wrong"}, "does not accept the token; correct HF_TOKEN"),
+        ("org/tiny", {"HF_TOKEN": "hf_wrong"}, "does not accept the token; correct HF_TOKEN"),
+        ("private/tiny", {}, "set HF_TOKEN to a token that may read this repository"),
+        ("limited/tiny", {}, "try again later, or set HF_TOKEN for a higher limit"),
         ("org/tiny", {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"),
         ("org/tiny", {"HF_ENDPOINT": "http://127.0.0.1:9"}, "check the connection and HF_ENDPOINT"),
         (
@@ -97,6 +102,7 @@ def test_what_cannot_be_downloaded_is_one_sentence(
     assert problem in error
     assert error.startswith(model.partition("@")[0].partition(":")[0])
     assert "\n" not in error
+    assert listed(error), f"not on the page of errors: {error}"
     assert not hub.fetched()
 
 
