@@ -145,11 +145,9 @@ class LoadOptions:
 class ResultOptions:
     """The options that describe the outputs of a run."""
 
-    ttft: Annotated[
-        float | None, typer.Option("--ttft", help="Target of goodput: milliseconds to the first token.")
-    ] = None
-    itl: Annotated[
-        float | None, typer.Option("--itl", help="Target of goodput: milliseconds between tokens, of 99 in 100 gaps.")
+    slo_ttft: Annotated[float | None, typer.Option(help="Target of goodput: milliseconds to the first token.")] = None
+    slo_itl: Annotated[
+        float | None, typer.Option(help="Target of goodput: milliseconds between tokens, of 99 in 100 gaps.")
     ] = None
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures there.")] = None
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the latencies there: FILE.svg or FILE.png.")] = None
@@ -171,19 +169,19 @@ class ResultOptions:
         import math
 
         from tandem.cli.load.slo import SloCell
-        from tandem.protocol.errors import InvalidArgument
+        from tandem.cli.planning.plan_options import check_above_0
 
-        for option, limit in (("--ttft", self.ttft), ("--itl", self.itl)):
-            if limit is not None and not limit > 0:
-                raise InvalidArgument(option, f"{limit:g} is not above 0")
-        if self.ttft is None and self.itl is None:
+        for option, limit in (("--slo-ttft", self.slo_ttft), ("--slo-itl", self.slo_itl)):
+            if limit is not None:
+                check_above_0(option, limit)
+        if self.slo_ttft is None and self.slo_itl is None:
             return []
-        limits = (math.inf if limit is None else limit / 1e3 for limit in (self.ttft, self.itl))
+        limits = (math.inf if limit is None else limit / 1e3 for limit in (self.slo_ttft, self.slo_itl))
         return [SloCell(self.targets(), *limits)]
 
     def targets(self) -> str:
         """Return the goodput targets as text for the table."""
-        named = (("TTFT", self.ttft), ("ITL", self.itl))
+        named = (("TTFT", self.slo_ttft), ("ITL", self.slo_itl))
         return ", ".join(f"{name} ≤ {limit:g} ms" for name, limit in named if limit is not None)
 
 

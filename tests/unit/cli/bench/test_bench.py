@@ -88,8 +88,8 @@ def test_words_of_a_chat_have_the_asked_tokens(url: str, server: OpenAIServer, t
 
 def test_goodput_counts_what_meets_the_targets(url: str, server: OpenAIServer, tmp_path: Path) -> None:
     server.token_s = 0.02
-    loose = figures(tmp_path, "--url", url, "--rate", "6", "--ttft", "60000", "--itl", "60000")["loads"][0]
-    strict = figures(tmp_path, "--url", url, "--rate", "6", "--itl", "1")["loads"][0]
+    loose = figures(tmp_path, "--url", url, "--rate", "6", "--slo-ttft", "60000", "--slo-itl", "60000")["loads"][0]
+    strict = figures(tmp_path, "--url", url, "--rate", "6", "--slo-itl", "1")["loads"][0]
     assert [next(iter(report["goodput"].values()))["share"] for report in (loose, strict)] == [1.0, 0.0]
     assert list(strict["goodput"]) == ["ITL ≤ 1 ms"]
     assert "goodput" not in bench(*SMALL, "--url", url).output
@@ -97,12 +97,12 @@ def test_goodput_counts_what_meets_the_targets(url: str, server: OpenAIServer, t
 
 @pytest.mark.parametrize(("tokens", "errors"), [("7", "RESOURCE_EXHAUSTED|HTTP 429"), ("9", "engine_dead")])
 def test_errors_are_counted_by_kind(tokens: str, errors: str, url: str, tmp_path: Path) -> None:
-    load = figures(tmp_path, "--url", url, "--rate", "6", "--answer-tokens", tokens, "--ttft", "1000")["loads"][0]
+    load = figures(tmp_path, "--url", url, "--rate", "6", "--answer-tokens", tokens, "--slo-ttft", "1000")["loads"][0]
     ((kind, count),) = load["errors"].items()
     assert kind in errors
     assert count == load["requests"]
     assert load["finished"] == load["output_tokens_per_s"] == 0
-    assert load["goodput"]["TTFT ≤ 1000 ms"]["shed" if tokens == "7" else "failed"] == count
+    assert load["goodput"]["TTFT ≤ 1000 ms"]["rejected" if tokens == "7" else "failed"] == count
 
 
 def test_a_server_without_usage_is_counted_by_its_events(url: str, server: OpenAIServer, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_the_latencies_are_drawn(suffix: str, url: str, tmp_path: Path) -> None:
         (("--prompt-tokens", "many"), 2, "--prompt-tokens: 'many' is neither"),
         (("--arrivals", "bursts"), 2, "--arrivals: 'bursts' is neither poisson nor constant"),
         (("--api", "rest"), 2, "--api: 'rest' is neither completions nor chat"),
-        (("--ttft", "0"), 2, "--ttft: 0 is not above 0"),
+        (("--slo-ttft", "0"), 2, "--slo-ttft: 0 is not above 0"),
         (("--plot", "a.pdf"), 2, "--plot: a.pdf ends in neither .svg nor .png"),
         (("--json", "no/such/file"), 2, "--json: no/such is no folder"),
         (("--dataset", "none.jsonl"), 2, "--dataset: none.jsonl cannot be read"),
