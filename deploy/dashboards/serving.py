@@ -55,7 +55,7 @@ _SERVICE_CLASSES = Row(
             "Outcomes",
             Unit.REQUESTS,
             (Query(rate(_REQUESTS, "outcome"), "{{outcome}}"),),
-            "Requests by outcome; shed: rejected.",
+            "Requests by outcome: targets met, missed, rejected at admission, or failed.",
             width=12,
             stacked=True,
         ),

@@ -27,8 +27,8 @@ class Outcome(StrEnum):
     MET = "met"
     MISSED_TTFT = "missed_ttft"
     MISSED_ITL = "missed_itl"
-    SHED = "shed"
-    """The request was rejected at once."""
+    REJECTED = "rejected"
+    """The request was rejected at once, for lack of capacity."""
     FAILED = "failed"
     """The request ended without a complete answer."""
 
@@ -170,10 +170,10 @@ def judge(
 
 
 def rejected(error: TandemError) -> RequestOutcome:
-    """Return the outcome of a request that was rejected with `error`: SHED, or FAILED if no worker could serve it."""
+    """Return the outcome of a request that ended with `error` at once: FAILED if no worker could serve it."""
     if not isinstance(error, ResourceExhausted):
         return RequestOutcome(Outcome.FAILED, Phase.QUEUE)
-    return RequestOutcome(Outcome.SHED, Phase.DECODE if reason_of(error) is Refusal.SLO_ITL else Phase.QUEUE)
+    return RequestOutcome(Outcome.REJECTED, Phase.DECODE if reason_of(error) is Refusal.SLO_ITL else Phase.QUEUE)
 
 
 def failed(timeline: Timeline) -> RequestOutcome:

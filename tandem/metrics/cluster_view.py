@@ -13,7 +13,7 @@ from tandem.metrics.family import Family
 from tandem.metrics.scrape import Scrape, ScrapeInterval
 from tandem.metrics.worker_figures import figures_of
 
-OUTCOMES = ("met", "missed_ttft", "missed_itl", "shed", "failed")
+OUTCOMES = ("met", "missed_ttft", "missed_itl", "rejected", "failed")
 """The outcomes of requests with an SLO class, as the metrics name them."""
 _ROUTER = "router"
 _LATENCIES = (

@@ -108,7 +108,7 @@ OFFERED_ANSWER_TOKENS = counter(
 )
 SLO_REQUESTS = counter(
     "slo_requests_total",
-    "Requests by service class and outcome (met, missed_ttft, missed_itl, shed, failed); goodput is the rate of met.",
+    "Requests by class and outcome (met, missed_ttft, missed_itl, rejected, failed); goodput is the rate of met.",
     "slo_class",
     "outcome",
 )

@@ -177,14 +177,14 @@ def test_the_figures_are_true(traffic: Traffic) -> None:
 
 
 def test_the_router_judges_what_clients_saw(running_cluster: Callable[..., Any]) -> None:
-    """Each request has exactly one outcome, and rejections count as shed, however many SLOs this machine can meet."""
+    """Each request has exactly one outcome, and rejections count as rejected, however many SLOs this machine can meet."""
     cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=128)
     before = scrape(cluster)
     seen = [outcome(cluster, 3, slo_class=name) for name in ("strict", "balanced", "quick") for _ in range(2)]
     growth = Traffic(before, scrape(cluster), cluster).grown
     judged = sum(growth("slo_requests_total", outcome=outcome) for outcome in ("met", "missed_ttft", "missed_itl"))
     assert judged == seen.count("done")
-    assert growth("slo_requests_total", outcome="shed") == seen.count("RESOURCE_EXHAUSTED")
+    assert growth("slo_requests_total", outcome="rejected") == seen.count("RESOURCE_EXHAUSTED")
     assert growth("slo_requests_total", outcome="met") == judged + seen.count("RESOURCE_EXHAUSTED") - growth(
         "slo_missed_total"
     )

@@ -194,8 +194,8 @@ def test_goodput_is_what_the_load_generator_counted(watched: Watched, report_lin
         )
         assert least * (1 - TOLERANCE) <= met <= most * (1 + TOLERANCE)
         assert watched.count(f'tandem_slo_requests_total{{slo_class="{name}"}}') == len(records)
-        shed = sum(cell.judge(record) is Outcome.SHED for record in records)
-        assert watched.count(f'tandem_slo_requests_total{{slo_class="{name}",outcome="shed"}}') == shed
+        rejected = sum(cell.judge(record) is Outcome.REJECTED for record in records)
+        assert watched.count(f'tandem_slo_requests_total{{slo_class="{name}",outcome="rejected"}}') == rejected
     assert bounds["quick"][0] > 0, "else a router that finds none met would pass"
     assert bounds["balanced"][1] < len(watched.requests["balanced"]), "else one that finds all met would"
     best_effort = watched.requests["best_effort"]

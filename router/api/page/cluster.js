@@ -5,7 +5,7 @@ import { read, reasonOf, setReaderKey } from "./server.js";
 
 const PERIOD_MS = 3000;
 const NONE = "–";
-const OUTCOMES = { met: "met", missed_ttft: "missed TTFT", missed_itl: "missed ITL", shed: "rejected", failed: "failed" };
+const OUTCOMES = { met: "met", missed_ttft: "missed TTFT", missed_itl: "missed ITL", rejected: "rejected", failed: "failed" };
 const keyForm = byId("reader-key");
 let timer = 0;
 

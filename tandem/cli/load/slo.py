@@ -11,7 +11,7 @@ from tandem.protocol.errors import InvalidArgument, ResourceExhausted
 
 GAP_PERCENT = 99.0
 """Default percentile of a request's own inter-token gaps to which the gap limit applies."""
-_SHED = (ResourceExhausted.code, f"HTTP {HTTPStatus.TOO_MANY_REQUESTS:d}")
+_REJECTED = (ResourceExhausted.code, f"HTTP {HTTPStatus.TOO_MANY_REQUESTS:d}")
 """The error codes, over gRPC and HTTP, of requests that a server rejects at once for lack of capacity."""
 STRICT_STEPS = 2.0
 """The gap limit of the strict cell, as a multiple of an idle cluster's decode step."""
@@ -35,10 +35,10 @@ class SloCell:
     def judge(self, record: RequestRecord) -> Outcome:
         """Return the outcome of a request with the limits of this cell.
 
-        SHED = rejected at once for lack of capacity, FAILED = without a complete answer for another reason.
+        REJECTED = at once, for lack of capacity, FAILED = without a complete answer for another reason.
         """
         if record.error:
-            return Outcome.SHED if record.error in _SHED else Outcome.FAILED
+            return Outcome.REJECTED if record.error in _REJECTED else Outcome.FAILED
         if record.ttft_s is None or record.ttft_s > self.ttft_s:
             return Outcome.MISSED_TTFT
         gaps = record.gaps_s

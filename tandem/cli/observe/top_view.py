@@ -9,7 +9,7 @@ from tandem.metrics.scrape import ScrapeInterval
 
 _NONE = "-"
 _MS, _PERCENT, _MEGA = 1e3, 100.0, 1e6
-_OUTCOME_HEADINGS = {"missed_ttft": "missed TTFT", "missed_itl": "missed ITL", "shed": "rejected"}
+_OUTCOME_HEADINGS = {"missed_ttft": "missed TTFT", "missed_itl": "missed ITL"}
 """The headings of outcomes that have another heading than their name."""
 
 

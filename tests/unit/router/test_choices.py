@@ -133,7 +133,7 @@ class TestSmallQueue:
     async def test_each_answer_counts(self, cluster: Cluster, client: Client) -> None:
         error = await client.error(ask(3, n=5))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert judged(cluster) == {"shed": 1}
+        assert judged(cluster) == {"rejected": 1}
         cluster.prefill.switches.silent_prefill = True
         calls = [client.stub.Generate(ask(3, n=3)) for _ in range(1)]
         await until(lambda: cluster.router._dispatcher.waiting == 2, "two are held")

@@ -281,9 +281,9 @@ def test_tokens_sent_after_a_failure_are_in_its_trace(metrics: RouterMetrics) ->
 
 def test_refusals(metrics: RouterMetrics) -> None:
     for error, reason, missed in (
-        (Refused(Refusal.QUEUE_FULL, "full"), "queue_full", {"shed", "queue"}),
-        (Refused(Refusal.SLO_ITL, "crowded"), "slo_itl", {"shed", "decode"}),
-        (Refused(Refusal.SLO_TTFT, "late"), "slo_ttft", {"shed", "queue"}),
+        (Refused(Refusal.QUEUE_FULL, "full"), "queue_full", {"rejected", "queue"}),
+        (Refused(Refusal.SLO_ITL, "crowded"), "slo_itl", {"rejected", "decode"}),
+        (Refused(Refusal.SLO_TTFT, "late"), "slo_ttft", {"rejected", "queue"}),
         (Unavailable("nobody"), "no_worker", {"failed", "queue"}),
         (InvalidArgument("prompt", "is wrong"), "invalid", set()),
     ):

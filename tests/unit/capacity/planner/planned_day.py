@@ -218,14 +218,14 @@ class PlannedRun(Run):
         loads = [worker.load() for worker in workers]
         wanted = Counter(worker.assignment.assignment.role for worker in workers)
         facts = self._facts()
-        shed = [verdict for verdict in self._verdicts if verdict.outcome is Kind.SHED]
+        rejected = [verdict for verdict in self._verdicts if verdict.outcome is Kind.REJECTED]
         offered = Offered(
             len(self._offered) / self.window_s,
             _mean([len(request.prompt) for request in self._offered]),
             0.0,
             self._expected / max(len(self._offered), 1),
-            refused_per_s=len(shed) / self.window_s,
-            crowded_per_s=sum(verdict.phase is Phase.DECODE for verdict in shed) / self.window_s,
+            refused_per_s=len(rejected) / self.window_s,
+            crowded_per_s=sum(verdict.phase is Phase.DECODE for verdict in rejected) / self.window_s,
         )
         missed = Counter(verdict.phase for verdict in self._verdicts if verdict.phase is not None)
         seen = Observation(

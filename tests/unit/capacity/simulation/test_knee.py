@@ -70,8 +70,8 @@ def answer(
         (answer(1.1, placed_s=0.1), Kind.MISSED_TTFT, Phase.PREFILL),
         (answer(0.5, 0.2, *[0.05] * 9), Kind.MET, None),  # one gap in ten may be longer
         (answer(0.5, 0.2, 0.2, *[0.05] * 8), Kind.MISSED_ITL, Phase.DECODE),
-        (answer(0.5, error=ResourceExhausted.code, refused=Refusal.SLO_TTFT), Kind.SHED, Phase.QUEUE),
-        (answer(0.5, error=ResourceExhausted.code, refused=Refusal.SLO_ITL), Kind.SHED, Phase.DECODE),
+        (answer(0.5, error=ResourceExhausted.code, refused=Refusal.SLO_TTFT), Kind.REJECTED, Phase.QUEUE),
+        (answer(0.5, error=ResourceExhausted.code, refused=Refusal.SLO_ITL), Kind.REJECTED, Phase.DECODE),
         (answer(0.5, error=Internal.code), Kind.FAILED, Phase.QUEUE),
     ],
 )

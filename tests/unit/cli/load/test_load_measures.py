@@ -78,7 +78,7 @@ def test_without_tokens_there_is_nothing_to_measure() -> None:
         (record(tokens=[1.01, 1.02]), Outcome.MISSED_TTFT),
         (record(due_s=0.5, tokens=[1.4, 1.5, 1.7]), Outcome.MISSED_ITL),
         (record(tokens=[1.01, 9.0]), Outcome.MISSED_TTFT),
-        (record(error="RESOURCE_EXHAUSTED"), Outcome.SHED),
+        (record(error="RESOURCE_EXHAUSTED"), Outcome.REJECTED),
         (record(error="UNAVAILABLE", tokens=[0.1, 0.2]), Outcome.FAILED),
         (record(error=WRONG_LENGTH, tokens=[0.1]), Outcome.FAILED),
     ],
@@ -110,7 +110,7 @@ def test_goodput_counts_every_request_that_was_due() -> None:
     ]
     made = report(records)
     (score,) = made.scores
-    assert score.outcomes == {"met": 2, "missed_ttft": 1, "missed_itl": 2, "shed": 2, "failed": 1}
+    assert score.outcomes == {"met": 2, "missed_ttft": 1, "missed_itl": 2, "rejected": 2, "failed": 1}
     assert score.share == 2 / 8
     assert score.per_s == 2 / 10
     assert made.errors == {"RESOURCE_EXHAUSTED": 2, "UNAVAILABLE": 1}

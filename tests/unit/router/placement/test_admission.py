@@ -251,7 +251,7 @@ def test_an_answer_too_many_is_told_so(ttft_s: float) -> None:
     assert "class 'gap' is kept up to 5 ms" in refused[0].message
     assert 0.1 <= refused[0].retry_after_s < 0.5, "of an answer's second, as far as it is too many"
     assert refused[0].reason is Refusal.SLO_ITL
-    assert rejected(refused[0]) == RequestOutcome(Outcome.SHED, Phase.DECODE)
+    assert rejected(refused[0]) == RequestOutcome(Outcome.REJECTED, Phase.DECODE)
 
 
 def test_the_noisier_steps_are_the_fewer_are_admitted() -> None:
