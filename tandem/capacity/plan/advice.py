@@ -17,10 +17,8 @@ from tandem.capacity.planner.load_ratio import busy_cap
 from tandem.capacity.simulation.hardware import ITEM_BYTES
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import StepWork, chunk_pairs
-from tandem.engine.config.quantization import Codes
 from tandem.engine.memory import GIB
 from tandem.engine.model_sizes import model_sizes
-from tandem.engine.models.load_spec import quantized_at_load
 from tandem.metrics.bottlenecks import Bottleneck
 from tandem.protocol.errors import InvalidArgument
 
@@ -194,7 +192,7 @@ class Adviser:
         )
 
     def _for_memory(self) -> Iterator[Technique]:
-        for name, kind in self._narrower():
+        for name, kind in self.kind.narrower_kinds():
             memory = kind.memory(self.demand)
             yield Technique(name, f"{memory.kv_tokens:,.0f} tokens of KV a worker", _QUALITY)
         for ranks in (2, 4, 8):
@@ -221,7 +219,7 @@ class Adviser:
             f" {self._step_s(self.kind, larger) * _MS:.1f} ms; {_UTILIZATION}",
         )
         yield self._prefix_cache()
-        for name, kind in self._narrower():
+        for name, kind in self.kind.narrower_kinds():
             gain = now_s / self._gpu_seconds(kind, self.demand, self.batch)
             if gain >= _LEAST_GAIN:
                 yield Technique(name, f"{gain:.2f} times as many requests a GPU", _QUALITY)
@@ -261,7 +259,7 @@ class Adviser:
         yield from self._ranks(lambda kind: self._prompt_s(kind, self.demand), "prompts")
 
     def _fewer_bits(self, seconds: Callable[[WorkerKind], float], what: str) -> Iterator[Technique]:
-        for name, kind in self._narrower():
+        for name, kind in self.kind.narrower_kinds():
             gain = seconds(self.kind) / seconds(kind)
             if gain >= _LEAST_GAIN:
                 yield Technique(name, f"{what} {gain:.2f} times as fast", _QUALITY)
@@ -286,14 +284,6 @@ class Adviser:
             f"it does not pay from {drafting.break_even(cost, context)} requests at once on: the step has no free"
             " arithmetic then",
         )
-
-    def _narrower(self) -> Iterator[tuple[str, WorkerKind]]:
-        """Yield the workers with weights in FP8 and in 4 bits and with KV in 8 bits, each after its option."""
-        if self.kind.model.quantization is None:
-            for codes in (Codes.FLOAT8, Codes.INT4):
-                yield f"--quantization {codes}", replace(self.kind, model=quantized_at_load(self.kind.model, codes))
-        if (kv := self.kind.narrower_kv()) is not None:
-            yield "--kv-cache-dtype int8", replace(self.kind, kv_element_bytes=kv)
 
     def _with_ranks(self, ranks: int) -> WorkerKind | None:
         """Return the workers with `ranks` GPUs; None if they have as many already, or if the model is not divisible."""

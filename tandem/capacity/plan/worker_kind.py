@@ -188,20 +188,24 @@ class WorkerKind:
         )
 
     def quantized_forms(self, demand: Demand) -> Iterator[Quantized]:
-        """Yield the model with 8-bit weights, with 8-bit KV and with both, with their step costs by the roofline.
+        """Yield the model with fewer bits of weights, of KV and of both, with their step costs by the roofline."""
+        for option, kind in self.narrower_kinds():
+            forms = [(option, kind)]
+            if kind.model is not self.model:
+                forms += [(f"{option} {kv_option}", both) for kv_option, both in kind.narrower_kinds()]
+            for options, form in forms:
+                yield Quantized(options, form.memory(demand), self.predicted_costs, form.predicted_costs)
+
+    def narrower_kinds(self) -> Iterator[tuple[str, WorkerKind]]:
+        """Yield the workers with weights in FP8 and in 4 bits and with KV in 8 bits, each after its option.
 
         Weights and KV that are already quantized are left out.
         """
-        packed = None if self.model.quantization else quantized_at_load(self.model, Codes.INT8)
-        kv = self.narrower_kv()
-        for name, model, element_bytes in (
-            ("weights in 8 bits", packed, self.kv_element_bytes),
-            ("KV in 8 bits", self.model, kv),
-            ("both", packed, kv),
-        ):
-            if model is not None and element_bytes is not None:
-                after = self._roofline(model, element_bytes)
-                yield Quantized(name, self._memory(demand, model, element_bytes), self.predicted_costs, after)
+        if self.model.quantization is None:
+            for codes in (Codes.FLOAT8, Codes.INT4):
+                yield f"--quantization {codes}", replace(self, model=quantized_at_load(self.model, codes))
+        if (kv := self.narrower_kv()) is not None:
+            yield "--kv-cache-dtype int8", replace(self, kv_element_bytes=kv)
 
     def narrower_kv(self) -> float | None:
         """Return the bytes of an 8-bit KV element.

@@ -29,7 +29,7 @@ def forms(memory: Memory) -> list[tuple[Quantized, Quantized]]:
         after = replace(before, base_s=weights * 1e-3, context_s=kv * 1e-6, free_tokens=round(weights * 100))
         return (Quantized(name, smaller, before, after),) * 2
 
-    return [form("weights in 8 bits", 0.5, 1.0), form("KV in 8 bits", 1.0, 0.5), form("both", 0.5, 0.5)]
+    return [form("--quantization fp8", 0.5, 1.0), form("--kv-cache-dtype int8", 1.0, 0.5), form("both", 0.5, 0.5)]
 
 
 def test_kv_has_the_memory_that_weights_leave() -> None:
@@ -39,9 +39,9 @@ def test_kv_has_the_memory_that_weights_leave() -> None:
 
 def test_quantization_helps_where_kv_binds() -> None:
     rates = {change.name: change.rate for change in changes(ANSWERS, ANSWERS.best(8, Limits()), forms(MEMORY))}  # type: ignore[arg-type]
-    assert rates["KV in 8 bits"] > 1.3
-    assert rates["weights in 8 bits"] > 1.2
-    assert rates["both"] > max(rates["KV in 8 bits"], rates["weights in 8 bits"])
+    assert rates["--kv-cache-dtype int8"] > 1.3
+    assert rates["--quantization fp8"] > 1.2
+    assert rates["both"] > max(rates["--kv-cache-dtype int8"], rates["--quantization fp8"])
 
 
 def test_a_step_that_reads_half_of_the_kv_is_shorter() -> None:
@@ -52,7 +52,7 @@ def test_a_step_that_reads_half_of_the_kv_is_shorter() -> None:
     split = sizing.best(40, Limits(Range(20, 20), Range(20, 20)))
     assert split is not None
     rates = {change.name: change.rate for change in changes(sizing, split, forms(roomy))}
-    assert rates["KV in 8 bits"] > 1.3
+    assert rates["--kv-cache-dtype int8"] > 1.3
 
 
 def test_the_fewest_workers_have_the_requested_headroom() -> None:
