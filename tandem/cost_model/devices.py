@@ -39,20 +39,21 @@ DEVICES = {
     "H100": DeviceKind(990e12, 3.35e12, 79.6),
     "H100-NVL": DeviceKind(835e12, 3.9e12, 93.1, 3e11),
     "H800": DeviceKind(990e12, 3.35e12, 79.6, 2e11),
-    "MI300X": DeviceKind(1307e12, 5.3e12, 191.9, 4.48e11),
     "A100-80": DeviceKind(312e12, 2.04e12, 79.3, 3e11),
     "A100-40": DeviceKind(312e12, 1.56e12, 39.4, 3e11),
     "L40S": DeviceKind(362e12, 0.864e12, 44.5, 3.2e10),
     "L4": DeviceKind(121e12, 0.3e12, 22.5, 3.2e10),
 }
-"""GPU models by name, from the makers' data sheets; the SXM version if there is one.
+"""The GPU models that workers run on, by name, from their data sheets; the SXM version if there is one."""
+NOT_SERVED = {"MI300X": DeviceKind(1307e12, 5.3e12, 191.9, 4.48e11)}
+"""GPU models that workers do not run on, which only the roofline of `tandem plan` compares with the others.
 
-Workers run on NVIDIA's. Of the MI300X the link rate is that to all seven others of its host together.
+The link rate of the MI300X is that to all seven others of its host together.
 """
 
 
 def device_kind(option: str, name: str) -> DeviceKind:
-    """Return the GPU model of this name.
+    """Return the GPU model of this name, which workers run on.
 
     Raises InvalidArgument, with `option` and the known names, if the name is unknown.
     """

@@ -23,8 +23,10 @@ CPU_PAGE_TOKENS, GPU_PAGE_TOKENS = 16, 128
 
 
 def _check_device(name: str, device: str) -> None:
+    if device == AUTO:
+        refuse(name, "auto is for `tandem up` and `tandem serve`; give cpu, cuda or cuda:N")
     if re.fullmatch(r"cpu|cuda(:[0-9]+)?", device) is None:
-        refuse(name, f"{device!r} is not one of cpu, cuda and cuda:N")
+        refuse(name, f"{device!r} is not one of auto, cpu, cuda and cuda:N")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,17 +22,18 @@ def _table(*columns: str) -> Table:
 def roofline_table(kind: WorkerKind, demand: Demand) -> Iterator[str | Table]:
     """Yield a title, and a table with the ridge of each known GPU and the wall of each phase on it."""
     from tandem.capacity.plan.walls import phases, ridge
-    from tandem.cost_model.devices import DEVICES
+    from tandem.cost_model.devices import DEVICES, NOT_SERVED
 
     works = list(phases(kind, demand))
     yield (
         f"{kind.name}, prompts of {demand.computed_tokens:.0f} computed tokens, decode steps of 1 to 256 requests with"
-        f" a context of {demand.context_tokens:.0f}; operations per byte, and what limits"
+        f" a context of {demand.context_tokens:.0f}; operations per byte, and what limits; * = no worker runs on it"
     )
     table = _table("GPU", "ridge", *(work.name for work in works))
     table.add_row("operations per byte", "", *(f"{work.intensity:.3g}" for work in works))
-    for name, device in DEVICES.items():
-        table.add_row(name, f"{ridge(device):.0f}", *(work.wall(device) for work in works))
+    for name, device in (DEVICES | NOT_SERVED).items():
+        shown = f"{name}*" if name in NOT_SERVED else name
+        table.add_row(shown, f"{ridge(device):.0f}", *(work.wall(device) for work in works))
     yield table
 
 

@@ -61,7 +61,8 @@ def test_no_gpu_is_said_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None
     ("arguments", "words"),
     [
         (["--device", "cuda"], "^device: 'cuda' is not there: PyTorch sees 0 CUDA devices"),
-        (["--device", "gpu"], "^--device: 'gpu' is not one of cpu, cuda and cuda:N$"),
+        (["--device", "gpu"], "^--device: 'gpu' is not one of auto, cpu, cuda and cuda:N$"),
+        (["--device", "auto"], "^--device: auto is for `tandem up` and `tandem serve`; give cpu, cuda or cuda:N$"),
         (["--dtype", "float8"], "^--dtype: 'float8' is not one of auto, float32, bfloat16, float16$"),
         (["--shape", "nope"], "'nope' is no known shape; choose deepseek-v2-lite"),
     ],

@@ -316,7 +316,7 @@ def test_an_unknown_device_is_refused_with_the_known_ones(device: str) -> None:
     result = CliRunner().invoke(app, ["up", "--device", device, *ANY_PORTS])
     assert (result.exit_code, result.stderr) == (
         2,
-        f"error: --device: {device!r} is not one of cpu, cuda and cuda:N\n",
+        f"error: --device: {device!r} is not one of auto, cpu, cuda and cuda:N\n",
     )
 
 

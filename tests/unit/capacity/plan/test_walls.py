@@ -5,9 +5,10 @@ import pytest
 from tandem.capacity.plan.walls import BATCHES, kv_gib, phases, ridge, transfer_seconds
 from tandem.capacity.plan.worker_kind import WorkerKind
 from tandem.capacity.planner.demand import Demand
-from tandem.cost_model.devices import DEVICES
+from tandem.cost_model.devices import DEVICES, NOT_SERVED, device_kind
 from tandem.engine.models.shapes import shape_config
 from tandem.metrics.bottlenecks import Bottleneck
+from tandem.protocol.errors import InvalidArgument
 
 
 def kind(shape: str) -> WorkerKind:
@@ -45,4 +46,10 @@ def test_a_short_context_makes_large_batches_bound_by_compute() -> None:
 
 
 def test_each_gpu_of_the_table_is_known() -> None:
-    assert {"H100-NVL", "MI300X", "B200", "GB200", "A100-80"} <= set(DEVICES)
+    assert {"H100-NVL", "B200", "GB200", "A100-80"} <= set(DEVICES)
+
+
+def test_no_worker_is_planned_on_a_gpu_that_only_the_roofline_has() -> None:
+    for name in NOT_SERVED:
+        with pytest.raises(InvalidArgument, match=f"^--gpu: '{name}' is not one of"):
+            device_kind("--gpu", name)
