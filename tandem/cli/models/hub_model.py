@@ -149,8 +149,8 @@ class HubModel:
         match error:
             case errors.GatedRepoError():
                 reason = (
-                    f"the repository is gated; accept its conditions at {hub}/{self.repo} and set HF_TOKEN to a token of"
-                    " the account that did."
+                    f"the repository is gated; accept its conditions at {hub}/{self.repo} and set HF_TOKEN to a token"
+                    " of the account that did."
                 )
             case errors.RepositoryNotFoundError():
                 reason = (
@@ -170,9 +170,14 @@ class HubModel:
                     " remove it if the repository is public."
                 )
             case errors.HfHubHTTPError(response=response) if response.status_code == 403:
-                reason = f"{hub} forbids the download ({detail}); set HF_TOKEN to a token that may read this repository."
+                reason = (
+                    f"{hub} forbids the download ({detail}); set HF_TOKEN to a token that may read this repository."
+                )
             case errors.HfHubHTTPError(response=response) if response.status_code == 429:
-                reason = f"{hub} limits the rate of requests ({detail}); try again later, or set HF_TOKEN for a higher limit."
+                reason = (
+                    f"{hub} limits the rate of requests ({detail}); try again later, or set HF_TOKEN for a higher"
+                    " limit."
+                )
             case OSError(errno=errno.ENOSPC):
                 reason = f"the disk of {cache} is full; free some space, or set HF_HOME to another disk."
             case _:

@@ -42,6 +42,12 @@ def test_each_command_of_the_workflow_exists(jobs: dict[str, Any]) -> None:
         assert {word for word in words if word.startswith("--")} <= known | {"--help"}, line
 
 
+def test_actions_are_named_by_commit_and_release() -> None:
+    uses = re.findall(r"uses: (.+)", WORKFLOW.read_text())
+    assert [line for line in uses if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", line)] == []
+    assert len({tuple(line.split("@")) for line in uses}) == len({line.split("@")[0] for line in uses}), "one release"
+
+
 def test_nothing_is_published_before_the_wheel_has_served_and_tests_have_passed(jobs: dict[str, Any]) -> None:
     def before(name: str) -> set[str]:
         needs = jobs[name].get("needs", [])
