@@ -177,7 +177,7 @@ def test_the_figures_are_true(traffic: Traffic) -> None:
 
 
 def test_the_router_judges_what_clients_saw(running_cluster: Callable[..., Any]) -> None:
-    """Each request has exactly one outcome, and rejections count as rejected, however many SLOs this machine can meet."""
+    """Each request has exactly one outcome, a rejection REJECTED, however many SLOs this machine can meet."""
     cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=128)
     before = scrape(cluster)
     seen = [outcome(cluster, 3, slo_class=name) for name in ("strict", "balanced", "quick") for _ in range(2)]
