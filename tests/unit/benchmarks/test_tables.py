@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.results import RESULTS, newest_result, read_results
-from benchmarks.tables import PAGE, make_page, peer_tables
+from benchmarks.sections.served import peer_tables
+from benchmarks.tables import PAGE, make_page
 
 README = PAGE.parent.parent / "README.md"
 
