@@ -43,6 +43,7 @@ def make_page(folder: Path) -> str:
     """Return the page about the runs in `folder`. Raises LookupError if a section has no run there."""
     sections = (
         *(engine.engine, engine.by_batch, engine.chunks, engine.quantized, engine.experts, engine.latent),
+        *(engine.attention_forms, engine.tile_order),
         *(served.served, served.handoff),
         *(strategies.goodput, strategies.strategies, strategies.batching, strategies.planning),
         *(served.peer, served.router, served.cpu),

@@ -202,3 +202,71 @@ def latent(folder: Path) -> str:
         "python -m benchmarks.kernels latent --save",
         [(name, run)],
     )
+
+
+def attention_forms(folder: Path) -> str:
+    """Return the section on forms of attention; empty until a run is kept."""
+    if not (runs := read_results(folder, "attention-forms-")):
+        return ""
+    name, run = runs[-1]
+    overtakes = run["overtakes_products_at"]
+    text = (
+        f"One layer of {run['shape']}: attention of a prompt by the engine, by PyTorch's SDPA and with all scores "
+        "stored, in ms and GiB, beside the matrix products of the layer. Attention takes longer than these "
+        + (f"from {overtakes:,} tokens on." if overtakes else "at none of these lengths.")
+        + f" Below: a decode step's attention in all layers, of {run['rows']} requests with {run['context']:,} tokens "
+        f"each, and the time of a hand-over of such a request over {run['network_gbps']:g} Gb/s."
+    )
+    prompts = table(
+        ("prompt tokens", "engine", "SDPA", "all scores stored", "products"),
+        (
+            (
+                f"{row['tokens']:,}",
+                *(
+                    f"{row[f'{form}_ms']:.2f} ms, {row[f'{form}_gib']:.2f} GiB" if f"{form}_ms" in row else "–"
+                    for form in ("engine", "sdpa", "naive")
+                ),
+                f"{row['products_ms']:.2f} ms",
+            )
+            for row in run["prompts"]
+        ),
+    )
+    heads = table(
+        ("heads", "KiB of KV a token", "attention of a step, ms", "hand-over, ms"),
+        (
+            (
+                row["form"],
+                f"{row['bytes_per_token'] / 1024:.0f}",
+                f"{row['step_ms']:.2f}",
+                f"{row['hand_over_ms']:.1f}",
+            )
+            for row in run["heads"]
+        ),
+    )
+    title = f"Forms of attention: {run['hardware']['name']}"
+    command = "python -m benchmarks.kernels forms --save"
+    return section(title, text, [*prompts, "", *heads], command, [(name, run)])
+
+
+def tile_order(folder: Path) -> str:
+    """Return the section on the order of a product's tiles; empty until a run is kept."""
+    if not (runs := read_results(folder, "tile-order-")):
+        return ""
+    name, run = runs[-1]
+    text = (
+        f"TFLOP/s of a Triton product with tiles of 128 x 256 x 64 in row-major order, in groups of {run['group']} rows "
+        f"of tiles, and of cuBLAS, for the products of {run['shape']}."
+    )
+    lines = table(
+        ("product", "tokens", "row-major", "grouped", "cuBLAS"),
+        (
+            (
+                f"{row['product']}, {row['n']:,} x {row['k']:,}",
+                f"{row['tokens']:,}",
+                *(f"{row[f'{way}_tflops']:.0f}" for way in ("row_major", "grouped", "cublas")),
+            )
+            for row in run["rows"]
+        ),
+    )
+    title = f"Order of tiles: {run['hardware']['name']}"
+    return section(title, text, lines, "python -m benchmarks.kernels order --save", [(name, run)])

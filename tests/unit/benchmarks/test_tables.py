@@ -116,3 +116,28 @@ def test_every_link_to_a_run_leads_to_a_file() -> None:
         text = file.read_text(encoding="utf-8")
         linked = re.findall(r"benchmarks/results/([\w.-]+\.json)", text)
         assert not set(linked) - set(names), file.name
+
+
+def test_sections_of_runs_that_are_not_kept_yet_appear_with_the_first_one(kept: Path) -> None:
+    facts = {"hardware": {"name": "a GPU"}, "commit": "abc", "date": "2030-01-01", "shape": "llama-3-8b"}
+    prompt = {"tokens": 512, "engine_ms": 1.5, "engine_gib": 0.1, "sdpa_ms": 2.0, "sdpa_gib": 0.2, "products_ms": 3.0}
+    head = {"form": "GQA", "bytes_per_token": 131072, "step_ms": 2.5, "hand_over_ms": 10.7}
+    forms = {"prompts": [prompt], "heads": [head], "overtakes_products_at": 50_000, "network_gbps": 400.0}
+    order = {"product": "qkv", "n": 6144, "k": 4096, "tokens": 512, "row_major_tflops": 1.0}
+    order |= {"grouped_tflops": 2.0, "cublas_tflops": 3.0}
+    chunk = {"chunk": 2048, "itl_ms": 50.0, "prompt_tokens_per_s": 40960.0, "answer_tokens_per_s": 2560.0}
+    runs = {
+        "attention-forms-x": {**forms, "rows": 64, "context": 4096},
+        "tile-order-x": {"rows": [order], "group": 8},
+        "chunks-x": {"rows": [chunk], "decoding": 128, "context": 1024},
+    }
+    for name, figures in runs.items():
+        for file in kept.glob(f"{name.removesuffix('x')}*"):
+            file.unlink()
+        (kept / f"{name}.json").write_text(json.dumps(facts | figures))
+    page = make_page(kept)
+    assert "| 512 | 1.50 ms, 0.10 GiB | 2.00 ms, 0.20 GiB | – | 3.00 ms |" in page
+    assert "from 50,000 tokens on" in page
+    assert "| GQA | 128 | 2.50 | 10.7 |" in page
+    assert "| qkv, 6,144 x 4,096 | 512 | 1 | 2 | 3 |" in page
+    assert "| 2,048 | 50.0 | 40,960 | 2,560 |" in page

@@ -166,7 +166,7 @@ class FlashPrefill:
             q = torch.zeros(tokens, shape.heads, shape.head_dim, dtype=dtype, device=device)
             sinks = torch.zeros(shape.heads, device=device) if has_sinks else None
             layer = AttentionLayer(0, shape, rope=q, sinks=sinks)  # rope is not read: q and k are rotated already
-            self(q, layer, cache, _one_prompt(tokens, pages, device), 0)
+            self(q, layer, cache, one_prompt(tokens, pages, device), 0)
 
     def begin_step(self, cache: KvCache, layout: StepLayout, first_row: int) -> None:
         """Zero the values after each row's context in the row's last page, if TMA loads whole pages."""
@@ -261,7 +261,7 @@ def _sdpa(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, shape: Att
     return mixed[0].transpose(0, 1)
 
 
-def _one_prompt(tokens: int, pages: int, device: torch.device) -> StepLayout:
+def one_prompt(tokens: int, pages: int, device: torch.device) -> StepLayout:
     """Return the layout of a step with one new prompt on pages 0, 1, …."""
 
     def numbers(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
