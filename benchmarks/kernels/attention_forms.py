@@ -26,7 +26,7 @@ from tandem.engine.kernels.attention.prefill_attention import (
     compiled,
     one_prompt,
 )
-from tandem.engine.kernels.kv_cache import kv_view
+from tandem.engine.kernels.kv_cache import kv_view, layer_part, unquantized
 from tandem.engine.kernels.layers import AttentionLayer
 from tandem.engine.models.shapes import shape_config, shape_names
 from tandem.protocol.ending import pages_for
@@ -82,7 +82,7 @@ def prompt_row(spec: ModelSpec, tokens: int, device: torch.device) -> dict[str, 
     planes = random(pages, 1, shape.kv_heads, GPU_PAGE_TOKENS * 2 * shape.head_dim)
     cache = kv_view(planes, (shape.head_dim, shape.head_dim), GPU_PAGE_TOKENS)
     keys, values = (
-        cache[:, 0, part].transpose(0, 1).reshape(shape.kv_heads, -1, shape.head_dim)[:, :tokens] for part in range(2)
+        unquantized(layer_part(cache, 0, part)).transpose(0, 1).flatten(1, 2)[:, :tokens] for part in range(2)
     )
     engine = choose_prefill_attention(device, torch.bfloat16, [AttentionKind(shape)], GPU_PAGE_TOKENS, pdl=False)
     engine = compiled(engine, [AttentionKind(shape)], torch.bfloat16, device)
@@ -171,7 +171,7 @@ def head_rows(
     attention = spec.layers[0].attention
     assert isinstance(attention, GroupedQueryAttention)
     shape, layers = attention.shape, len(spec.layers)
-    forms = {
+    forms: dict[str, AttentionShape | LatentShape] = {
         "MHA": replace(shape, kv_heads=shape.heads),
         "GQA": shape,
         "MQA": replace(shape, kv_heads=1),

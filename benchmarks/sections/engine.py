@@ -254,8 +254,8 @@ def tile_order(folder: Path) -> str:
         return ""
     name, run = runs[-1]
     text = (
-        f"TFLOP/s of a Triton product with tiles of 128 x 256 x 64 in row-major order, in groups of {run['group']} rows "
-        f"of tiles, and of cuBLAS, for the products of {run['shape']}."
+        f"TFLOP/s of a Triton product with tiles of 128 x 256 x 64 in row-major order, in groups of {run['group']} "
+        f"rows of tiles, and of cuBLAS, for the products of {run['shape']}."
     )
     lines = table(
         ("product", "tokens", "row-major", "grouped", "cuBLAS"),
