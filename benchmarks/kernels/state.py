@@ -22,7 +22,7 @@ from benchmarks.gpu_timing import copy_bandwidth, graph_seconds, median_seconds
 from benchmarks.results import run_facts
 from tandem.engine.cache.paged_cache import state_view
 from tandem.engine.config.kv import StateGroup, layer_bytes
-from tandem.engine.config.model import GatedDeltaNet, KimiDeltaAttention, Mamba2, ShortConvolution, StateLayer
+from tandem.engine.config.state_layers import GatedDeltaNet, KimiDeltaAttention, Mamba2, ShortConvolution, StateLayer
 from tandem.engine.kernels.base import StepLayout
 from tandem.engine.kernels.kv_cache import StateCache
 from tandem.engine.kernels.layers import Norm, RecurrentLayer

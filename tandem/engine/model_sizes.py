@@ -15,14 +15,13 @@ from tandem.engine.config.kv import kv_elements, layer_bytes, state_of, window_o
 from tandem.engine.config.model import (
     Attention,
     GroupedQueryAttention,
-    KimiDeltaAttention,
     LatentAttention,
     LayerSpec,
     MixtureOfExperts,
     ModelSpec,
-    StateLayer,
 )
 from tandem.engine.config.sharding import Rank, local_experts_spec
+from tandem.engine.config.state_layers import KimiDeltaAttention, StateLayer
 from tandem.engine.kernels.base import is_cpu
 from tandem.engine.models.allocation import packed_weights, saved_bytes
 from tandem.settings.ceilings import Ceilings

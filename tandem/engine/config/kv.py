@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from math import prod
 
 from tandem.engine.config.attention import StateShape
-from tandem.engine.config.model import GroupedQueryAttention, LatentAttention, LayerSpec, ModelSpec, StateLayer
+from tandem.engine.config.model import GroupedQueryAttention, LatentAttention, LayerSpec, ModelSpec
+from tandem.engine.config.state_layers import StateLayer
 from tandem.protocol.errors import ModelError
 from tandem.protocol.kv_pages import STATE
 

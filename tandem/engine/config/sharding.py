@@ -19,17 +19,14 @@ from tandem.engine.config.model import (
     Attention,
     DenseFeedForward,
     FeedForward,
-    GatedDeltaNet,
     GroupedQueryAttention,
-    KimiDeltaAttention,
     LatentAttention,
     LayerSpec,
-    Mamba2,
     MixtureOfExperts,
     ModelSpec,
-    StateLayer,
 )
 from tandem.engine.config.quantization import Quantization
+from tandem.engine.config.state_layers import GatedDeltaNet, KimiDeltaAttention, Mamba2, StateLayer
 from tandem.protocol.errors import InvalidArgument
 
 

@@ -7,7 +7,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tandem.engine.config.attention import AttentionShape, LatentShape
-from tandem.engine.config.model import MixtureOfExperts, StateLayer
+from tandem.engine.config.model import MixtureOfExperts
+from tandem.engine.config.state_layers import StateLayer
 from tandem.engine.kernels.lora_tables import LoraTables
 from tandem.engine.kernels.packed_weight import Weight
 

@@ -9,7 +9,8 @@ import torch
 
 from tandem.engine.compiled_folder import compiled_folder
 from tandem.engine.config.attention import LatentShape
-from tandem.engine.config.model import GatedDeltaNet, GroupedQueryAttention, ModelSpec
+from tandem.engine.config.model import GroupedQueryAttention, ModelSpec
+from tandem.engine.config.state_layers import GatedDeltaNet
 from tandem.engine.kernels.attention.prefill_attention import (
     COMPILED_LENGTHS,
     AttentionKind,

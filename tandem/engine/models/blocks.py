@@ -7,12 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.engine.config.model import (
-    GroupedQueryAttention,
-    KimiDeltaAttention,
-    LatentAttention,
-    StateLayer,
-)
+from tandem.engine.config.model import GroupedQueryAttention, LatentAttention
+from tandem.engine.config.state_layers import KimiDeltaAttention, StateLayer
 from tandem.engine.kernels.base import Kernels, Products, StepLayout
 from tandem.engine.kernels.kv_cache import GroupCache, kv_of, latents_of, states_of, unquantized
 from tandem.engine.kernels.layers import (

@@ -8,15 +8,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tandem.engine.config.kv import kv_groups, kv_layer_of
-from tandem.engine.config.model import (
-    GroupedQueryAttention,
-    MixtureOfExperts,
-    ModelSpec,
-    QueryScaling,
-    ShortConvolution,
-    StateLayer,
-)
+from tandem.engine.config.model import GroupedQueryAttention, MixtureOfExperts, ModelSpec, QueryScaling
 from tandem.engine.config.rope import RopeConfig
+from tandem.engine.config.state_layers import ShortConvolution, StateLayer
 from tandem.engine.expert_tokens import ExpertTokens
 from tandem.engine.kernels.base import Kernels, Products
 from tandem.engine.kernels.layers import Experts, LayerNorm, Norm

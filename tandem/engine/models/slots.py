@@ -7,14 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.engine.config.model import (
-    DenseFeedForward,
-    GroupedQueryAttention,
-    LayerSpec,
-    MixtureOfExperts,
-    ModelSpec,
-    StateLayer,
-)
+from tandem.engine.config.model import DenseFeedForward, GroupedQueryAttention, LayerSpec, MixtureOfExperts, ModelSpec
+from tandem.engine.config.state_layers import StateLayer
 from tandem.engine.kernels.layers import Experts
 from tandem.engine.kernels.packed_weight import Weight
 from tandem.engine.models.parameters import (

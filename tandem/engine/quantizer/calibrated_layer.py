@@ -12,7 +12,8 @@ from torch import Tensor
 
 from tandem.engine.cache.paged_cache import kernel_view
 from tandem.engine.config.kv import KvGroup, kv_groups
-from tandem.engine.config.model import DenseFeedForward, GroupedQueryAttention, ModelSpec, StateLayer
+from tandem.engine.config.model import DenseFeedForward, GroupedQueryAttention, ModelSpec
+from tandem.engine.config.state_layers import StateLayer
 from tandem.engine.kernels.base import StepLayout
 from tandem.engine.kernels.kv_cache import KvCache
 from tandem.engine.kernels.packed_weight import Weight

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.speculation.draft_rows import with_drafts
-from tandem.engine.config.model import StateLayer
+from tandem.engine.config.state_layers import StateLayer
 from tandem.engine.kernels.base import RowChains, StepLayout
 from tandem.engine.kernels.kv_cache import StateCache
 from tandem.engine.kernels.layers import RecurrentLayer

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.engine.config.model import GatedDeltaNet, KimiDeltaAttention, Mamba2, StateLayer
+from tandem.engine.config.state_layers import GatedDeltaNet, KimiDeltaAttention, Mamba2, StateLayer
 from tandem.engine.kernels.states import reference, state_kernels
 from tandem.engine.kernels.states.chunked_delta import ChunkedDelta, choose_chunked_delta, chunks_of
 from tandem.engine.kernels.states.recurrence import recurrence

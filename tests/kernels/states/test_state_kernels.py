@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.engine.config.model import StateLayer
+from tandem.engine.config.state_layers import StateLayer
 from tandem.engine.kernels.kv_cache import StateCache
 from tandem.engine.kernels.states import state_kernels
 from tandem.engine.kernels.states.chunked_delta import ChunkedDelta

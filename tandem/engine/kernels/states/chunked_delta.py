@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tandem.engine.config.model import GatedDeltaNet
+from tandem.engine.config.state_layers import GatedDeltaNet
 from tandem.engine.kernels.base import StepLayout
 from tandem.engine.kernels.fallback import failure_of, why_not_imported
 from tandem.engine.kernels.kv_cache import StateCache

@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tandem.engine.config.model import KimiDeltaAttention, Mamba2, ShortConvolution, StateLayer
+from tandem.engine.config.state_layers import KimiDeltaAttention, Mamba2, ShortConvolution, StateLayer
 from tandem.engine.kernels.base import StepLayout
 from tandem.engine.kernels.kv_cache import StateCache
 from tandem.engine.kernels.layers import RecurrentLayer

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.engine.config.model import KimiDeltaAttention
+from tandem.engine.config.state_layers import KimiDeltaAttention
 from tandem.engine.kernels.base import StepLayout
 from tandem.engine.kernels.kv_cache import StateCache
 from tandem.engine.kernels.latent.triton_products import dot

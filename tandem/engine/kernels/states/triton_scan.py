@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.engine.config.model import Mamba2
+from tandem.engine.config.state_layers import Mamba2
 from tandem.engine.kernels.base import StepLayout
 from tandem.engine.kernels.kv_cache import StateCache
 from tandem.engine.kernels.latent.triton_products import dot

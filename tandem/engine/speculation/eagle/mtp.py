@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tandem.engine.config.model import LatentAttention, LayerSpec, ModelSpec, StateLayer
+from tandem.engine.config.model import LatentAttention, LayerSpec, ModelSpec
 from tandem.engine.config.quantization import WeightScheme
+from tandem.engine.config.state_layers import StateLayer
 from tandem.engine.models.allocation import allocate_parameters, empty_on, parameter_bytes, quantized_weights
 from tandem.engine.models.families import family_of, slots_of
 from tandem.engine.models.load_spec import read_json

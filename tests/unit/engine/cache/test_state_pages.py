@@ -9,18 +9,9 @@ from tandem.engine.cache.page_checksums import page_checksums
 from tandem.engine.cache.paged_cache import PagedCache, cache_bytes, choose_pages, page_bytes
 from tandem.engine.config.attention import AttentionShape
 from tandem.engine.config.kv import StateGroup, kv_groups, layer_bytes
-from tandem.engine.config.model import (
-    Attention,
-    DenseFeedForward,
-    GatedDeltaNet,
-    GroupedQueryAttention,
-    LayerSpec,
-    Mamba2,
-    ModelSpec,
-    ShortConvolution,
-    StateLayer,
-)
+from tandem.engine.config.model import Attention, DenseFeedForward, GroupedQueryAttention, LayerSpec, ModelSpec
 from tandem.engine.config.sharding import PagePart, Rank, own_spec, page_parts, rank_spec, stage_layers
+from tandem.engine.config.state_layers import GatedDeltaNet, Mamba2, ShortConvolution, StateLayer
 from tandem.engine.kernels.kv_cache import StateCache
 from tandem.engine.model_sizes import kv_bytes_per_token, state_bytes
 from tandem.engine.model_summary import model_summary

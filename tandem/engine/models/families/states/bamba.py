@@ -4,7 +4,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from tandem.engine.config.model import Mamba2, ModelSpec
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.config.state_layers import Mamba2
 from tandem.engine.models.families.family import Family, Json, grouped_layers, make_model, parse_dense, parse_shape
 from tandem.engine.models.families.states.nemotron_h import check_mamba, mamba_slots
 from tandem.engine.models.parameters import Parameters, StateParameters

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from tandem.engine.config.model import Attention, KimiDeltaAttention, LatentAttention, ModelSpec
+from tandem.engine.config.model import Attention, LatentAttention, ModelSpec
+from tandem.engine.config.state_layers import KimiDeltaAttention
 from tandem.engine.kernels.packed_weight import Weight
 from tandem.engine.models.families.family import Family, Json, check_sizes, parse_sigmoid_router
 from tandem.engine.models.families.latent.deepseek_v2 import latent_model, latent_slots

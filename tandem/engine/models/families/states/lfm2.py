@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tandem.engine.config.model import DenseFeedForward, FeedForward, ModelSpec, ShortConvolution
+from tandem.engine.config.model import DenseFeedForward, FeedForward, ModelSpec
+from tandem.engine.config.state_layers import ShortConvolution
 from tandem.engine.models.families.family import Family, Json, check_sizes, grouped_layers, make_model, parse_shape
 from tandem.engine.models.parameters import Parameters, StateParameters
 from tandem.engine.models.slots import ParameterSlot, renamed, standard_slots, state_slots

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from tandem.engine.config.model import FeedForward, LayerSpec, Mamba2, MixtureOfExperts, ModelSpec
+from tandem.engine.config.model import FeedForward, LayerSpec, MixtureOfExperts, ModelSpec
+from tandem.engine.config.state_layers import Mamba2
 from tandem.engine.kernels.layers import Experts
 from tandem.engine.models.families.family import (
     Family,

@@ -9,12 +9,12 @@ from torch import Tensor
 from tandem.engine.config.model import (
     ExpertRouter,
     FeedForward,
-    GatedDeltaNet,
     GroupedQueryAttention,
     LayerSpec,
     MixtureOfExperts,
     ModelSpec,
 )
+from tandem.engine.config.state_layers import GatedDeltaNet
 from tandem.engine.models.families.dense.gemma2 import plus_one_norms
 from tandem.engine.models.families.experts.qwen3_moe import dense_layers
 from tandem.engine.models.families.family import (
