@@ -103,7 +103,7 @@ class LeasedRequests:
             return given
         request = self._by_epoch[lease.epoch]
         if pages != request.prompt_pages:
-            raise InvalidArgument("pages", f"{pages} asked for, the prompt of this lease fills {request.prompt_pages}")
+            raise InvalidArgument("pages", f"{pages} requested, the prompt of this lease fills {request.prompt_pages}")
         # For a local prompt, pages of groups with a window are taken chunk by chunk.
         here = self._kv.full_groups * (pages - request.skipped)
         count = here if prefill == self._me else request.lease_pages

@@ -77,7 +77,7 @@ class PulledPrefixes:
             return given
         pull = self._by_epoch[lease.epoch]
         if not 1 <= digests <= len(pull.prefix.digests):
-            raise InvalidArgument("pages", f"{digests} asked for, the prefix has {len(pull.prefix.digests)}")
+            raise InvalidArgument("pages", f"{digests} requested, the prefix has {len(pull.prefix.digests)}")
         pull.pages, pull.held = self._cache.begin_pull(lease, pull.prefix, digests)
         pages = held_pages(pull.pages)
         if not pages:

@@ -64,7 +64,7 @@ class RequestRegistry:
         known = self._requests.get(_key_of(task))
         if known is not None and known.task.ref.attempt > task.ref.attempt:
             self.fenced += 1
-            raise StaleEpoch(f"attempt {task.ref.attempt} of {task.ref.request_id} is over; a later one runs")
+            raise StaleEpoch(f"attempt {task.ref.attempt} of {task.ref.request_id} has ended; a later one runs")
         if self.closed:
             raise RoleClosed(f"worker {self._me.worker_id} takes no prompts, as it {self.closed}; ask another one")
         if not_ready:

@@ -93,7 +93,7 @@ class WriteWindow:
         if not self.over and time.monotonic() >= self.ends_at:
             await self._renewals.renew(self.destination.peer)
         if self.over:
-            raise StaleEpoch(f"{self.lease} is over at {self.destination.peer.worker_id}; drop this attempt")
+            raise StaleEpoch(f"{self.lease} has ended at {self.destination.peer.worker_id}; drop this attempt")
         if time.monotonic() >= self.ends_at:
             peer = self.destination.peer.worker_id
             raise TransferFailed(f"{peer} took too long to say that its pages may be written; prefill again elsewhere")

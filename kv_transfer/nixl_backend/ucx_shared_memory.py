@@ -49,7 +49,7 @@ def check_transports(environment: Mapping[str, str], *, trusted_network: bool) -
     if beyond and not trusted_network:
         raise InvalidArgument(
             "UCX_TLS",
-            f"{chosen} lets UCX listen to a network ({', '.join(beyond)}), where whoever reaches it can write into"
+            f"{chosen} lets UCX listen to a network ({', '.join(beyond)}), where anyone who reaches it can write into"
             " workers' memory; unset it, or give --trusted-network if only workers can reach it",
         )
 

@@ -46,7 +46,7 @@ _COMPLETION_TOOLS = "tools are for chat completions"
 _COMPLETION_CHAT = "chat templates are for chat completions"
 _GRAMMAR = "structural tags are not served; ask by response_format or structured_outputs"
 _CHOICE = "this sampling option is not supported"
-_ADAPTER = "an adapter is asked for by its name as model"
+_ADAPTER = "an adapter is requested by its name as model"
 _DETOKENIZING = "special tokens are always left out of the text"
 
 UNSERVED: Mapping[str, Unserved] = {

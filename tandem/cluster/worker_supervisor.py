@@ -215,7 +215,7 @@ class WorkerSupervisor:
             sizes = SizeChange(workers=cluster.workers, grace_s=GRACE_S)
             if self._assignments.topology.mode is Mode.DISAGGREGATED:
                 sizes = SizeChange(cluster.prefill, cluster.decode, grace_s=GRACE_S)
-            await _log_on_failure(self.operator.resize(sizes), "there are more workers than asked for")
+            await _log_on_failure(self.operator.resize(sizes), "there are more workers than requested")
         for name, (_, description) in orphans.items():
             changed = differences(tuning_of(self._asked_of(name)), description.tuning)
             if changed and name in self.fleet.supervisors:

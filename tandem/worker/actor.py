@@ -121,7 +121,7 @@ class WorkerActor:
         """End the worker after `outlive_s` seconds without contact to a controller."""
         while (silent_s := min(time.monotonic() - self._called_at, self._process.silent_s)) < self._outlive_s:  # noqa: ASYNC110
             await asyncio.sleep(min(LOOK_S, self._outlive_s - silent_s))
-        log.warning("%s has heard no controller for %.0f s, and ends", self._me.worker_id, silent_s)
+        log.warning("%s has had no contact with a controller for %.0f s, and ends", self._me.worker_id, silent_s)
         try:
             if self._process.serves:
                 await asyncio.to_thread(self._process.drain, LAST_GRACE_S)

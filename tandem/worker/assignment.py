@@ -140,7 +140,7 @@ class WorkerAssignment:
             async with asyncio.timeout(grace_s):
                 await self._emptied([scheduler])
         if left := self._abort_all(scheduler, OTHER_ROLE):
-            log.info("%s gives up %d requests of its %s phase", self._me.worker_id, len(left), scheduler.role)
+            log.info("%s aborts %d requests of its %s phase", self._me.worker_id, len(left), scheduler.role)
             await self._drain_phase(scheduler)
         del self._closing[scheduler.role]
         self.role = self.role.without(scheduler.role) or self.assignment.role

@@ -17,7 +17,7 @@ SIMULATED_MAX = 8
 """Maximum number of simulated workers; larger clusters are scaled in proportion.
 
 Each GPU of an expert-parallel worker is simulated as a worker, since it has its own requests. A worker with pipeline
-stages is simulated as so many workers of one stage that they have its throughput.
+stages is simulated as several workers of one stage that together have its throughput.
 """
 GUESSED = 0.8
 """The search for the knee starts at this fraction of the maximum rate that the cost model predicts."""

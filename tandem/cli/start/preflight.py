@@ -74,22 +74,22 @@ def check_device(config: ClusterSettings) -> None:
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
-        raise InvalidArgument("--device", f"{config.engine.device} asked for, PyTorch sees no GPU; use --device cpu")
+        raise InvalidArgument("--device", f"{config.engine.device} requested, PyTorch sees no GPU; use --device cpu")
     ranks = max(config.ranks_of(role) for role in config.worker_counts())
     if ranks > count:
         raise InvalidArgument(
             _ranks_option(config),
-            f"{ranks} GPUs asked for, PyTorch sees {count}; use a smaller number",
+            f"{ranks} GPUs requested, PyTorch sees {count}; use a smaller number",
         )
     first = int(config.engine.device.partition(":")[2] or 0)
     if first + ranks > count:
         raise InvalidArgument(
-            "--device", f"cuda:{first + ranks - 1} asked for, PyTorch sees cuda:0 to cuda:{count - 1} alone"
+            "--device", f"cuda:{first + ranks - 1} requested, PyTorch sees cuda:0 to cuda:{count - 1} alone"
         )
     from tandem.engine.device import why_no_gpu_kernels
 
     if (missing := why_no_gpu_kernels()) is not None:
-        raise InvalidArgument("--device", f"{config.engine.device} asked for, {missing}")
+        raise InvalidArgument("--device", f"{config.engine.device} requested, {missing}")
 
 
 def check_memory(config: ClusterSettings) -> None:

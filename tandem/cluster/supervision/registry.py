@@ -75,7 +75,7 @@ class Registry:
         known = self._workers.get(worker_id)
         # A late registration of an incarnation that has ended must not replace its successor.
         if incarnation <= self._gone.get(worker_id, -1) or (known and incarnation < known.peer.incarnation):
-            raise StaleEpoch(f"incarnation {incarnation} of {worker_id} is over; start the worker again")
+            raise StaleEpoch(f"incarnation {incarnation} of {worker_id} has ended; start the worker again")
         if known == info:
             return
         self._workers[worker_id] = info

@@ -127,7 +127,7 @@ class PagePool:
         """
         with self.lock:
             if lease in self._quarantined:
-                raise StaleEpoch(f"Lease {lease_name(lease)} is over; ask for a new one.")
+                raise StaleEpoch(f"Lease {lease_name(lease)} has ended; request a new one.")
             taken = self._take(pages, from_reserved)
             if taken:
                 self._advertised.setdefault(lease, []).extend(taken)
@@ -301,7 +301,7 @@ class PagePool:
 
     def _need(self, pages: int) -> None:
         if pages < 0:
-            raise Internal(f"{pages} pages were asked for.")
+            raise Internal(f"{pages} pages were requested.")
         if pages > self._unreserved:
             raise ResourceExhausted(
                 f"{pages} KV pages are needed and {self._unreserved} of {self._total} are free; try again soon."
@@ -332,7 +332,7 @@ class PagePool:
 
     def _pop(self, leases: dict[Lease, list[int]], lease: Lease) -> list[int]:
         if lease not in leases:
-            raise StaleEpoch(f"Lease {lease_name(lease)} holds no such pages; it is over or was never granted here.")
+            raise StaleEpoch(f"Lease {lease_name(lease)} holds no such pages; it has ended or was never granted here.")
         return leases.pop(lease)
 
     def _make_free(self, pages: Sequence[int]) -> int:

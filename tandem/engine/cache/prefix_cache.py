@@ -800,4 +800,4 @@ class PrefixCache:
         if readers[page_before] < readers[page]:
             yield f"page {page} has more readers than page {page_before} before it"
         elif not readers[page_before] and order[page_before] < order[page]:
-            yield f"page {page_before} is to be taken before page {page} behind it"
+            yield f"page {page_before} would be evicted before page {page} after it"

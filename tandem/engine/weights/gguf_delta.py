@@ -12,7 +12,7 @@ from tandem.engine.weights.gguf_states import decay_log, kernel, state_joins, st
 from tandem.protocol.errors import ModelError
 
 _ATTENTION_INTERVAL = 4
-"""Every so many layers one has attention if the file does not say otherwise, as in llama.cpp."""
+"""One in this number of layers has attention if the file does not say otherwise, as in llama.cpp."""
 _MODULE = "linear_attn"
 _NAMES = {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")} | state_names(
     _MODULE

@@ -225,7 +225,7 @@ def test_a_missing_gpu_is_reported_before_ray_starts(tmp_path: Path, monkeypatch
     model = write_tiny_model(tmp_path / "tiny")
     result = CliRunner().invoke(app, ["up", "--model", str(model), "--device", "cuda", *ANY_PORTS])
     assert result.exit_code == 2
-    assert result.stderr == "error: --device: cuda asked for, PyTorch sees no GPU; use --device cpu\n"
+    assert result.stderr == "error: --device: cuda requested, PyTorch sees no GPU; use --device cpu\n"
 
 
 def test_a_model_without_tokenizer_is_reported_before_ray_starts(
@@ -327,7 +327,7 @@ def test_a_gpu_past_the_last_is_reported_before_ray_starts(tmp_path: Path, monke
     model = write_tiny_model(tmp_path / "tiny")
     result = CliRunner().invoke(app, ["up", "--model", str(model), "--device", "cuda:2", *ANY_PORTS])
     assert result.exit_code == 2
-    assert result.stderr == "error: --device: cuda:2 asked for, PyTorch sees cuda:0 to cuda:1 alone\n"
+    assert result.stderr == "error: --device: cuda:2 requested, PyTorch sees cuda:0 to cuda:1 alone\n"
 
 
 @pytest.mark.parametrize(

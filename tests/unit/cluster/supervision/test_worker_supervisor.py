@@ -327,7 +327,7 @@ async def test_failures_once_the_cluster_serves_are_logged_and_the_rest_goes_on(
     monkeypatch.setattr(world.supervisor.operator, "resize", fail)
     world.supervisor.started.set()
     await until(lambda: min(world.serving.get(name, 0) for name in ("decode-0", "decode-1")) > 7)
-    assert "there are more workers than asked for" in caplog.text
+    assert "there are more workers than requested" in caplog.text
     assert "a defect" in caplog.text
     await world.supervisor.stop(end_workers=True)
 

@@ -38,7 +38,7 @@ _HEAD_DIM = 256
 _ROTATED = 0.25
 """The part of each head's dimensions that is rotated if config.json does not have it, as in transformers."""
 _INTERVAL = 4
-"""Every so many layers one has attention if config.json does not say otherwise, as in transformers."""
+"""One in this number of layers has attention if config.json does not say otherwise, as in transformers."""
 _DEFAULTS = {
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
