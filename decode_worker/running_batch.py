@@ -151,9 +151,12 @@ class RunningBatch:
 
     @property
     def waits_for_tokens(self) -> bool:
-        """True if the next step cannot be planned yet, because a grammar needs the tokens of the steps in flight."""
-        constrained = (slot.request.reservation.sampling.grammar for slot in self._with_history)
-        return bool(self.in_flight_steps) and any(constrained)
+        """True if the next step cannot be planned yet, because a row in flight was sampled without its grammar's mask.
+
+        Its token will be discarded, and the request's next row repeats it.
+        """
+        histories = (slot.request.history for slot in self._with_history)
+        return bool(self.in_flight_steps) and any(history is not None and history.waiting for history in histories)
 
     @property
     def waits_for_pages(self) -> bool:

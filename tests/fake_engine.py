@@ -33,6 +33,7 @@ from tandem.engine.steps.draft_groups import accepted_in
 from tandem.engine.steps.prompt_scoring import PromptScores
 from tandem.engine.steps.sampling_metadata import History
 from tandem.protocol.cost_parameters import UNMEASURED
+from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.kv_pages import STATE, KvPages
 from tandem.protocol.messages import LOGIT_BIAS_MAX, ModelFacts, SamplingParams, TokenLogprobs
 from tandem.settings.ceilings import Ceilings
@@ -124,17 +125,17 @@ class FakeEngine:
         return (("model", "fake"),)
 
     def launch(self, batch: StepBatch) -> PendingStep:
-        """Launch a step. An asynchronous step runs when its result is requested, after the next one is planned."""
+        """Launch a step. An asynchronous step runs when its result is requested, after the next one is planned.
+
+        One with grammars runs in `draw`, before the next one is planned.
+        """
         if self.launch_error is not None:
             raise self.launch_error
         masked = any(draw.index < draw.sampling.masked_tokens for draw in batch.draws)
         assert batch.draws.masked == masked, "draws may end an answer before its least length, or may not behind it"
-        for row in batch.rows:
-            if row.draw is not None and row.draw.sampling.grammar:
-                assert row.source is None, "the grammar's next tokens depend on a token in flight"
         if not self.asynchronous:
             result = self.run(batch)
-            return lambda: result
+            return PendingStep(lambda: result)
 
         def run() -> ModelRunnerOutput:
             rows = [
@@ -142,7 +143,10 @@ class FakeEngine:
             ]
             return self.run(batch if batch.verifies else StepBatch(rows))
 
-        return run
+        if not batch.draws.constrained:
+            return PendingStep(run)
+        sampled: list[ModelRunnerOutput] = []
+        return PendingStep(lambda: sampled[0], lambda: sampled.append(run()))
 
     def _drew(self, source: int) -> int:
         token = self.drawn[source]
@@ -208,7 +212,14 @@ class FakeEngine:
         history = row.draw.history
         assert (history is not None) == row.draw.sampling.needs_history
         answer = [] if history is None else context[len(history.prompt) :]
-        barred = _barred(row.draw.sampling, row.draw.index, answer)
+        if history is not None and row.source is not None:
+            # When a step with a grammar is sampled, the history has the token that was in flight at the step's launch.
+            answer = list(history.answer)
+        try:
+            barred = _barred(row.draw.sampling, row.draw.index, answer)
+        except InvalidArgument as error:  # as when an answer has ended in the step before
+            assert history is not None
+            history.failure, barred = error, frozenset(range(VOCAB)) - {EOS}
         if history is None:
             return next_token(context, row.draw.index, barred=barred)
         known = [*history.prompt, *history.answer]

@@ -116,7 +116,7 @@ class NoEngine:
         return ()
 
     def launch(self, batch: StepBatch) -> PendingStep:
-        """Pack a step, and return a function that waits for its end and returns the sampled tokens."""
+        """Pack a step, which ends at its due time."""
         with self.watch.timing("pack"):
             sizes = self._packed_sizes(batch, self._packer.sizes(batch))
             self._packer.pack(batch, sizes, self._words[: sizes.words])
@@ -132,7 +132,7 @@ class NoEngine:
             with self.watch.timing("drawn"):
                 return rows_of(drawn.tolist(), batch)
 
-        return result
+        return PendingStep(result)
 
     def _packed_sizes(self, batch: StepBatch, sizes: StepSizes) -> StepSizes:
         """Return the sizes to pack for. Decode-only steps are padded to a CUDA graph's rows and longest context."""

@@ -77,7 +77,7 @@ class HostStepper:
         self._words = torch.empty(_WORDS_AT_FIRST, dtype=torch.int64)
 
     def launch(self, batch: StepBatch) -> PendingStep:
-        """Compute a step, and return a function that returns the result, as `ModelRunner.launch` describes."""
+        """Compute a step, as `ModelRunner.launch` describes."""
         step, logits = self._compute(batch, every_token=False)
         self.graph_use.misses += 1
         if logits is None:
@@ -89,7 +89,7 @@ class HostStepper:
                 accepted = torch.tensor(accepted_in(batch.tokens, tokens.tolist()), dtype=torch.int32)
                 self._forward.accept_drafts(step, accepted.to(self._device))
             result = rows_of(tokens.tolist(), batch, score(logits, draws, tokens) if draws.scored else ())
-        return lambda: result
+        return PendingStep(lambda: result)
 
     def logits(self, batch: StepBatch, *, every_token: bool = False) -> Tensor | None:
         """Return the logits on the device: [sampled rows, vocab], or [tokens, vocab] with `every_token`.

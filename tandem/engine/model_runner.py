@@ -121,7 +121,8 @@ class ModelRunner:
     def launch(self, batch: StepBatch) -> PendingStep:
         """Launch a step without waiting for its result if `asynchronous`; otherwise run it as `run` does.
 
-        At most two steps may be in flight. The caller reads their results in the order of the launches. The pages of a
+        At most two steps may be in flight. The caller reads their results in the order of the launches, and calls
+        `draw` of the newer one after it has added the older one's tokens to the histories. The pages of a
         step's rows may be given to another owner only after its result is read.
         """
         with torch.inference_mode():

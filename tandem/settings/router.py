@@ -202,7 +202,7 @@ class RouterSettings(Settings):
     kv_events_endpoint: str = setting(
         "",
         help="ZeroMQ endpoint for KV events in vLLM's format, which tell other routers what is cached here: tcp://*:5557"
-        " listens, tcp://HOST:PORT connects. Without encryption and keys: anyone who receives them can read all prompts."
+        " listens, tcp://HOST:PORT connects. Without encryption and keys: who receives them can read all prompts."
         " Needs tandem-serving[kv-events].",
         topic=Topic.OBSERVABILITY,
         check=_check_zmq,

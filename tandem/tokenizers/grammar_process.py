@@ -1,7 +1,7 @@
 """Creates and compiles grammars in a separate process, which is killed if a grammar takes too long.
 
 The process reads one JSON object per line, with a `kind` and a `value`, and responds with an object that has the
-`grammar` or an `error`. It compiles with the same limits as workers: a grammar that passes here exceeds them on no worker.
+`grammar` or an `error`. It compiles with the same limits as workers: no worker rejects a grammar that passes here.
 """
 
 import json

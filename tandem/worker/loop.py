@@ -1,7 +1,8 @@
 """The step loop: schedule, launch, postprocess, on its own thread, which waits only for requests and for the engine.
 
 If the engine is asynchronous, a step is scheduled and launched while the previous step still runs: the schedulers plan
-it without the previous step's tokens, which they get one step late.
+it without the previous step's tokens, which they get one step late. The sampling of a step with grammars is launched
+when they have got them.
 
 `scheduler.py` decides which rows are in a step. A device can hang, and a thread that waits for a device cannot be
 ended: the watchdog abandons such a step with `abandon_stuck_step`, and ends the process.
@@ -220,6 +221,8 @@ class StepLoop:
         launched = finished = self._launch()
         if self._runner.asynchronous:
             finished, self._running = self._running, launched
+            if finished is None and launched is not None:
+                launched.result.draw()
         if finished is not None:
             self._postprocess(finished, waited=self._runner.asynchronous and launched is None)
         return launched is not None or finished is not None
@@ -252,6 +255,8 @@ class StepLoop:
         # Launched before this step's tokens are published, so that the device does not wait for that.
         if waited:
             self._running = self._launch()
+        if self._running is not None:
+            self._running.result.draw()
         with self._publish_lock:
             if not self._abandoned:
                 tokens = () if decoded is None else decoded.plain_tokens()

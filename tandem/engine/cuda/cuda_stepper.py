@@ -1,7 +1,7 @@
 """Runs steps on a GPU without waiting: the tokens of a step are read while the next step runs."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -78,7 +78,11 @@ class CudaStepper:
         """The result of `_draws_of_rows` for the newest step."""
 
     def launch(self, batch: StepBatch) -> PendingStep:
-        """Launch a step, as `ModelRunner.launch` describes."""
+        """Launch a step, as `ModelRunner.launch` describes.
+
+        If a row has a grammar and the previous step's tokens are in flight, the sampling is launched by `draw`: its
+        histories then have these tokens.
+        """
         # Triton and CUDA graphs use the current device of the calling thread, and steps run on a separate thread.
         torch.cuda.set_device(self._drawn.device)
         # Before any state changes, because this call rejects some malformed batches.
@@ -88,15 +92,23 @@ class CudaStepper:
         self._memory.reverse()
         # This memory was last used two steps ago; the device must have read it before it is written again.
         memory.done.synchronize()
-        # Copied now, because this step will overwrite the tokens of the previous one on the device.
-        late = self.draws.late_tokens(draws, self._sources(batch)) if draws.looks_back else ()
-        # From here on everything is only launched; the result is read by the function that is returned.
+        late: Sequence[Tensor | None] = ()
+        waits = False
+        if draws.looks_back:
+            sources = self._sources(batch)
+            waits = draws.constrained and any(source is not None for source in sources)
+            # Copied now, because this step will overwrite the tokens of the previous one on the device.
+            late = [None] * len(draws) if waits else self.draws.late_tokens(draws, sources)
+        # From here on everything is only launched; the result is read by the returned step.
         logits, greedy_is_drawn, scoring, computed = self._compute(batch, sizes, memory)
         read = None
-        if logits is not None:
-            read = self.draws.launch(logits, draws, late, memory.draws, greedy_is_drawn=greedy_is_drawn)
-        memory.done.record()
-        self._draw_of_row = _draws_of_rows(batch)
+
+        def draw() -> None:
+            nonlocal read
+            with torch.inference_mode():
+                if logits is not None:
+                    read = self.draws.launch(logits, draws, late, memory.draws, greedy_is_drawn=greedy_is_drawn)
+                memory.done.record()
 
         def result() -> ModelRunnerOutput:
             memory.done.synchronize()
@@ -107,7 +119,11 @@ class CudaStepper:
                 self._accept_drafts(computed, torch.tensor(accepted_in(batch.tokens, tokens)))
             return rows_of(tokens, batch, scores)
 
-        return result
+        self._draw_of_row = _draws_of_rows(batch)
+        step = PendingStep(result, draw)
+        if not waits:
+            step.draw()
+        return step
 
     def logits(self, batch: StepBatch, *, every_token: bool = False) -> Tensor | None:
         """Return the logits on the device: [sampled rows, vocab], or [tokens, vocab] with `every_token`.

@@ -225,8 +225,29 @@ class ModelRunnerOutput:
 
 NO_OUTPUT = ModelRunnerOutput(())
 
-PendingStep = Callable[[], ModelRunnerOutput]
-"""A launched step, called once: the call waits for the step, and returns its result or raises the device's error."""
+
+class PendingStep:
+    """A launched step, called once: the call waits for the step, and returns its result or raises the device's error.
+
+    A step with grammars is launched before the host knows the previous step's tokens, on which its grammar masks
+    depend. Only its forward pass is launched then, and `draw` launches its sampling.
+    """
+
+    def __init__(self, read: Callable[[], ModelRunnerOutput], draw: Callable[[], None] | None = None) -> None:
+        """Create a step. `read` waits for the result; `draw` launches the sampling, None = it is launched already."""
+        self._read = read
+        self._draw = draw
+
+    def draw(self) -> None:
+        """Launch the sampling, unless it is launched; the histories must have the previous step's tokens."""
+        draw, self._draw = self._draw, None
+        if draw is not None:
+            draw()
+
+    def __call__(self) -> ModelRunnerOutput:
+        """Return the result; the sampling is launched first if it is not yet."""
+        self.draw()
+        return self._read()
 
 
 def rows_of(drawn: Sequence[int], batch: StepBatch, logprobs: Sequence[TokenLogprobs | None] = ()) -> ModelRunnerOutput:

@@ -88,6 +88,7 @@ async def test_a_grammar_that_fails_ends_no_other_request(monkeypatch: pytest.Mo
             EOS if row.draw is not None and row.draw.history is not None and row.draw.history.failure else token
             for row, token in zip(batch.rows, result.token_ids, strict=True)
         ]
+        self.drawn = tokens
         return type(result)(tokens, result.logprobs)
 
     monkeypatch.setattr(FakeEngine, "run", run)
@@ -130,6 +131,18 @@ async def test_an_answer_whose_mask_is_not_ready_repeats_its_row_and_no_other_wa
             assert_whole(outputs[number], prompt, sampling_of(number))
         assert max(tries.values()) == 4
         await pair.empty()
+
+
+async def test_the_device_does_not_wait_for_a_grammar() -> None:
+    """A step of an asynchronous engine is launched before the tokens of the previous one are read."""
+    async with WorkerPair(pages=256, both=True, speculate=SpeculationMethod.OFF) as pair:
+        output = pair.send("q", PROMPTS[0], SAMPLINGS[0])
+        await until(lambda: output.finish)
+        assert_whole(output, PROMPTS[0], SAMPLINGS[0])
+        rows = [row for step in pair.decode.engine.batches for row in step.rows if len(row.token_ids) == 1]
+    in_flight = sum(row.source is not None for row in rows)
+    assert len(rows) > 10
+    assert in_flight >= len(rows) - 2 if FakeEngine.asynchronous else not in_flight
 
 
 async def test_a_row_that_would_advance_a_state_twice_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,7 +204,7 @@ def test_a_lease_that_is_over_is_named_once_and_gives_no_permission(scene: Scene
     gone, alive = scene.open(1), scene.open(2)
     scene.decode.over = {1}
     scene.loop.advance(PERIOD_S + 0.001)
-    with pytest.raises(StaleEpoch, match="over at decode-0"):
+    with pytest.raises(StaleEpoch, match="ended at decode-0"):
         scene.run(gone.ensure_open())
     assert gone.closes_at() == -math.inf, "a write that is posted already begins no more either"
     assert alive.closes_at() == 1000 + PERIOD_S + WINDOW_S

@@ -18,7 +18,7 @@ class Launcher(Protocol):
     """The interface of a stepper that runs steps."""
 
     def launch(self, batch: StepBatch) -> PendingStep:
-        """Launch a step and return a function that waits for the result."""
+        """Launch a step."""
 
 
 class EagleRunner:

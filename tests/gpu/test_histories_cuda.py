@@ -1,18 +1,21 @@
-"""Penalties, least lengths and log probabilities on a GPU, with graphs and steps one ahead, as in plain kernels."""
+"""Penalties, grammars, minimum lengths and log probabilities on a GPU, with steps one ahead, as by plain kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from tandem.engine.config import EngineConfig
+from tandem.engine.kernels.base import Kernels
 from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.steps.batch import PendingStep, StepBatch, StepRow
 from tandem.engine.steps.sampling_metadata import History, SamplingInput
 from tandem.protocol.messages import SamplingParams, TokenLogprobs
+from tandem.tokenizers.grammars import of_regex
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -27,19 +30,27 @@ SAMPLING = [
     SamplingParams(NEW_TOKENS, temperature=0.8, top_p=0.9, seed=3, repetition_penalty=1.2, frequency_penalty=0.5),
     SamplingParams(NEW_TOKENS, min_tokens=NEW_TOKENS // 2, stop_token_ids=tuple(range(0, 40_000, 2)), logprobs=2),
 ]
+WORDS = of_regex("([a-z]{2,9} ){60}")
+"""No answer of NEW_TOKENS tokens reaches the end of this grammar."""
+GRAMMARS = [
+    SamplingParams(NEW_TOKENS, grammar=WORDS, frequency_penalty=0.8, logprobs=3),
+    SamplingParams(NEW_TOKENS, grammar=WORDS),
+    *SAMPLING[2:5],
+    SamplingParams(NEW_TOKENS, grammar=WORDS, temperature=0.9, seed=5),
+]
 
 Answers = tuple[list[list[int]], list[list[TokenLogprobs | None]]]
 
 
-def decode(runner: ModelRunner) -> Answers:
+def decode(runner: ModelRunner, samplings: Sequence[SamplingParams]) -> Answers:
     """Decodes all prompts in one step, then together token by token, each step launched before the last one is read."""
     share = -(-(max(map(len, PROMPTS)) + NEW_TOKENS) // runner.page_tokens)
     pages = [list(range(i * share, (i + 1) * share)) for i in range(len(PROMPTS))]
     answers: list[list[int]] = [[] for _ in PROMPTS]
     scores: list[list[TokenLogprobs | None]] = [[] for _ in PROMPTS]
     histories = [
-        History(prompt, answer) if sampling.penalized else None
-        for prompt, answer, sampling in zip(PROMPTS, answers, SAMPLING, strict=True)
+        History(prompt, answer) if sampling.needs_history else None
+        for prompt, answer, sampling in zip(PROMPTS, answers, samplings, strict=True)
     ]
     pending: list[PendingStep] = []
 
@@ -47,13 +58,15 @@ def decode(runner: ModelRunner) -> Answers:
         result = pending.pop(0)()
         for number, (token, score) in enumerate(zip(result.token_ids, result.logprobs, strict=True)):
             assert token is not None
+            history = histories[number]
+            assert history is None or (not history.waiting and history.failure is None)
             answers[number].append(token)
             scores[number].append(score)
 
     for index in range(NEW_TOKENS):
         rows = []
         for number, prompt in enumerate(PROMPTS):
-            draw = SamplingInput(SAMPLING[number], index, histories[number])
+            draw = SamplingInput(samplings[number], index, histories[number])
             if index == 0:
                 rows.append(StepRow(prompt, 0, pages[number], draw))
                 continue
@@ -63,25 +76,27 @@ def decode(runner: ModelRunner) -> Answers:
         pending.append(runner.launch(StepBatch(rows)))
         while len(pending) > int(runner.asynchronous):
             read()
+        if pending:
+            pending[-1].draw()
     while pending:
         read()
     return answers, scores
 
 
-@pytest.fixture(scope="module")
-def wanted(model_folder: Path) -> Answers:
+def load(folder: Path, rows: int, kernels: Kernels | None = None) -> ModelRunner:
     config = EngineConfig.of(
-        model_folder, device="cuda", dtype="float32", page_tokens=16, kv_cache_bytes=CACHE, max_batch_requests=64
+        folder, device="cuda", dtype="float32", page_tokens=16, kv_cache_bytes=CACHE, max_batch_requests=rows
     )
-    return decode(ModelRunner.load(config, kernels=ReferenceKernels()))
+    return ModelRunner.load(config, kernels=kernels)
 
 
+@pytest.mark.parametrize("samplings", [SAMPLING, GRAMMARS], ids=["", "grammars"])
 @pytest.mark.parametrize("rows", [16, 2], ids=["graphs", "more rows than graphs and counts have room for"])
-def test_as_the_plain_kernels_one_step_at_a_time(rows: int, model_folder: Path, wanted: Answers) -> None:
-    config = EngineConfig.of(
-        model_folder, device="cuda", dtype="float32", page_tokens=16, kv_cache_bytes=CACHE, max_batch_requests=rows
-    )
-    answers, scores = decode(ModelRunner.load(config))
+def test_as_the_plain_kernels_one_step_at_a_time(
+    rows: int, samplings: Sequence[SamplingParams], model_folder: Path
+) -> None:
+    wanted = decode(load(model_folder, 64, ReferenceKernels()), samplings)
+    answers, scores = decode(load(model_folder, rows), samplings)
     assert answers == wanted[0]
     for here, there in zip(scores, wanted[1], strict=True):
         for mine, plain in zip(here, there, strict=True):
