@@ -114,6 +114,11 @@ def test_what_is_wrong_is_named(chart: Chart, setting: str, message: str) -> Non
     assert re.search(message, str(refusal.value)), refusal.value
 
 
+def test_a_release_that_begins_with_a_digit_is_refused(chart: Chart) -> None:
+    with pytest.raises(HelmError, match="release name 1st begins with a digit"):
+        chart.run("template 1st", str(CHART), "--set", "auth.insecure=true")
+
+
 def test_dangerous_settings_are_named_in_the_notes(chart: Chart) -> None:
     settings = "auth.insecure=true,ingress.enabled=true,ingress.host=a.b"
     notes = chart.run("install llm", str(CHART), "--dry-run=client", "--set", settings)

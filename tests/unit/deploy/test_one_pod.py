@@ -184,7 +184,7 @@ def test_each_pod_downloads_the_model_before_it_serves_it(chart: Chart, place: s
         (volume,) = (volume for volume in pod["volumes"] if volume["name"] == "model")
         if "pvc" in place:
             claim = "models" if "claimName" in place else "llm-tandem-models"
-            assert volume["persistentVolumeClaim"] == {"claimName": claim, "readOnly": False}
+            assert volume["persistentVolumeClaim"] == {"claimName": claim}
         else:
             assert ("hostPath" in volume, "emptyDir" in volume) == (bool(place), not place)
     assert ("PersistentVolumeClaim" in {manifest["kind"] for manifest in manifests}) == ("size" in place)

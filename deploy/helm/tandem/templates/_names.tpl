@@ -1,11 +1,13 @@
+{{/* Names of Services have no dots, those of releases may. */}}
 {{- define "tandem.name" -}}
-{{- if contains .Chart.Name .Release.Name -}}{{ .Release.Name | trunc 40 | trimSuffix "-" }}
-{{- else -}}{{ printf "%s-%s" .Release.Name .Chart.Name | trunc 40 | trimSuffix "-" }}{{- end -}}
+{{- $name := .Release.Name | replace "." "-" -}}
+{{- if not (contains .Chart.Name $name) -}}{{ $name = printf "%s-%s" $name .Chart.Name }}{{ end -}}
+{{ $name | trunc 40 | trimSuffix "-" }}
 {{- end -}}
 
 {{- define "tandem.labels" -}}
 app.kubernetes.io/name: {{ .Chart.Name }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
@@ -13,7 +15,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 
 {{/* The selector of this release's pods. KubeRay sets app.kubernetes.io labels of its own, so these differ. */}}
 {{- define "tandem.selector" -}}
-tandem/release: {{ .Release.Name }}
+tandem/release: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- define "tandem.image" -}}
@@ -65,8 +67,11 @@ tandem/release: {{ .Release.Name }}
 {{ $count }}
 {{- end -}}
 
-{{/* Checks that depend on two values, which the schema cannot express. */}}
+{{/* Checks that the schema cannot express, such as those that depend on two values. */}}
 {{- define "tandem.check" -}}
+{{- if not (regexMatch "^[a-z]" .Release.Name) -}}
+{{- fail (printf "release name %s begins with a digit, with which names of Services and of RayClusters may not begin: choose another" .Release.Name) -}}
+{{- end -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- $setting := printf "%sTensorParallelSize" $role -}}
 {{- if and (index $.Values.serving $setting) (ne $.Values.serving.mode "disaggregated") -}}

@@ -1,3 +1,12 @@
+{{/* The environment of some lists in YAML. A variable that occurs twice has its last value: Kubernetes refuses the other. */}}
+{{- define "tandem.lastOfEachName" -}}
+{{- $last := dict }}{{ $names := list }}
+{{- range . }}{{ range fromYamlArray . }}{{ $_ := set $last .name . }}{{ $names = append $names .name }}{{ end }}{{ end }}
+{{- range uniq $names }}
+- {{ get $last . | toJson }}
+{{- end }}
+{{- end -}}
+
 {{- define "tandem.podSecurity" -}}
 runAsNonRoot: true
 runAsUser: 10001
@@ -32,15 +41,12 @@ capabilities:
 - {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
 - {name: RAY_AUTH_MODE, value: token}
 - name: RAY_AUTH_TOKEN
-  valueFrom: {secretKeyRef: {name: {{ include "tandem.rayTokenSecret" . }}, key: auth_token}}
+  valueFrom: {secretKeyRef: {name: {{ include "tandem.rayTokenSecret" . | quote }}, key: auth_token}}
 - {name: TANDEM_CONTROLLER, value: "{{ include "tandem.name" . }}-controller:50052"}
 {{- end }}
 {{- if eq .Values.model.source "hub" }}
-- {name: HF_HOME, value: {{ .Values.model.mountPath }}}
+- {name: HF_HOME, value: {{ .Values.model.mountPath | quote }}}
 - {name: HF_HUB_OFFLINE, value: "1"}    # the init container has downloaded the model
-{{- end }}
-{{- with .Values.extraEnv }}
-{{ toYaml . }}
 {{- end }}
 {{- end -}}
 
@@ -64,8 +70,8 @@ capabilities:
 
 {{/* Ports of a NetworkPolicy: every TCP port except for those where UCX listens. */}}
 {{- define "tandem.allButKvPorts" -}}
-- {port: 1, endPort: {{ sub (int .Values.networkPolicy.kvPorts.first) 1 }}}
-- {port: {{ add (int .Values.networkPolicy.kvPorts.last) 1 }}, endPort: 65535}
+- {protocol: TCP, port: 1, endPort: {{ sub (int .Values.networkPolicy.kvPorts.first) 1 }}}
+- {protocol: TCP, port: {{ add (int .Values.networkPolicy.kvPorts.last) 1 }}, endPort: 65535}
 {{- end -}}
 
 {{- define "tandem.mounts" -}}
@@ -89,9 +95,9 @@ capabilities:
 {{- define "tandem.tokenVolume" -}}
 - name: token
   secret:
-    secretName: {{ include "tandem.clusterTokenSecret" . }}
+    secretName: {{ include "tandem.clusterTokenSecret" . | quote }}
     defaultMode: 0440
-    items: [{key: {{ .Values.auth.clusterToken.key }}, path: cluster-token}]
+    items: [{key: {{ .Values.auth.clusterToken.key | quote }}, path: cluster-token}]
 {{- end -}}
 
 {{/* "true" if there are API keys or a metrics key, else empty. */}}
@@ -113,13 +119,13 @@ capabilities:
 {{- if .existingSecret }}
 - name: tls
   secret:
-    secretName: {{ .existingSecret }}
+    secretName: {{ .existingSecret | quote }}
     defaultMode: 0440
     items:
       - {key: tls.crt, path: tls.crt}
       - {key: tls.key, path: tls.key}
       {{- if .clientCaKey }}
-      - {key: {{ .clientCaKey }}, path: client-ca.crt}
+      - {key: {{ .clientCaKey | quote }}, path: client-ca.crt}
       {{- end }}
 {{- end }}
 {{- end }}
@@ -130,7 +136,7 @@ capabilities:
     sources:
       {{- range $file, $key := dict "api-keys" .Values.auth.apiKeys "metrics-key" .Values.auth.metricsKey }}
       {{- if $key.existingSecret }}
-      - secret: {name: {{ $key.existingSecret }}, items: [{key: {{ $key.key }}, path: {{ $file }}}]}
+      - secret: {name: {{ $key.existingSecret | quote }}, items: [{key: {{ $key.key | quote }}, path: {{ $file }}}]}
       {{- end }}
       {{- end }}
 {{- end }}
@@ -139,10 +145,10 @@ capabilities:
 {{- define "tandem.modelMount" -}}
 {{- if ne .Values.model.source "image" }}
 - name: model
-  mountPath: {{ .Values.model.mountPath }}
+  mountPath: {{ .Values.model.mountPath | quote }}
   readOnly: true
   {{- if and (has .Values.model.source (list "pvc" "hub")) .Values.model.pvc.subPath }}
-  subPath: {{ .Values.model.pvc.subPath }}
+  subPath: {{ .Values.model.pvc.subPath | quote }}
   {{- end }}
 {{- end }}
 {{- end -}}
@@ -169,14 +175,28 @@ capabilities:
 {{- $claim := include "tandem.modelClaim" . }}
 {{- if and $claim (has $model.source (list "pvc" "hub")) }}
 - name: model
-  persistentVolumeClaim: {claimName: {{ $claim }}, readOnly: {{ not $downloads }}}
+  persistentVolumeClaim: {claimName: {{ $claim | quote }}{{ if not $downloads }}, readOnly: true{{ end }}}
 {{- else if or (eq $model.source "hostPath") (and $downloads $model.hostPath) }}
 - name: model
-  hostPath: {path: {{ $model.hostPath }}, type: Directory}
+  hostPath: {path: {{ $model.hostPath | quote }}, type: Directory}
 {{- else if ne $model.source "image" }}
 {{- $limit := ternary $model.hub.sizeLimit $model.init.sizeLimit $downloads }}
 - name: model
   emptyDir: {{ if $limit }}{sizeLimit: {{ $limit }}}{{ else }}{}{{ end }}
+{{- end }}
+{{- end -}}
+
+{{- define "tandem.downloadEnv" -}}
+- {name: HOME, value: /var/cache/tandem}
+- {name: HF_HOME, value: {{ .Values.model.mountPath | quote }}}
+{{- with .Values.model.hub }}
+{{- if .endpoint }}
+- {name: HF_ENDPOINT, value: {{ .endpoint | quote }}}
+{{- end }}
+{{- if .token.existingSecret }}
+- name: HF_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ .token.existingSecret | quote }}, key: {{ .token.key | quote }}}}
+{{- end }}
 {{- end }}
 {{- end -}}
 
@@ -189,21 +209,7 @@ initContainers:
     image: {{ include "tandem.image" . }}
     imagePullPolicy: {{ .Values.image.pullPolicy }}
     command: [tandem, models, pull, {{ $model.hub.id | quote }}]
-    env:
-      - {name: HOME, value: /var/cache/tandem}
-      - {name: HF_HOME, value: {{ $model.mountPath }}}
-      {{- with $model.hub.endpoint }}
-      - {name: HF_ENDPOINT, value: {{ . | quote }}}
-      {{- end }}
-      {{- with $model.hub.token }}
-      {{- if .existingSecret }}
-      - name: HF_TOKEN
-        valueFrom: {secretKeyRef: {name: {{ .existingSecret }}, key: {{ .key }}}}
-      {{- end }}
-      {{- end }}
-      {{- with .Values.extraEnv }}
-      {{- toYaml . | nindent 6 }}
-      {{- end }}
+    env: {{- include "tandem.lastOfEachName" (list (include "tandem.downloadEnv" .) (toYaml .Values.extraEnv)) | nindent 6 }}
     {{- else }}
     image: {{ $model.init.image | default (include "tandem.image" .) }}
     imagePullPolicy: {{ .Values.image.pullPolicy }}
@@ -215,9 +221,9 @@ initContainers:
     securityContext: {{- include "tandem.containerSecurity" (dict "root" . "worker" false) | nindent 6 }}
     volumeMounts:
       - name: model
-        mountPath: {{ $model.mountPath }}
+        mountPath: {{ $model.mountPath | quote }}
         {{- if and (eq $model.source "hub") $model.pvc.subPath }}
-        subPath: {{ $model.pvc.subPath }}
+        subPath: {{ $model.pvc.subPath | quote }}
         {{- end }}
       - {name: tmp, mountPath: /tmp}
       - {name: cache, mountPath: /var/cache/tandem}
@@ -248,18 +254,18 @@ readinessProbe: {{- merge (dict "tcpSocket" (dict "port" .port)) .root.Values.pr
 
 {{/* The common beginning of every pod's spec. dict root, part (values of head, router or a group) */}}
 {{- define "tandem.podCommon" -}}
-serviceAccountName: {{ include "tandem.serviceAccount" .root }}
+serviceAccountName: {{ include "tandem.serviceAccount" .root | quote }}
 automountServiceAccountToken: false
 enableServiceLinks: false
 securityContext: {{- include "tandem.podSecurity" .root | nindent 2 }}
 {{- with .root.Values.image.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
-  - name: {{ . }}
+  - name: {{ . | quote }}
   {{- end }}
 {{- end }}
 {{- with .root.Values.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with .part.tolerations }}
 tolerations: {{- toYaml . | nindent 2 }}
@@ -270,7 +276,7 @@ tolerations: {{- toYaml . | nindent 2 }}
 {{- define "tandem.podMeta" -}}
 labels:
   {{- include "tandem.selector" .root | nindent 2 }}
-  tandem/part: {{ .name }}
+  tandem/part: {{ .name | quote }}
   {{- if .worker }}
   tandem/workers: "true"
   {{- end }}
@@ -299,11 +305,11 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- if eq $fabric.policy "spread" }}
 topologySpreadConstraints:
   - maxSkew: 1
-    topologyKey: {{ $fabric.topologyKey }}
+    topologyKey: {{ $fabric.topologyKey | quote }}
     whenUnsatisfiable: {{ ternary "DoNotSchedule" "ScheduleAnyway" $fabric.required }}
     labelSelector:
       matchLabels:
         {{- include "tandem.selector" .root | nindent 8 }}
-        tandem/part: {{ .name }}
+        tandem/part: {{ .name | quote }}
 {{- end }}
 {{- end -}}

@@ -110,7 +110,7 @@ containers:
   - name: ray-worker
     image: {{ include "tandem.image" . }}
     imagePullPolicy: {{ .Values.image.pullPolicy }}
-    env: {{- include "tandem.env" . | nindent 6 }}
+    env: {{- include "tandem.lastOfEachName" (list (include "tandem.env" .) (toYaml .Values.extraEnv)) | nindent 6 }}
     resources: {{- toYaml .Values.router.resources | nindent 6 }}
     securityContext: {{- include "tandem.containerSecurity" (dict "root" . "worker" false) | nindent 6 }}
     {{- include "tandem.rayProbes" (dict "root" . "port" 6380) | nindent 4 }}
@@ -139,6 +139,24 @@ volumes:
 {{- end -}}
 
 
+{{/* dict root, group */}}
+{{- define "tandem.upEnv" -}}
+{{- with .root.Values }}
+{{- if .kubeRay.enabled }}
+{{- include "tandem.tokenEnv" $.root }}
+{{- end }}
+{{- if .auth.apiKeys.existingSecret }}
+- {name: TANDEM_API_KEY_FILE, value: /etc/tandem/keys/api-keys}
+{{- end }}
+{{- if .auth.metricsKey.existingSecret }}
+- {name: TANDEM_METRICS_KEY_FILE, value: /etc/tandem/keys/metrics-key}
+{{- end }}
+{{- end }}
+{{- if .group }}
+{{- include "tandem.fabricEnv" .root }}
+{{- end }}
+{{- end -}}
+
 {{/* The container that runs `tandem up`. dict root, resources, group (of its workers, if it runs them itself) */}}
 {{- define "tandem.upContainer" -}}
 {{- $root := .root }}{{ $ray := $root.Values.kubeRay.enabled }}
@@ -146,23 +164,7 @@ name: tandem
 image: {{ include "tandem.image" $root }}
 imagePullPolicy: {{ $root.Values.image.pullPolicy }}
 command: {{- include "tandem.up" $root | nindent 2 }}
-env:
-  {{- include "tandem.env" $root | nindent 2 }}
-  {{- if $ray }}
-  {{- include "tandem.tokenEnv" $root | nindent 2 }}
-  {{- end }}
-  {{- if $root.Values.auth.apiKeys.existingSecret }}
-  - {name: TANDEM_API_KEY_FILE, value: /etc/tandem/keys/api-keys}
-  {{- end }}
-  {{- if $root.Values.auth.metricsKey.existingSecret }}
-  - {name: TANDEM_METRICS_KEY_FILE, value: /etc/tandem/keys/metrics-key}
-  {{- end }}
-  {{- with .group }}
-  {{- include "tandem.fabricEnv" $root | nindent 2 }}
-  {{- with .env }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
-  {{- end }}
+env: {{- include "tandem.lastOfEachName" (list (include "tandem.env" $root) (include "tandem.upEnv" .) (toYaml $root.Values.extraEnv) (toYaml (.group | default dict).env)) | nindent 2 }}
 ports:
   - {name: grpc, containerPort: 50051}
   - {name: http, containerPort: 8000}

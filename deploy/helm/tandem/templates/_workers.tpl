@@ -23,7 +23,7 @@ limits: {{- merge (dict) $extra ((.group.resources | default dict).limits | defa
 nodeSelector: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- if and $root.Values.runtimeClassName (gt (int $group.gpu.count) 0) }}
-runtimeClassName: {{ $root.Values.runtimeClassName }}
+runtimeClassName: {{ $root.Values.runtimeClassName | quote }}
 {{- end }}
 {{- include "tandem.fabric" . }}
 {{- end -}}
@@ -43,13 +43,7 @@ containers:
   - name: ray-worker
     image: {{ include "tandem.image" $root }}
     imagePullPolicy: {{ $root.Values.image.pullPolicy }}
-    env:
-      {{- include "tandem.env" $root | nindent 6 }}
-      {{- include "tandem.tokenEnv" $root | nindent 6 }}
-      {{- include "tandem.workerEnv" $root | nindent 6 }}
-      {{- with $group.env }}
-      {{- toYaml . | nindent 6 }}
-      {{- end }}
+    env: {{- include "tandem.lastOfEachName" (list (include "tandem.env" $root) (include "tandem.tokenEnv" $root) (include "tandem.workerEnv" $root) (toYaml $root.Values.extraEnv) (toYaml $group.env)) | nindent 6 }}
     resources: {{- include "tandem.workerResources" . | nindent 6 }}
     securityContext: {{- include "tandem.containerSecurity" (dict "root" $root "worker" true) | nindent 6 }}
     # Live while the Ray node is. Ready while a worker here serves, or none is starting: while a worker loads in a new
