@@ -55,11 +55,13 @@ _GREEDY_BELOW = 1e-5
 def find_adapter(name: str, config: RouterConfig, served: ServedModel | None) -> AdapterFacts | None:
     """Return the adapter with the name `name`; None if `name` is a name of the base model.
 
-    Raises NotFound if neither an adapter nor the model has this name.
+    Raises NotFound if neither an adapter nor the model has this name, and Unavailable while the adapters are unknown.
     """
-    adapters = {} if served is None else {adapter.name: adapter for adapter in served.facts.adapters}
     if name in config.served.names:
         return None
+    if served is None:
+        raise _starting(config)
+    adapters = {adapter.name: adapter for adapter in served.facts.adapters}
     if name not in adapters:
         names = " or ".join(map(repr, (*config.served.names, *adapters)))
         raise NotFound(f"model: {shown(name)} is not served here; this router serves {names}")
@@ -330,8 +332,12 @@ class RequestValidator:
         """Return the served model. Raises Unavailable while it is unknown."""
         if (served := self._model()) is not None:
             return served
-        message = "the cluster is starting, no worker of each role has been seen yet; try again in a moment"
-        raise Unavailable(message, retry_after_s=self._config.retry_after_s)
+        raise _starting(self._config)
+
+
+def _starting(config: RouterConfig) -> Unavailable:
+    message = "the cluster is starting, no worker of each role has been seen yet; try again in a moment"
+    return Unavailable(message, retry_after_s=config.retry_after_s)
 
 
 def _limits(max_tokens: int | None, served: ServedModel) -> tuple[int, int]:

@@ -11,6 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.requests.picker_metrics import PICKER_PATH
+from router.requests.validation import find_adapter
+from tandem.protocol.errors import Unavailable
 from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
 from tandem.protocol.messages import AdapterFacts
 from tests.unit.router.conftest import Cluster
@@ -103,6 +105,12 @@ async def test_another_name_is_not_found(http: httpx.AsyncClient, stub: Any) -> 
         async for _ in stub.Generate(pb.GenerateRequest(model="sq", text="Hello")):
             pass
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_router_that_knows_no_worker_yet_calls_no_name_wrong(cluster: Cluster) -> None:
+    assert find_adapter("fake", cluster.config, None) is None
+    with pytest.raises(Unavailable, match="the cluster is starting"):
+        find_adapter("sql", cluster.config, None)
 
 
 async def test_text_of_an_adapter_is_tokenized(http: httpx.AsyncClient, cluster: Cluster) -> None:
