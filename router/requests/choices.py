@@ -29,10 +29,10 @@ def choice_of(admitted: Admitted, index: int) -> Admitted:
     """
     if not index:
         return admitted
-    return replace(admitted, sampling=_seeded(admitted.sampling, index))
+    return replace(admitted, sampling=seeded(admitted.sampling, index))
 
 
-def _seeded(sampling: SamplingParams, index: int) -> SamplingParams:
+def seeded(sampling: SamplingParams, index: int) -> SamplingParams:
     """Return `sampling` with a seed derived for answer number `index`.
 
     It is the 64-bit BLAKE2b hash of the seed and the answer number, each as 8 bytes little-endian.
