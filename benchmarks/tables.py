@@ -44,7 +44,7 @@ def make_page(folder: Path) -> str:
     sections = (
         *(engine.engine, engine.by_batch, engine.chunks, engine.quantized, engine.experts, engine.latent),
         *(engine.attention_forms, engine.tile_order),
-        *(served.served, served.handoff),
+        *(served.served, served.handoff, served.prefixes),
         *(strategies.goodput, strategies.strategies, strategies.batching, strategies.planning),
         *(served.peer, served.router, served.cpu),
     )

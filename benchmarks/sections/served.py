@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import Run, newest_result
+from benchmarks.results import Run, newest_result, read_results
 from benchmarks.sections.markdown import listed, percent, repeat_command, section, table
 
 PEER_ROWS = {"vllm": "vLLM 0.33.0", "tandem": "Tandem"}
@@ -136,6 +136,51 @@ def handoff(folder: Path) -> str:
     )
     title = f"Hand-over: {run['model']}, {run['gpus']} × {run['hardware']['name']}"
     return section(title, text, table(("figure", ""), rows), repeat_command(run), [(name, run)])
+
+
+def prefixes(folder: Path) -> str:
+    """Return the section on common prefixes of prompts; empty until a run is kept."""
+    if not (runs := read_results(folder, "prefixes-")):
+        return ""
+    name, run = runs[-1]
+    text = (
+        f"Prompts of {run['prompt_tokens']:,} tokens, one after the other on one worker, of which a share is cached. "
+        "Saved ÷ predicted: the TTFT that the cache saved, and what the cost model that the worker has fitted predicts "
+        f"of it. Looking up when nothing is cached: TTFT with ÷ without a prefix cache {run['lookup_over_none']:.3f}. "
+        "Below: the tokens of all prompts of a use, those that were computed, and those that are distinct; and the "
+        "share of the allocated KV memory that has tokens, by page size, beside an allocation of "
+        f"the maximum length for each request: {percent(run['pages'][0]['contiguous'])}."
+    )
+    lines = [
+        *table(
+            ("share", "cached tokens", "TTFT ms", "saved ÷ predicted"),
+            (
+                (
+                    f"{row['share']:g}",
+                    f"{row['cached_tokens']:,.0f}",
+                    f"{row['ttft_ms']:.1f}",
+                    f"{row['saved_over_predicted']:.2f}" if "saved_over_predicted" in row else "–",
+                )
+                for row in run["shares"]
+            ),
+        ),
+        "",
+        *table(
+            ("use", "tokens of prompts", "computed", "distinct"),
+            (
+                (row["use"], *(f"{row[count]:,}" for count in ("prompt_tokens", "computed", "distinct")))
+                for row in run["uses"]
+            ),
+        ),
+        "",
+        *table(
+            ("tokens of a page", *(str(row["page_tokens"]) for row in run["pages"])),
+            (("fill", *(percent(row["fill"]) for row in run["pages"])),),
+        ),
+    ]
+    title = f"Common prefixes: {run['model']}, {run['hardware']['name']}"
+    command = "python -m benchmarks.serving prefixes --device cuda --shape llama-3-8b --save"
+    return section(title, text, lines, command, [(name, run)])
 
 
 def peer(folder: Path) -> str:

@@ -126,9 +126,18 @@ def test_sections_of_runs_that_are_not_kept_yet_appear_with_the_first_one(kept: 
     order = {"product": "qkv", "n": 6144, "k": 4096, "tokens": 512, "row_major_tflops": 1.0}
     order |= {"grouped_tflops": 2.0, "cublas_tflops": 3.0}
     chunk = {"chunk": 2048, "itl_ms": 50.0, "prompt_tokens_per_s": 40960.0, "answer_tokens_per_s": 2560.0}
+    shares: list[dict[str, object]] = [
+        {"share": 0.5, "cached_tokens": 256, "ttft_ms": 9.0, "saved_over_predicted": 0.97}
+    ]
+    prefixes = {
+        "shares": [{"share": 0.0, "cached_tokens": 0, "ttft_ms": 17.0}, *shares],
+        "uses": [{"use": "tree", "prompt_tokens": 9000, "computed": 1100, "distinct": 1000}],
+        "pages": [{"page_tokens": 16, "fill": 0.98, "contiguous": 0.2}],
+    }
     runs = {
         "attention-forms-x": {**forms, "rows": 64, "context": 4096},
         "tile-order-x": {"rows": [order], "group": 8},
+        "prefixes-x": {**prefixes, "prompt_tokens": 512, "lookup_over_none": 1.01, "model": "m"},
         "chunks-x": {"rows": [chunk], "decoding": 128, "context": 1024},
     }
     for name, figures in runs.items():
@@ -141,3 +150,6 @@ def test_sections_of_runs_that_are_not_kept_yet_appear_with_the_first_one(kept: 
     assert "| GQA | 128 | 2.50 | 10.7 |" in page
     assert "| qkv, 6,144 x 4,096 | 512 | 1 | 2 | 3 |" in page
     assert "| 2,048 | 50.0 | 40,960 | 2,560 |" in page
+    assert "| 0 | 0 | 17.0 | – |\n| 0.5 | 256 | 9.0 | 0.97 |" in page
+    assert "| tree | 9,000 | 1,100 | 1,000 |" in page
+    assert "| fill | 98% |" in page
