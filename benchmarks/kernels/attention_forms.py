@@ -45,7 +45,6 @@ Seconds = Callable[[Callable[[], object]], float]
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this case."""
     parser.add_argument("--shape", choices=shape_names(), default="llama-3-8b", help="of grouped-query attention")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--lengths", type=at_least(1), nargs="+", default=list(LENGTHS), help="of prompts, ascending")
     parser.add_argument("--rows", type=at_least(1), default=64, help="requests of a decode step")
     parser.add_argument("--context", type=at_least(1), default=4096, help="tokens of each of them")
@@ -53,17 +52,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Measured:
-    """Measure prompts on any device and decode steps on a GPU."""
-    spec, device = shape_config(options.shape), torch.device(options.device)
-    prompts = [prompt_row(spec, tokens, device) for tokens in options.lengths]
-    heads: list[dict[str, object]] = []
-    if device.type == "cuda":
-        heads = head_rows(spec, options.rows, options.context, options.network_gbps, decode_seconds)
+    """Measure prompts and decode steps."""
+    spec = shape_config(options.shape)
+    prompts = [prompt_row(spec, tokens, torch.device("cuda")) for tokens in options.lengths]
+    heads = head_rows(spec, options.rows, options.context, options.network_gbps, decode_seconds)
     overtakes = overtaking_length({row["tokens"]: (row["engine_ms"], row["products_ms"]) for row in prompts})
     facts = {"shape": options.shape, "rows": options.rows, "context": options.context}
     return f"attention-forms-{options.shape}", {
         **facts, "network_gbps": options.network_gbps, "prompts": prompts, "overtakes_products_at": overtakes,
-        "heads": heads, "dtype": "bfloat16", **run_facts(options.device),
+        "heads": heads, "dtype": "bfloat16", **run_facts("cuda"),
     }  # fmt: skip
 
 

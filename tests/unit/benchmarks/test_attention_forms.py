@@ -1,11 +1,12 @@
 """Forms of attention: what each computes and holds; no timing."""
 
+import argparse
 from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks.kernels.attention_forms import head_rows, overtaking_length, prompt_row
+from benchmarks.kernels.attention_forms import head_rows, measure, overtaking_length, prompt_row
 from tandem.engine.config.attention import AttentionShape, LatentShape
 from tandem.engine.models.shapes import shape_config
 
@@ -20,6 +21,20 @@ def test_all_forms_of_a_prompts_attention_agree() -> None:
     row = prompt_row(shape_config("qwen3-0.6b"), 130, torch.device("cpu"))
     assert set(row) == {"tokens", "engine_ms", "sdpa_ms", "naive_ms", "products_ms"}
     assert row["tokens"] == 130
+
+
+def test_the_result_has_what_its_section_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole case, on the CPU."""
+    forms = "benchmarks.kernels.attention_forms"
+    monkeypatch.setattr(f"{forms}.prompt_row", lambda spec, tokens, _: prompt_row(spec, tokens, torch.device("cpu")))
+    monkeypatch.setattr(f"{forms}.decode_seconds", lambda *_: 1e-3)
+    monkeypatch.setattr(f"{forms}.run_facts", lambda _: {})
+    options = argparse.Namespace(shape="qwen3-0.6b", lengths=[16, 48], rows=2, context=64, network_gbps=100.0)
+    name, result = measure(options)
+    assert name == "attention-forms-qwen3-0.6b"
+    assert [row["tokens"] for row in result["prompts"]] == [16, 48]
+    assert [row["form"] for row in result["heads"]] == ["MHA", "GQA", "MQA", "MLA"]
+    assert result.keys() >= {"overtakes_products_at", "rows", "context", "network_gbps", "shape", "dtype"}
 
 
 def test_a_form_that_differs_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
