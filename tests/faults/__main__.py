@@ -1,8 +1,11 @@
 """Faults of real processes under mixed load: `python -m tests.faults --minutes 10 --seed 1`.
 
-Starts a cluster of prefill and decode workers on the CPU, and strikes one process after the other, in a random
-order that the seed determines, until the time is over. The JSON in benchmarks/results has the tries and outcomes of
-each fault. The exit code is 1 if an answer was wrong or had no end, or if pages or requests remain at the end.
+Starts a cluster of prefill and decode workers on the CPU, and strikes one part after the other, in a random order that
+the seed determines, until the time is over. The JSON in benchmarks/results has the tries and outcomes of each fault.
+The exit code is 1 if an answer was wrong or had no end, if pages or requests remain at the end, or if a request failed
+that no fault may fail.
+
+Run as root, it has a network namespace and a file system of its own; otherwise it has no faults of these.
 """
 
 from __future__ import annotations
@@ -11,120 +14,165 @@ import argparse
 import asyncio
 import os
 import random
-import signal
+import shutil
+import subprocess
 import sys
-import tempfile
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
+
 from benchmarks.results import RESULTS, run_facts, save_result
-from tandem.cli.models.default_model import find_default_model
-from tandem.engine.weights.gguf import prepare_model
-from tandem.protocol.errors import TandemError
+from tandem.net.rpc import open_client_channel
 from tandem.settings.cluster import ClusterSettings
-from tests.faults.mixed_load import MixedLoad, Outcome
+from tests.certificates import Authority, files_of
+from tests.faults.fault_kinds import FAULTS, Fault, Scene
+from tests.faults.injected_faults import InjectedFaults
+from tests.faults.joined import short_folder
+from tests.faults.mixed_load import ENDED_WELL, NO_END, WRONG, FaultRecord, MixedLoad
+from tests.faults.subjects import SUBJECTS, EngineJudge, Subject
 from tests.running_cluster import RunningCluster
 
-SUSPENDED_S = 2.0
-START_WITHIN_S = SERVES_WITHIN_S = 600.0
-LOOK_S = 0.2
-PARTS = ("prefill", "decode", "router", "controller")
-ACTS = {"kill": "SIGKILL", "suspend": f"SIGSTOP for {SUSPENDED_S:g} s"}
-
-
-@dataclass(slots=True)
-class FaultRecord:
-    """All tries of one fault."""
-
-    part: str
-    act: str
-    tries: int = 0
-    answers: Counter[str] = field(default_factory=Counter)
-    recovery_s: list[float] = field(default_factory=list)
-    details: list[str] = field(default_factory=list)
-
-    def add(self, outcome: Outcome) -> None:
-        self.tries += 1
-        self.answers += outcome.counts
-        self.recovery_s.append(round(outcome.recovery_s, 2))
-        self.details += outcome.details
-
-    def as_result(self) -> dict[str, Any]:
-        return {
-            "part": self.part,
-            "act": ACTS[self.act],
-            "tries": self.tries,
-            "answers": dict(self.answers),
-            "recovery_s": self.recovery_s,
-            "details": self.details,
-        }
-
-
-async def strike(cluster: Any, part: str, act: str, rng: random.Random) -> None:
-    """Kills or suspends the process of a part; a suspended one continues afterwards."""
-    pid = await asyncio.to_thread(pid_of, cluster, part, rng)
-    os.kill(pid, signal.SIGKILL if act == "kill" else signal.SIGSTOP)
-    if act == "suspend":
-        await asyncio.sleep(SUSPENDED_S)
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
-
-
-def pid_of(cluster: Any, part: str, rng: random.Random) -> int:
-    """Returns the process id of the router, the controller, or a random worker of a role."""
-    if part == "controller":
-        return int(cluster.controller_pid())
-    if part == "router":
-        return int(cluster.router().pid)
-    return int(rng.choice([worker.pid for worker in cluster.workers() if worker.name.startswith(part)]))
-
-
-def serves(cluster: Any) -> bool:
-    """Returns True if the router and all workers serve; False also while no controller answers."""
-    try:
-        return all(part.phase == "serving" for part in (cluster.router(), *cluster.workers()))
-    except (TandemError, OSError):
-        return False
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits until the condition, which may block, is true."""
-    deadline_s = time.monotonic() + SERVES_WITHIN_S
-    while True:
-        if await asyncio.to_thread(condition):
-            return
-        assert time.monotonic() < deadline_s, "a part does not serve again"
-        await asyncio.sleep(LOOK_S)
+START_WITHIN_S = 600.0
+APART_S = 1.2
+"""The mean time between two faults: 500 in ten minutes."""
+OWN_NAMESPACES = "TANDEM_FAULTS_NAMESPACES"
+POOL_BYTES, HOST_BYTES, DISK_BYTES = 80 << 20, 16 << 20, 192 << 20
+"""The pool, which cannot hold all prompts, and the tiers of each worker."""
 
 
 async def campaign(
-    load: MixedLoad, minutes: float, seed: int, once: Callable[[str, str, random.Random], Awaitable[None]]
+    scene: Scene, load: MixedLoad, faults: Sequence[Fault], minutes: float, apart_s: float = APART_S
 ) -> list[FaultRecord]:
-    """Strikes with `once` until the time is over; each fault is tried before any is tried again."""
-    rng = random.Random(seed)
-    records = [FaultRecord(part, act) for part in PARTS for act in ACTS]
+    """Strike until the time is over; each fault is tried before any is tried again, and faults of parts overlap."""
+    records = {fault.name: FaultRecord(fault.name, fault.fails_requests) for fault in faults}
     await load.start()
-    end_s = time.monotonic() + 60 * minutes
-    while time.monotonic() < end_s:
-        for record in rng.sample(records, len(records)):
-            if time.monotonic() >= end_s:
-                break
-            load.struck()
-            await once(record.part, record.act, rng)
-            record.add(await load.recovered())
-            print(f"{record.part} {ACTS[record.act]}: {dict(load.outcome.counts)}", flush=True)
+    striking: set[str] = set()
+    """The parts that a fault strikes."""
+
+    async def strike(fault: Fault) -> None:
+        record = records[fault.name]
+        over = load.struck(record)
+        if not await fault.strike(scene):
+            record.tries -= 1
+        over()
+        striking.remove(fault.part)
+        print(f"{fault.name}: {record.tries} tries, {dict(record.answers)} {record.messages or ''}", flush=True)
+
+    end_s, turn = time.monotonic() + 60 * minutes, list[Fault]()
+    async with asyncio.TaskGroup() as tasks:
+        while time.monotonic() < end_s:
+            turn = turn or scene.rng.sample(list(faults), len(faults))
+            ready = next((fault for fault in turn if fault.part not in striking), None)
+            if ready is not None:
+                turn.remove(ready)
+                striking.add(ready.part)
+                tasks.create_task(strike(ready))
+            await asyncio.sleep(scene.rng.uniform(0, 2 * apart_s))
+    await load.recovered()
     await load.stop()
-    return records
+    return [*records.values(), load.undisturbed]
 
 
-def failures(records: list[FaultRecord]) -> list[str]:
-    """Returns the answers that no fault allows."""
-    return [f"{one.part} {ACTS[one.act]}: {detail}" for one in records for detail in one.details]
+def failures(records: Sequence[FaultRecord]) -> list[str]:
+    """Return the answers that no fault allows."""
+    return [f"{one.name}: {detail}" for one in records for detail in one.details]
+
+
+def saved(records: Sequence[FaultRecord]) -> tuple[int, int]:
+    """Return how many requests ended well, and how many ended with an error though no fault may fail them."""
+    well = sum(count for one in records for kind, count in one.answers.items() if kind in ENDED_WELL)
+    ends = {*ENDED_WELL, WRONG, NO_END}
+    errors = [
+        count for one in records if not one.fails_requests for kind, count in one.answers.items() if kind not in ends
+    ]
+    return well, sum(errors)
+
+
+def as_result(record: FaultRecord) -> dict[str, Any]:
+    """Return a record as the results have it."""
+    fault = FAULTS.get(record.name)
+    return {
+        "fault": record.name,
+        "part": fault.part if fault else "",
+        "act": fault.act if fault else "",
+        "fails_requests": record.fails_requests,
+        "tries": record.tries,
+        "answers": dict(record.answers),
+        "longest_gap_s": round(max(record.gaps_s, default=0.0), 2),
+        "messages": record.messages,
+        "details": record.details,
+    }
+
+
+def run(options: argparse.Namespace, folder: Path, subject: Subject) -> tuple[list[FaultRecord], int]:
+    """Run one campaign on a cluster of its own; return the outcome, and the number of clients."""
+    rng = random.Random(options.seed)
+    authority, injected = Authority("faults"), InjectedFaults(folder)
+    os.environ.update(injected.environment)
+    disk = Path("/mnt") if os.environ.get(OWN_NAMESPACES) else None
+    tls = files_of(folder, authority.issue("server"))
+    settings = {
+        "prefill": options.workers,
+        "decode": options.workers,
+        "start_timeout_s": START_WITHIN_S,
+        "grpc_port": 0,
+        "http_port": 0,
+        "threads": 1,
+        "dtype": "float32",
+        "kv_checksum_rate": 1.0,
+        "page_tokens": 16,
+        "kv_cache_bytes": POOL_BYTES,
+        "kv_host_bytes": HOST_BYTES,
+        "kv_disk_bytes": DISK_BYTES if disk else 0,
+        "kv_disk_path": disk,
+        "max_step_tokens": 128,
+        "tls": tls,
+        "trusted_network": bool(disk),
+        **subject.settings,
+    }
+    cluster = RunningCluster(ClusterSettings.of(model=subject.model, **settings), folder / "logs")
+    try:
+        scene = Scene(cluster, rng, injected, disk, folder, authority, has_network=bool(os.environ.get(OWN_NAMESPACES)))
+        chosen = [FAULTS[name] for name in options.faults or FAULTS]
+        ranks = any(name.endswith("size") for name in subject.settings)
+        faults = [fault for fault in chosen if not fault.missing(scene) and (ranks or fault.part != "rank")]
+        print("not tried:", ", ".join(fault.name for fault in chosen if fault not in faults) or "none", flush=True)
+
+        async def disturbed() -> tuple[list[FaultRecord], int]:
+            credentials = grpc.ssl_channel_credentials(authority.pem)
+            async with open_client_channel(cluster.grpc_address.removeprefix("https://"), credentials) as channel:
+                load = MixedLoad(
+                    f"https://{cluster.http_address.removeprefix('https://')}/v1",
+                    options.seed,
+                    trust=authority.trusted(),
+                    judge=EngineJudge(subject),
+                    adapter=subject.adapter,
+                    channel=channel,
+                )
+                return await campaign(scene, load, faults, options.minutes), load.clients
+
+        outcome = asyncio.run(disturbed())
+        cluster.assert_idle_and_sound()
+        return outcome
+    finally:
+        cluster.stop()
+
+
+def enter_namespaces() -> None:
+    """Continue in a network namespace and a mount namespace of its own, with a file system in memory, if allowed."""
+    tools = all(map(shutil.which, ("unshare", "ip", "tc", "ss", "mount")))
+    if os.environ.get(OWN_NAMESPACES):
+        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+        size = f"size={3 * DISK_BYTES}"
+        subprocess.run(["mount", "-t", "tmpfs", "-o", size, "faults", "/mnt"], check=True)
+        # KV goes through the network that is disturbed, not through shared memory.
+        os.environ["UCX_TLS"] = "tcp,self"
+    elif os.geteuid() == 0 and tools:
+        command = ["unshare", "--net", "--mount", sys.executable, "-m", "tests.faults", *sys.argv[1:]]
+        os.execvpe(command[0], command, {**os.environ, OWN_NAMESPACES: "1"})
 
 
 def main() -> int:
@@ -133,50 +181,40 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 31), help="of requests and faults")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON of tries and outcomes")
     parser.add_argument("--workers", type=int, default=2, help="of each role")
+    parser.add_argument("--cluster", choices=SUBJECTS, default="smollm2", help="model and ranks of the cluster")
+    parser.add_argument(
+        "--faults",
+        type=lambda names: names.split(","),
+        help=f"names, separated by commas; default all: {', '.join(FAULTS)}",
+    )
     options = parser.parse_args()
+    if unknown := set(options.faults or ()) - FAULTS.keys():
+        parser.error(f"--faults: {', '.join(sorted(unknown))} is none of {', '.join(FAULTS)}")
+    enter_namespaces()
     print(f"seed {options.seed}", flush=True)
-    with tempfile.TemporaryDirectory() as logs:
-        settings = ClusterSettings.of(
-            model=prepare_model(find_default_model()),
-            prefill=options.workers,
-            decode=options.workers,
-            start_timeout_s=START_WITHIN_S,
-            grpc_port=0,
-            http_port=0,
-            threads=1,
-            dtype="float32",
-            kv_checksum_rate=1.0,
-            page_tokens=16,
-            kv_cache_bytes=1 << 27,
-            max_step_tokens=128,
-        )
-        cluster = RunningCluster(settings, Path(logs))
-        try:
-            url = f"http://{cluster.http_address.removeprefix('http://')}/v1"
-
-            async def once(part: str, act: str, rng: random.Random) -> None:
-                await strike(cluster, part, act, rng)
-                await until(lambda: serves(cluster))
-
-            load = MixedLoad(url, options.seed)
-            records = asyncio.run(campaign(load, options.minutes, options.seed, once))
-            cluster.assert_idle_and_sound()
-        finally:
-            cluster.stop()
-    faults = [record.as_result() for record in records]
+    with short_folder() as folder:
+        subject = SUBJECTS[options.cluster](folder)
+        records, clients = run(options, folder, subject)
+    well, errors = saved(records)
     result = {
         **run_facts("cpu"),
+        "model": subject.name,
         "dtype": "float32",
         "seed": options.seed,
         "minutes": options.minutes,
-        "clients": load.clients,
+        "clients": clients,
         "workers": options.workers,
-        "faults": faults,
+        "ended_well": well,
+        "not_saved": errors,
+        "faults": [as_result(record) for record in records],
     }
     print(save_result("faults", result, options.out))
+    print(
+        f"{sum(one.tries for one in records)} faults, {well} requests ended well, {errors} that could be saved did not"
+    )
     wrong = failures(records)
     print("\n".join(wrong or ["no answer was wrong"]))
-    return bool(wrong)
+    return bool(wrong) or errors > well / 1000
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import pytest
 
 from tests.factories import write_tiny_model
 
-from .engine_fault import EngineFaults
+from .injected_faults import InjectedFaults
 
 VOCAB = 4096
 LAYERS, KV_HEADS, HEAD_DIM = 8, 4, 32
@@ -43,16 +43,16 @@ def small_model(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="session")
-def engine_faults(tmp_path_factory: pytest.TempPathFactory) -> EngineFaults:
+def engine_faults(tmp_path_factory: pytest.TempPathFactory) -> InjectedFaults:
     """The engine faults that the workers of `pair` obey."""
-    return EngineFaults(tmp_path_factory.mktemp("engine-faults"))
+    return InjectedFaults(tmp_path_factory.mktemp("engine-faults"))
 
 
 @pytest.fixture
 def pair(
     running_cluster: Callable[..., Any],
     small_model: Path,
-    engine_faults: EngineFaults,
+    engine_faults: InjectedFaults,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., Any]:
     """A cluster of one prefill and one decode worker with prefill chunks of one page."""

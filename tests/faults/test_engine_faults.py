@@ -12,7 +12,7 @@ import pytest
 from tests.soak import soak
 
 from .conftest import STEP_DEADLINE_S
-from .engine_fault import EngineFaults
+from .injected_faults import InjectedFaults
 from .traffic import QUESTION, in_flight_when, serves_again
 
 NOTICED_WITHIN_S = 60.0
@@ -25,7 +25,7 @@ NOTICED_WITHIN_S = 60.0
     [pytest.param("prefill", "raise", marks=soak), ("decode", "raise"), pytest.param("decode", "hang", marks=soak)],
 )
 def test_a_lost_engine_fails_its_batch_with_a_clear_error_and_its_worker_restarts(
-    role: str, fault: str, pair: Callable[..., Any], engine_faults: EngineFaults
+    role: str, fault: str, pair: Callable[..., Any], engine_faults: InjectedFaults
 ) -> None:
     cluster = pair()
     other = "decode" if role == "prefill" else "prefill"

@@ -14,12 +14,14 @@ def test_the_page_is_made_of_the_newest_run() -> None:
 
 
 def test_wrong_answers_and_errors_are_shown() -> None:
-    answers = {"right": 40, "wrong": 2, "no end": 1, "HTTP 503": 4, "ReadError": 3}
-    fault: dict[str, Any] = {"part": "router", "act": "SIGKILL", "tries": 2, "answers": answers, "recovery_s": [1.5, 3]}
-    fault["details"] = ["greedy: no end"]
-    untried: dict[str, Any] = {"part": "decode", "act": "SIGKILL", "tries": 0, "answers": {}, "recovery_s": []}
-    untried["details"] = []
-    made = page({"minutes": 1, "seed": 5, "workers": 2, "clients": 10, "faults": [fault, untried]})
-    assert "| router | SIGKILL | 2 | 40 | 4 × HTTP 503, 3 × ReadError | 3 | 3.0 s |" in made
-    assert "| decode | SIGKILL | 0 | 0 | 0 | 0 | — |" in made
-    assert "- router, SIGKILL: greedy: no end" in made
+    answers = {"right": 40, "near tie": 1, "left": 2, "wrong": 2, "no end": 1, "HTTP 503": 4, "ReadError": 3}
+    untried: dict[str, Any] = {"fault": "kill-decode", "part": "decode", "act": "SIGKILL", "fails_requests": False}
+    untried |= {"tries": 0, "answers": {}, "longest_gap_s": 0.0, "details": []}
+    tried = untried | {"fault": "kill-router", "part": "router", "fails_requests": True, "tries": 2, "answers": answers}
+    tried |= {"longest_gap_s": 3.04, "details": ["greedy: no end"]}
+    run = {"minutes": 1, "seed": 5, "workers": 2, "clients": 10, "model": "m", "ended_well": 43, "not_saved": 0}
+    made = page(run | {"faults": [tried, untried]})
+    assert "| router | SIGKILL * | 2 | 43 | 1 | 4 × HTTP 503, 3 × ReadError | 3 | 3.0 s |" in made
+    assert "| decode | SIGKILL | — | 0 | 0 | 0 | 0 | — |" in made
+    assert "- kill-router: greedy: no end" in made
+    assert "2 faults in one run of 1 minutes" in made
