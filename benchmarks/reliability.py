@@ -41,7 +41,7 @@ def page(run: Run) -> str:
         right = sum(answers.pop(kind, 0) for kind in ("right", "left", "deadline")) + near_ties
         errors = ", ".join(f"{count} × {kind}" for kind, count in sorted(answers.items())) or "0"
         gap = f"{fault['longest_gap_s']:.1f} s" if fault["longest_gap_s"] else "—"
-        fails = " *" if fault["fails_requests"] else ""
+        fails = " *" if fault["may_cause"] else ""
         what = f"{fault['part']} | {fault['act']}{fails}" if fault["part"] else "— | none"
         rows.append(f"| {what} | {fault['tries'] or '—'} | {right} | {near_ties} | {errors} | {bad} | {gap} |")
     details = [f"- {fault['fault']}: {detail}" for fault in run["faults"] for detail in fault["details"]]
@@ -49,11 +49,12 @@ def page(run: Run) -> str:
     tries = sum(fault["tries"] for fault in run["faults"])
     tail = f"""{listed}
 {tries} faults in one run of {run["minutes"]:g} minutes with seed {run["seed"]}, of {run["model"]} with \
-{run["workers"]} prefill and {run["workers"]} decode workers and {run["clients"]} clients. {run["ended_well"]:,} \
-requests ended well, and {run["not_saved"]:,} failed that no fault may fail. Answers are counted with the newest fault \
-during them. Those of clients that left and of requests whose deadline passed were right as far as they came. A fault \
-with * may fail the requests that it interrupts: those whose connection it ends, or whose step. The longest gap is \
-that between two tokens of a stream. This page is made of the run's JSON by `python -m benchmarks.reliability`.
+{run["workers"]} prefill and {run["workers"]} decode workers, {run["clients"]} clients and at most \
+{run["max_attempts"]} attempts of a request. {run["ended_well"]:,} requests ended well, and {run["not_saved"]:,} \
+failed with an error that the fault may not cause. Answers are counted with the newest fault during them. Those of \
+clients that left and of requests whose deadline passed were right as far as they came. A fault with * may fail \
+requests that it interrupts: those whose connection it ends, or whose step. The longest gap is that between two tokens \
+of a stream. This page is made of the run's JSON by `python -m benchmarks.reliability`.
 """
     return _HEAD + "\n".join(rows) + "\n" + tail
 

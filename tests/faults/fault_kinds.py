@@ -101,8 +101,8 @@ class Fault:
     """What it strikes: at most one fault at a time strikes a part."""
     act: str
     strike: Strike
-    fails_requests: bool = False
-    """True if requests that it interrupts may end with an error, and are not among those that can be saved."""
+    may_cause: tuple[str, ...] = ()
+    """The errors with which requests that it interrupts may end; they are not among those that can be saved."""
     needs: tuple[str, ...] = ()
     """The fields of the scene that must be set."""
 
@@ -112,10 +112,14 @@ class Fault:
 
 
 FAULTS: dict[str, Fault] = {}
+CONNECTION = ("ConnectError", "ReadError", "WriteError", "RemoteProtocolError", "gRPC UNAVAILABLE")
+"""The errors of a client whose connection ends or cannot be opened."""
+STEP = ("HTTP 500", "error in a stream", "gRPC INTERNAL")
+"""The errors of the requests of a step that fails, one of which may have caused it."""
 
 
-def _fault(name: str, part: str, act: str, strike: Strike, *needs: str, fails_requests: bool = False) -> None:
-    FAULTS[name] = Fault(name, part, act, strike, fails_requests, needs)
+def _fault(name: str, part: str, act: str, strike: Strike, *needs: str, may_cause: tuple[str, ...] = ()) -> None:
+    FAULTS[name] = Fault(name, part, act, strike, may_cause, needs)
 
 
 def _of_process(act: Callable[[Scene, int], Awaitable[None]], part: str) -> Strike:
@@ -173,7 +177,13 @@ def _run(*command: str) -> None:
 
 
 for _part in ("prefill", "decode", "router", "controller", "rank"):
-    _fault(f"kill-{_part}", _part, "SIGKILL", _of_process(_kill, _part), fails_requests=_part == "router")
+    _fault(
+        f"kill-{_part}",
+        _part,
+        "SIGKILL",
+        _of_process(_kill, _part),
+        may_cause=(*CONNECTION, "HTTP 503") if _part == "router" else (),
+    )
 for _part in ("prefill", "decode", "router", "controller", "rank", "gcs"):
     _fault(f"suspend-{_part}", _part, f"SIGSTOP for {SUSPENDED_S:g} s", _of_process(_suspend, _part))
 for _part in ("prefill", "decode"):
@@ -182,7 +192,7 @@ for _part in ("prefill", "decode"):
         _part,
         f"no more memory for {MEMORY_S:g} s",
         _of_process(_limit_memory, _part),
-        fails_requests=True,
+        may_cause=STEP,
     )
 for _part in ("prefill", "decode", "router", "controller"):
     _fault(f"reset-{_part}", f"{_part}'s connection", "reset", _of_process(_reset_connection, _part), "has_network")
@@ -207,7 +217,7 @@ _fault(
     f"all links down for {CUT_S:g} s",
     _on_network("cut", "ip link set lo down", "ip link set lo up", CUT_S),
     "has_network",
-    fails_requests=True,
+    may_cause=CONNECTION,
 )
 _fault(
     "slow-network",
@@ -280,7 +290,7 @@ def _injected(kind: str, fault: str) -> Strike:
 
 
 for _part in ("prefill", "decode"):
-    _fault(f"fail-{_part}-step", _part, "its step fails", _injected(_part, "raise"), "injected", fails_requests=True)
+    _fault(f"fail-{_part}-step", _part, "its step fails", _injected(_part, "raise"), "injected", may_cause=STEP)
 _fault("flip-in-transfer", "transfer", "a flipped bit", _injected("flip", "once"), "injected")
 _fault("stall-transfer", "transfer", f"stalled for {STALL_S:g} s", _injected("stall", str(STALL_S)), "injected")
 
@@ -324,4 +334,4 @@ async def _expire_certificate(scene: Scene) -> bool:
 
 
 _fault("replace-certificate", "certificate", "replaced", _replace_certificate, "authority")
-_fault("expire-certificate", "certificate", "expires", _expire_certificate, "authority", fails_requests=True)
+_fault("expire-certificate", "certificate", "expires", _expire_certificate, "authority", may_cause=CONNECTION)

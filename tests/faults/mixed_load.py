@@ -132,8 +132,8 @@ class FaultRecord:
     """All tries of one fault, and the ends of the requests that ran during one."""
 
     name: str
-    fails_requests: bool = False
-    """True if requests that it interrupts may end with an error."""
+    may_cause: tuple[str, ...] = ()
+    """The errors with which requests that it interrupts may end."""
     tries: int = 0
     answers: Counter[str] = field(default_factory=Counter)
     """Answers by their kind, and errors by their status or type."""
@@ -143,6 +143,17 @@ class FaultRecord:
     """The newest message of each kind of error."""
     gaps_s: list[float] = field(default_factory=list)
     """The longest gap of each stream."""
+
+    @property
+    def ended_well(self) -> int:
+        """The number of requests that ended as they should."""
+        return sum(self.answers[kind] for kind in ENDED_WELL)
+
+    @property
+    def not_saved(self) -> int:
+        """The number of requests that ended with an error that the fault may not cause."""
+        ends = {*ENDED_WELL, WRONG, NO_END, *self.may_cause}
+        return sum(count for kind, count in self.answers.items() if kind not in ends)
 
 
 @dataclass(slots=True)
@@ -232,7 +243,7 @@ class MixedLoad:
         while not self._stopping:
             sent_s, number = time.monotonic(), turn % len(self._forms[name].bodies)
             kind, gap_s, detail = await self._ask(name, number)
-            record = self._cause(sent_s, failed=kind not in ENDED_WELL)
+            record = self._cause(sent_s, kind)
             record.answers[kind] += 1
             if kind in {WRONG, NO_END}:
                 record.details.append(f"{name}: {detail}")
@@ -245,11 +256,10 @@ class MixedLoad:
             else:
                 await asyncio.sleep(RETRY_S)
 
-    def _cause(self, sent_s: float, *, failed: bool) -> FaultRecord:
-        """Return the record of the newest fault during a request; of an error, of one that may cause errors."""
+    def _cause(self, sent_s: float, kind: str) -> FaultRecord:
+        """Return the record of the newest fault during a request; of an error, of one that may cause it if any."""
         during = [one.record for one in self._tries if one.ended_s >= sent_s]
-        allowed = [record for record in during if record.fails_requests] if failed else []
-        return (allowed or during or [self.undisturbed])[-1]
+        return ([record for record in during if kind in record.may_cause] or during or [self.undisturbed])[-1]
 
     async def _ask(self, name: str, number: int) -> tuple[str, float, str]:
         """Send one request; return how it ended, the longest gap of a stream, and what is wrong with the answer."""

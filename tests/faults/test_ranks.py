@@ -20,6 +20,7 @@ import pytest
 
 from tests.soak import soak
 
+from .fault_kinds import ranks_of
 from .moments import restarted
 from .streams import AT_ONCE, Client, Load, Question, Stream, undisturbed
 
@@ -28,11 +29,6 @@ DEATHS = int(os.environ.get("TANDEM_RANK_DEATHS", "100"))
 QUESTIONS = [Question((5, 6, 7, 8 + n), 60) for n in range(3)]
 LATER = Question((5, 6, 7, 99), 20)
 """A request that arrives after the death."""
-
-
-def followers(pid: int) -> list[psutil.Process]:
-    """The other ranks of the worker with this process."""
-    return [child for child in psutil.Process(pid).children() if "tandem.worker.follower_process" in child.cmdline()]
 
 
 async def struck_amid(cluster: Any, pid: int, fault: signal.Signals) -> list[Stream]:
@@ -60,13 +56,13 @@ def test_no_answer_is_lost_when_a_rank_hangs_or_dies_and_all_ranks_restart(
     expected = asyncio.run(undisturbed(cluster.grpc_address, [*QUESTIONS, LATER]))
     for fault in (signal.SIGSTOP, signal.SIGKILL):
         before = cluster.worker(role)
-        (follower,) = followers(before.pid)
+        (follower,) = ranks_of(before.pid)
         struck = follower.pid if fault is signal.SIGSTOP else before.pid
         streams = asyncio.run(struck_amid(cluster, struck, fault))
         for stream, tokens in zip(streams, expected, strict=True):
             stream.check(tokens)
         after = restarted(cluster, before)
-        assert len(followers(after.pid)) == 1
+        assert len(ranks_of(after.pid)) == 1
         psutil.wait_procs([follower], timeout=20)
         assert not follower.is_running()
     cluster.assert_idle_and_sound()
@@ -82,7 +78,7 @@ def test_kv_of_ranks_that_divide_tokens_is_handed_over_like_that_of_one_rank(
     for ranks in (1, 2):
         cluster = running_cluster(**settings, context_parallel_size=ranks, kv_cache_bytes=1 << 27)
         answers.append(asyncio.run(undisturbed(cluster.grpc_address, questions)))
-        assert len(followers(cluster.worker("prefill").pid)) == ranks - 1
+        assert len(ranks_of(cluster.worker("prefill").pid)) == ranks - 1
         cluster.assert_idle_and_sound()
     assert answers[0] == answers[1]
 
@@ -107,7 +103,7 @@ def test_no_answer_is_wrong_or_hangs_when_ranks_die_at_random_moments_under_load
             for _ in range(DEATHS):
                 await asyncio.sleep(rng.random())
                 worker = rng.choice(cluster.workers())
-                ranks = [worker.pid, *(follower.pid for follower in followers(worker.pid))]
+                ranks = [worker.pid, *(follower.pid for follower in ranks_of(worker.pid))]
                 os.kill(rng.choice(ranks), signal.SIGKILL)
                 killed_at = time.monotonic()
                 await asyncio.to_thread(restarted, cluster, worker)

@@ -15,11 +15,26 @@ def test_the_page_is_made_of_the_newest_run() -> None:
 
 def test_wrong_answers_and_errors_are_shown() -> None:
     answers = {"right": 40, "near tie": 1, "left": 2, "wrong": 2, "no end": 1, "HTTP 503": 4, "ReadError": 3}
-    untried: dict[str, Any] = {"fault": "kill-decode", "part": "decode", "act": "SIGKILL", "fails_requests": False}
+    untried: dict[str, Any] = {"fault": "kill-decode", "part": "decode", "act": "SIGKILL", "may_cause": []}
     untried |= {"tries": 0, "answers": {}, "longest_gap_s": 0.0, "details": []}
-    tried = untried | {"fault": "kill-router", "part": "router", "fails_requests": True, "tries": 2, "answers": answers}
+    tried = untried | {
+        "fault": "kill-router",
+        "part": "router",
+        "may_cause": ["ReadError"],
+        "tries": 2,
+        "answers": answers,
+    }
     tried |= {"longest_gap_s": 3.04, "details": ["greedy: no end"]}
-    run = {"minutes": 1, "seed": 5, "workers": 2, "clients": 10, "model": "m", "ended_well": 43, "not_saved": 0}
+    run = {
+        "minutes": 1,
+        "seed": 5,
+        "workers": 2,
+        "clients": 10,
+        "max_attempts": 3,
+        "model": "m",
+        "ended_well": 43,
+        "not_saved": 0,
+    }
     made = page(run | {"faults": [tried, untried]})
     assert "| router | SIGKILL * | 2 | 43 | 1 | 4 × HTTP 503, 3 × ReadError | 3 | 3.0 s |" in made
     assert "| decode | SIGKILL | — | 0 | 0 | 0 | 0 | — |" in made
