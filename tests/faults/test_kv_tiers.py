@@ -1,11 +1,12 @@
 """Workers with tiers of the prefix cache and pools that are too small are killed and change their roles.
 
-Their files serve the next incarnations, and no answer changes.
+Their files serve the next incarnations, bytes of the files are flipped, and no answer changes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,7 @@ from .streams import Client, Question, undisturbed
 PROMPTS, PROMPT_TOKENS, ANSWER = 6, 1000, 20
 POOL_BYTES, HOST_BYTES, DISK_BYTES = 16 << 20, 8 << 20, 256 << 20
 """The prompts have 48 MiB of KV."""
-CHATS, TURNS, FAULTS = (100, 4, 12) if SOAKING else (16, 2, 2)
+CHATS, TURNS, FAULTS = (170, 4, 15) if SOAKING else (16, 2, 3)
 FIRST_TOKENS, TURN_ANSWER, TURN_TOKENS, AT_ONCE = 150, 16, 10, 3
 TOKEN_BYTES = 8 << 10
 CHANGES: list[dict[str, Any]] = [
@@ -88,7 +89,19 @@ def some_tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(3, VOCAB) for _ in range(count)]
 
 
-async def converse(cluster: Any, chats: list[list[tuple[Question, list[int]]]], rng: random.Random) -> None:
+def flip_a_byte(folder: Path, rng: random.Random) -> None:
+    """Flip a byte of a quarter of the pages on the disk."""
+    for file in sorted(folder.glob("*/*/*-0")):
+        if rng.random() < 0.25:
+            with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
+                damaged = bytearray(file.read_bytes())
+                damaged[rng.randrange(len(damaged))] ^= 1
+                file.write_bytes(damaged)
+
+
+async def converse(
+    cluster: Any, chats: list[list[tuple[Question, list[int]]]], rng: random.Random, folder: Path
+) -> None:
     """Run all turns of all conversations, a few at a time, between faults; check each answer."""
     running, answered = asyncio.Semaphore(AT_ONCE), 0
 
@@ -110,7 +123,9 @@ async def converse(cluster: Any, chats: list[list[tuple[Question, list[int]]]], 
         talking = [asyncio.ensure_future(one(client, turns)) for turns in chats]
         for fault in range(FAULTS):
             await more(CHATS * TURNS // (FAULTS + 1))
-            if fault % 2:
+            if fault % 3 == 2:
+                await asyncio.to_thread(flip_a_byte, folder, rng)
+            elif fault % 3:
                 await cluster.controller.set_mode(**rng.choice(CHANGES))
             else:
                 victim = await asyncio.to_thread(cluster.named, rng.choice(cluster.members()).peer.worker_id)
@@ -134,5 +149,5 @@ def test_conversations_keep_their_answers_under_kills_and_role_changes(
         kv_cache_bytes=max(int(needed / share / 2), 4 * tokens * TOKEN_BYTES), kv_host_bytes=needed // 3,
         kv_disk_bytes=4 * needed, kv_disk_path=tmp_path,
     )  # fmt: skip
-    asyncio.run(converse(cluster, chats, rng))
+    asyncio.run(converse(cluster, chats, rng, tmp_path))
     cluster.assert_idle_and_sound()

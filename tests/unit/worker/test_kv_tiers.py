@@ -1,6 +1,7 @@
 """Conversations whose KV does not fit into the page pool: tiers give pages back, and no answer changes."""
 
 import asyncio
+import contextlib
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from kv_transfer.in_memory_fabric import InMemoryFabric
 from tandem.cost_model.prefix_reload import reload_seconds
 from tandem.engine.cache.prefix_cache import Prefix
 from tandem.engine.cache.tiers.cache_tiers import CacheTiers, Reload
+from tandem.engine.cache.tiers.host import HostTier
 from tandem.engine.config import EngineConfig
 from tandem.metrics import families as f
 from tandem.protocol.errors import InvalidArgument, ResourceExhausted, RoleClosed, TandemError
@@ -40,6 +42,8 @@ from tests.worker_pair import End, RequestOutput, WorkerPair, tiny_engines, unti
 PAGE_BYTES = PAGE_TOKENS * 2 * 4
 HYBRID = (None, 2 * PAGE_TOKENS, STATE)
 CONVERSATIONS, TURNS = (500, 6) if SOAKING else (6, 4)
+FLIP_EVERY = 10
+"""Turns of all conversations between two flipped bytes in each tier."""
 
 
 @pytest.fixture(autouse=True)
@@ -86,8 +90,27 @@ async def ask(pair: WorkerPair, name: str, prompt: Sequence[int], max_tokens: in
     return output
 
 
+def flip_a_byte(tiers: CacheTiers, rng: random.Random) -> None:
+    """Flip a byte of a random page in each tier, unless the tier changes meanwhile."""
+    for tier in tiers.tiers:
+        try:
+            location = rng.choice(list(tier._pages.values()))
+        except (IndexError, RuntimeError):
+            continue
+        if isinstance(tier, HostTier):
+            tier._memory[location[0], 0] ^= 1
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            damaged = bytearray(location.read_bytes())
+            damaged[0] ^= 1
+            location.write_bytes(damaged)
+
+
 async def converse(pair: WorkerPair, rng: random.Random, conversations: int, turns: int) -> int:
-    """Run all turns of all conversations, a few at a time in random order; return the number of cached tokens."""
+    """Run all turns of all conversations, a few at a time in random order; return the number of cached tokens.
+
+    After every `FLIP_EVERY`th turn, a byte is flipped in each tier.
+    """
     chats = [[3 + number % 900, *rng.choices(range(3, 900), k=10)] for number in range(conversations)]
     order = [number for number in range(conversations) for _ in range(turns)]
     rng.shuffle(order)
@@ -98,6 +121,8 @@ async def converse(pair: WorkerPair, rng: random.Random, conversations: int, tur
         async with busy[number]:
             output = await ask(pair, f"{number}/{place}", chats[number])
             cached += output.cached_tokens
+            if place % FLIP_EVERY == 0:
+                flip_a_byte(tiers_of(pair.prefill), rng)
             chats[number] += [*output.tokens, *rng.choices(range(3, 900), k=3)]
 
     running = asyncio.Semaphore(2)
@@ -137,7 +162,9 @@ async def test_conversations_answer_as_without_tiers(
         cached = await converse(pair, rng, CONVERSATIONS, TURNS)
         tiers = tiers_of(pair.prefill)
         assert cached > 0
-        assert sum(tier.counts.corrupt_pages + tier.counts.failures for tier in tiers.tiers) == 0
+        assert sum(tier.counts.failures for tier in tiers.tiers) == 0
+        # In a few conversations it is not certain that a damaged page is loaded before it is evicted.
+        assert not SOAKING or sum(tier.counts.corrupt_pages for tier in tiers.tiers) > 0
 
 
 async def evict(end: End) -> None:

@@ -3,20 +3,10 @@
     python -m benchmarks.kv_tiers --workers 16 --working-sets 1.3,4
     python -m benchmarks.kv_tiers --trace mooncake_conversation.jsonl --working-sets 1.3,4
 
-Without `--trace`, there are three loads:
-
-    agents      each sends a turn, waits for the answer, calls a tool and sends the next turn, which begins with all
-                turns before it. Their lengths follow published statistics of coding agents: 33 to 43 turns, 131 prompt
-                tokens for each token of an answer, and 94 to 96 % of the prompt tokens seen before
-    documents   questions about documents, each about one of as many documents as there would be agents
-    unique      prompts of the length of these documents, none of which shares a page with another one
-
-Agents pause for `--tool-seconds` between two turns; questions and unique prompts arrive at random, as many as agents
-would send if answers took no time. The requests of a trace arrive when they were recorded.
-
-A working set is the number of tokens of all live conversations (of a trace: of all its different blocks) ÷ the number
-of tokens whose KV fits into the GPUs. Tiers load pages at the rates that are given, and nothing else is assumed about
-them: routers and workers decide as in a cluster. The last line is one JSON object.
+The loads are those of `benchmarks/kv_tiers/load.py`, or a trace, whose requests arrive when they were recorded; its
+working set is the number of tokens of all its different blocks ÷ the number of tokens whose KV fits into the GPUs.
+Tiers load pages at the rates that are given, and nothing else is assumed about them: routers and workers decide as in a
+cluster.
 """
 
 import argparse
@@ -32,8 +22,9 @@ from statistics import fmean
 
 import numpy as np
 
-from benchmarks.command_line import at_least, exit_on_error
-from benchmarks.results import run_facts, save_result
+from benchmarks.command_line import Measured, at_least
+from benchmarks.kv_tiers.load import LOADS, Agent, live_conversations, make_agent, question
+from benchmarks.results import run_facts
 from benchmarks.strategies.stage import make_cluster, make_requests
 from tandem.capacity.simulation.cluster import VirtualCluster
 from tandem.capacity.simulation.hardware import Hardware, hardware
@@ -42,60 +33,19 @@ from tandem.capacity.simulation.prompt import VirtualPrompt, page_names
 from tandem.capacity.simulation.request import LoadRequest, Outcome
 from tandem.capacity.simulation.spec import TierSpec
 from tandem.cli.load.trace import Trace, read_trace
-from tandem.cli.load.workload import parse_rates
+from tandem.cli.load.workload import Arrival, parse_rates
 from tandem.cost_model.devices import DEVICES, device_kind
 from tandem.engine.memory import GIB
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.prefixes import KvTier
 from tandem.settings.slo import BEST_EFFORT
 
-_ANSWER_TOKENS = 300
-"""Mean length of an answer."""
-_PROMPT_TOKENS = 131 * _ANSWER_TOKENS
-"""Mean length of a prompt, and the length of a document."""
-_QUESTION_TOKENS = 100
-_TURNS = range(33, 44)
-_NEW_SHARE = 0.05
-"""The share of prompt tokens that no earlier turn of the same agent had."""
-_SYSTEM_KEY = 0
-"""The key of the system prompt, which all agents share, in the names of pages."""
 
-
-@dataclass(slots=True)
-class Agent:
-    """One agent: the number of its turns, the length of its first prompt, and the tokens that each turn adds."""
-
-    key: int
-    turns: int
-    system_tokens: int
-    grown: list[tuple[int, int]]
-    """For each turn, the new tokens of its prompt (the answer before it included) and those of its answer."""
-    turn: int = 0
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Length of the prompt of the present turn."""
-        return self.system_tokens + sum(new for new, _ in self.grown[: self.turn + 1])
-
-    def request(self, due_s: float, page_tokens: int, number: int) -> LoadRequest:
-        """Return the request of the present turn."""
-        own = self.prompt_tokens - self.system_tokens
-        segments = [(_SYSTEM_KEY, 0, self.system_tokens), (self.key, 0, own)]
-        prompt = VirtualPrompt(number, self.prompt_tokens, page_names(segments, page_tokens))
-        return LoadRequest(due_s, prompt, self.grown[self.turn][1], BEST_EFFORT)
-
-
-def make_agent(key: int, dice: random.Random) -> Agent:
-    """Return a new agent with random lengths; those of turns vary by a factor of about 2."""
-    grown = _NEW_SHARE * _PROMPT_TOKENS
-    turns = dice.choice(_TURNS)
-    # Mean prompt = system prompt + half of what all turns add.
-    system = max(1, round(_PROMPT_TOKENS - grown * (fmean(_TURNS) + 1) / 2))
-
-    def drawn(mean: float) -> int:
-        return max(1, round(dice.lognormvariate(-0.125, 0.5) * mean))
-
-    return Agent(key, turns, system, [(drawn(grown), drawn(_ANSWER_TOKENS)) for _ in range(turns)])
+def request_of(arrival: Arrival, due_s: float, number: int, page_tokens: int) -> LoadRequest:
+    """Return a simulated request that is due at `due_s`; `number` is unique."""
+    names = page_names([(block.key, 0, block.tokens) for block in arrival.prompt], page_tokens)
+    prompt = VirtualPrompt(number, arrival.prompt_tokens, names)
+    return LoadRequest(due_s, prompt, arrival.new_tokens, BEST_EFFORT)
 
 
 @dataclass(slots=True)
@@ -116,7 +66,7 @@ class Agents:
 
         def send(agent: Agent, due_s: float) -> None:
             if due_s < self.seconds:
-                request = agent.request(due_s, self.page_tokens, next(self.sent))
+                request = request_of(agent.arrival, due_s, next(self.sent), self.page_tokens)
                 running[id(request)] = agent
                 cluster.clock.at(due_s + cluster.network.ingress_s, lambda: cluster.router.arrive(request))
 
@@ -185,12 +135,12 @@ class Case:
             tokens = _different_tokens(trace, asked.seconds * asked.speed) / self.working_set
         machine = replace(machine, pages=int(tokens / asked.workers / machine.page_tokens))
         cluster = self._cluster(machine)
-        live = round(self.working_set * tokens / _PROMPT_TOKENS)
+        live = live_conversations(self.working_set, tokens)
         dice = random.Random(asked.seed)
         if trace is None and asked.load == "agents":
             outcomes = Agents(live, self.seconds, self.tool_s, machine.page_tokens, dice).run(cluster)
         elif trace is None:
-            outcomes = cluster.run(list(self._questions(live, machine.page_tokens, dice)), self.seconds)
+            outcomes = cluster.run(self._questions(live, machine.page_tokens, dice), self.seconds)
         else:
             workload = trace.at_speed(asked.speed, asked.seconds, asked.seed).fitted(machine.model.max_context)
             outcomes = cluster.run(make_requests(workload, machine.page_tokens, BEST_EFFORT))
@@ -201,16 +151,12 @@ class Case:
 
     def _questions(self, live: int, page_tokens: int, dice: random.Random) -> Iterator[LoadRequest]:
         """Yield questions about `live` documents, or prompts that are all different, at random times."""
-        due_s = 0.0
+        due_s, documents = 0.0, live if self.arguments.load == "documents" else 0
         for number in count(1):
             due_s += dice.expovariate(live / self.tool_s)
             if due_s >= self.seconds:
                 return
-            # The keys of documents are negative, those of questions and of unique prompts positive.
-            document = number if self.arguments.load == "unique" else -1 - dice.randrange(live)
-            segments = [(document, 0, _PROMPT_TOKENS), (number, _PROMPT_TOKENS, _QUESTION_TOKENS)]
-            prompt = VirtualPrompt(number, _PROMPT_TOKENS + _QUESTION_TOKENS, page_names(segments, page_tokens))
-            yield LoadRequest(due_s, prompt, _ANSWER_TOKENS, BEST_EFFORT)
+            yield request_of(question(number, documents, dice), due_s, number, page_tokens)
 
     def _cluster(self, machine: Hardware) -> VirtualCluster:
         asked = self.arguments
@@ -282,9 +228,8 @@ def as_text(cases: Sequence[dict[str, object]]) -> str:
     return "\n".join(lines)
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kv_tiers", description=(__doc__ or "").split("\n")[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this case."""
     parser.add_argument("--shape", default="llama-3.1-8b", help="the model")
     parser.add_argument("--gpu", default="H200", help=f"of the roofline: {', '.join(DEVICES)}")
     parser.add_argument("--workers", type=at_least(1), default=16, help="each with one GPU")
@@ -292,7 +237,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--working-sets", default="1.3,4", help="as multiples of the GPUs' KV caches")
     parser.add_argument("--trace", type=Path, default=None, help="Mooncake's .jsonl instead of agents")
     parser.add_argument("--speed", type=float, default=1.0, help="of the trace's arrivals")
-    parser.add_argument("--load", choices=("agents", "documents", "unique"), default="agents")
+    parser.add_argument("--load", choices=LOADS, default="agents")
     parser.add_argument("--tool-seconds", default="30", help="mean times between an agent's turns, comma-separated")
     parser.add_argument("--ttft-limit", type=float, default=2.0, help="a first token within it comes in time, seconds")
     parser.add_argument("--turns", type=float, default=8.0, help="simulated time, in pauses between turns")
@@ -305,33 +250,23 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="these rows, comma-separated")
     parser.add_argument("--processes", type=at_least(1), default=1, help="simulations at a time")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results/")
-    return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Simulate all rows and print the table, as JSON last."""
-    asked = parse_arguments(arguments)
-    names = asked.only.split(",") if asked.only else [row.name for row in ROWS]
-    sets = [float(text) for text in asked.working_sets.split(",")]
-    pauses = [0.0] if asked.trace is not None else parse_rates(asked.tool_seconds, "--tool-seconds")
+def measure(options: argparse.Namespace) -> Measured:
+    """Simulate all rows and print the table."""
+    names = options.only.split(",") if options.only else [row.name for row in ROWS]
+    sets = parse_rates(options.working_sets, "--working-sets")
+    pauses = [0.0] if options.trace is not None else parse_rates(options.tool_seconds, "--tool-seconds")
     rows = [row for row in ROWS if row.name in names]
-    cases = [Case(row, working_set, pause, asked) for working_set in sets for pause in pauses for row in rows]
+    cases = [Case(row, working_set, pause, options) for working_set in sets for pause in pauses for row in rows]
     run: Callable[[Case], dict[str, object]] = Case.run
-    if asked.processes == 1:
+    if options.processes == 1:
         figures = [run(case) for case in cases]
     else:
-        with ProcessPoolExecutor(asked.processes) as pool:
+        with ProcessPoolExecutor(options.processes) as pool:
             figures = list(pool.map(run, cases))
-    load = asked.load if asked.trace is None else asked.trace.stem.replace("_", "-")
-    print(f"\n{load}, {asked.workers} workers\n\n{as_text(figures)}\n")
-    options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(asked).items()}
-    result = {"load": load, "options": options, "cases": figures, "dtype": "bfloat16", **run_facts("cpu")}
-    if asked.save:
-        save_result(f"kv-tiers-{load}-{asked.shape}-{asked.workers}-workers", result)
-    print(json.dumps(result))
-
-
-if __name__ == "__main__":
-    with exit_on_error():
-        main()
+    load = options.load if options.trace is None else options.trace.stem.replace("_", "-")
+    print(f"\n{load}, {options.workers} workers\n\n{as_text(figures)}\n")
+    asked = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    result = {"load": load, "options": asked, "cases": figures, "dtype": "bfloat16", **run_facts("cpu")}
+    return f"kv-tiers-{load}-{options.shape}-{options.workers}-workers", result

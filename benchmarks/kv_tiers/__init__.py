@@ -1,0 +1,1 @@
+"""Benchmarks of the tiers of the prefix cache."""
