@@ -129,6 +129,8 @@ class DecodeAdmission:
             reads=reads,
             tenant=reservation.tenant,
             retention_s=reservation.retention_s,
+            hinted_s=reservation.hinted_s,
+            hinted_tokens=reservation.hinted_tokens,
         )
         with self.lock:
             try:

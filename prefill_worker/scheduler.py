@@ -337,6 +337,8 @@ class PrefillScheduler:
             reads=not task.scores_prompt,
             tenant=task.tenant,
             retention_s=task.retention_s,
+            hinted_s=task.hinted_s,
+            hinted_tokens=task.hinted_tokens,
         )
         token_hash = hash_token_ids(task.prompt_token_ids) if local else b""
         event_times = [EventTime.now(LifecycleEvent.PREFILL_QUEUED)]

@@ -134,8 +134,9 @@ class Dispatcher:
         self._enter([some[0].queued for some in prompts], len(requests), first.tenant, first.n)
         for prompt, some in zip(admitted, prompts, strict=True):
             expected_s = self._reuse.observe(prompt.tenant, prompt.digests, time.monotonic(), prompt.session)
+            hinted_s = prompt.cache_retention_s if prompt.hinted_tokens is None else 0.0
             for request in some:
-                request.retention_s = max(prompt.cache_retention_s, expected_s)
+                request.retention_s = max(hinted_s, expected_s)
             self._live.add(some)
         self._place_waiting()
         prompt_tokens = sum(len(prompt.prompt_token_ids) for prompt in admitted)

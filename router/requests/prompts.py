@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -66,6 +67,33 @@ class PromptEncoder:
         if not ids:
             raise InvalidArgument(field_of(request), "gives no tokens; send at least one")
         return tuple(ids)
+
+    async def hinted_tokens(self, request: ClientRequest, ids: Sequence[int]) -> int | None:
+        """Return the number of the prompt's tokens in its `Conversation.hinted_turns`; None = all."""
+        prompt = request.prompt
+        if not isinstance(prompt, Conversation) or prompt.hinted_turns is None:
+            return None
+        return await self._pool.run(request.tenant, _prompt_chars(prompt), partial(self._count_hinted, request, ids))
+
+    def _count_hinted(self, request: ClientRequest, ids: Sequence[int]) -> int | None:
+        """Return the number of tokens of the text that the prompt and its hinted turns alone have in common.
+
+        None if the template does not render the hinted turns alone, or if the prompt was truncated.
+        """
+        prompt = request.prompt
+        assert isinstance(prompt, Conversation)
+        turns, rest = prompt.turns[: prompt.hinted_turns], (prompt.variables, prompt.tools.shown, prompt.end)
+        try:
+            whole, hinted = (self._tokenizer.render_chat(some, *rest) for some in (prompt.turns, turns))
+        except InvalidArgument:
+            return None
+        common = bisect_left(range(len(hinted)), True, key=lambda end: not whole.startswith(hinted[: end + 1]))
+        if request.options.truncate_prompt_tokens is not None:
+            return None
+        # The shorter part is encoded; at the cut, the count may be off by a token or two.
+        if 2 * common <= len(whole):
+            return min(len(ids), len(self._tokenizer.encode_rendered(whole[:common])))
+        return max(0, len(ids) - len(self._tokenizer.encode_rendered(whole[common:])))
 
     def _encode(self, request: ClientRequest, served: ServedModel, last: int | None) -> list[int]:
         """Return the prompt's token ids; runs in a tokenizer thread.

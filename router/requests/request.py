@@ -116,6 +116,8 @@ class Conversation:
     end: PromptEnd = PromptEnd.NEXT_TURN
     parsed: bool = False
     """True if the answer is parsed into reasoning, content and tool calls."""
+    hinted_turns: int | None = None
+    """The number of leading turns to which `Options.cache_retention_s` applies; None = all."""
 
 
 Prompt = str | tuple[int, ...] | Conversation
@@ -171,6 +173,8 @@ class Admitted:
     """The client's `Options.session`."""
     cache_retention_s: float = 0.0
     """The client's `Options.cache_retention_s`."""
+    hinted_tokens: int | None = None
+    """The number of leading prompt tokens to which it applies; None = all."""
     n: int = 1
     """Number of answers to generate (`router/requests/choices.py`)."""
     context: TraceContext = field(default_factory=TraceContext.fresh)
@@ -248,7 +252,10 @@ class RoutedRequest:
     The first token of the attempt may still be in flight from the prefill worker.
     """
     retention_s: float = 0.0
-    """Seconds for which workers keep the prompt's pages: the client's hint or the router's estimate (`reuse.py`)."""
+    """Seconds for which workers keep the prompt's pages: the client's hint or the router's estimate (`reuse.py`).
+
+    A hint for the beginning of the prompt only is not part of it.
+    """
     cached_tokens: int = 0
     """Number of prompt tokens whose KV was found in the prefix cache."""
     reloaded_tokens: int = 0

@@ -180,6 +180,7 @@ class RequestValidator:
             cacheable_tokens=len(digests) * served.page_tokens if self._config.prefix_cache else 0,
             session=request.options.session,
             cache_retention_s=request.options.cache_retention_s,
+            hinted_tokens=await self._prompts.hinted_tokens(request, ids),
             n=request.options.answers,
             context=TraceContext.of(request.traceparent),
             operation=request.operation,

@@ -65,6 +65,8 @@ class DispatchCalls:
         sampling, salt = admitted.sampling, admitted.cache_salt
         waited_s = request.placed_s - request.waiting_since
         adapter = "" if admitted.adapter is None else admitted.adapter.identity
+        hinted_tokens = admitted.hinted_tokens or 0
+        hinted_s = admitted.cache_retention_s if hinted_tokens else 0.0
         placement = request.prediction
         source = None if placement is None else placement.source
         try:
@@ -88,6 +90,8 @@ class DispatchCalls:
                     source=source if decode is prefill else None,
                     tenant=admitted.tenant,
                     retention_s=request.retention_s,
+                    hinted_s=hinted_s,
+                    hinted_tokens=hinted_tokens,
                 )
                 destination = await self._reserve(request, reservation, decode)
             asked = prefill
@@ -106,6 +110,8 @@ class DispatchCalls:
                         source=source if decode is not prefill else None,
                         tenant=admitted.tenant,
                         retention_s=request.retention_s,
+                        hinted_s=hinted_s,
+                        hinted_tokens=hinted_tokens,
                     )
                 )
                 if _current(request, ref):

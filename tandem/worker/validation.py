@@ -47,6 +47,7 @@ def _check(asked: PrefillTask | Reservation, model: ModelFacts) -> None:
     if len(asked.cache_salt) > CACHE_SALT_MAX:
         raise InvalidArgument("cache_salt", f"has {len(asked.cache_salt)} characters, the limit is {CACHE_SALT_MAX}")
     _check_range("retention_s", asked.retention_s, 0.0, CACHE_RETENTION_MAX_S)
+    _check_range("hinted_s", asked.hinted_s, 0.0, CACHE_RETENTION_MAX_S)
     if ref.attempt < 1:
         raise InvalidArgument("attempt", f"{ref.attempt} is less than 1")
     _check_prompt(asked.prompt_token_ids, model)

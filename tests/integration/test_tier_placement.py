@@ -39,9 +39,7 @@ def prompt(number: int) -> list[int]:
 
 
 def ask(client: Client, numbers: Sequence[int]) -> list[Answer]:
-    return [
-        client.generate(prompt(number), max_tokens=2, ignore_eos=True, temperature=0) for number in numbers
-    ]
+    return [client.generate(prompt(number), max_tokens=2, ignore_eos=True, temperature=0) for number in numbers]
 
 
 @pytest.mark.timeout(300)

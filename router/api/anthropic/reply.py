@@ -90,7 +90,7 @@ class MessageReply(NamedEventsReply):
         super().__init__(admitted[0], streamed=call.stream)
         self.answer_id = f"msg_{facts.request_id}"
         self._blocks = ContentBlocks()
-        self._retention_s = admitted[0].cache_retention_s
+        self._retention_s, self._hinted = admitted[0].cache_retention_s, admitted[0].hinted_tokens
         self._message: dict[str, Any] = {
             "id": self.answer_id,
             "type": "message",
@@ -121,6 +121,8 @@ class MessageReply(NamedEventsReply):
         last = self._events(self._blocks.end())
         stop = {"stop_reason": _stop_reason(ending, called=called), "stop_sequence": ending.matched_stop or None}
         read, written = ending.cached_tokens, ending.cache_written_tokens if self._retention_s else 0
+        if self._hinted is not None:
+            written = min(written, max(0, self._hinted - read))
         usage = _usage(ending.prompt_tokens, ending.completion_tokens, read, written)
         if self._retention_s:
             longer = self._retention_s > seconds_of("5m")

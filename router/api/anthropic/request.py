@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -130,11 +130,36 @@ def _cache_controls(body: MessagesRequest) -> Iterator[CacheControl | None]:
     yield body.cache_control
     yield from (tool.cache_control for tool in body.tools or ())
     contents = [body.system, *(message.content for message in body.messages)]
-    for block in chain.from_iterable(content for content in contents if content and not isinstance(content, str)):
+    yield from _controls_of(
+        chain.from_iterable(content for content in contents if content and not isinstance(content, str))
+    )
+
+
+def _controls_of(blocks: Iterable[Block]) -> Iterator[CacheControl | None]:
+    for block in blocks:
         if isinstance(block, TextBlock | ToolUseBlock | ToolResultBlock):
             yield block.cache_control
         if isinstance(block, ToolResultBlock) and block.content and not isinstance(block.content, str):
             yield from (part.cache_control for part in block.content)
+
+
+def _hinted_turns(body: MessagesRequest, made: Turns) -> int | None:
+    """Return the number of turns up to the one with the last `cache_control`; None if it is in the last turn or absent.
+
+    A breakpoint within a turn counts for the whole turn, and one of the tools for the system prompt as well.
+    """
+    last = -1
+    if any(tool.cache_control for tool in body.tools or ()) or _has_breakpoint(body.system):
+        last = 0 if body.system else -1
+    for number, message in enumerate(body.messages):
+        if _has_breakpoint(message.content):
+            field = f"messages[{number}]"
+            last = max(place for place, turn_field in enumerate(made.fields) if turn_field.startswith(field))
+    return last + 1 if 0 <= last < len(made.turns) - 1 and body.cache_control is None else None
+
+
+def _has_breakpoint(content: str | Sequence[Block] | None) -> bool:
+    return not isinstance(content, str) and any(_controls_of(content or ()))
 
 
 def parse_count(data: bytes, received: EventTime, *, strict: bool = False) -> ApiCall:
@@ -168,7 +193,8 @@ def _conversation(body: MessagesRequest | CountTokensRequest, made: Turns) -> Co
     if body.output_config is not None and body.output_config.effort is not None:
         variables["reasoning_effort"] = body.output_config.effort
     variables |= body.chat_template_kwargs or {}
-    return Conversation(tuple(made.turns), variables, _tools(body), parsed=True)
+    hinted = _hinted_turns(body, made) if isinstance(body, MessagesRequest) else None
+    return Conversation(tuple(made.turns), variables, _tools(body), parsed=True, hinted_turns=hinted)
 
 
 def _tools(body: MessagesRequest | CountTokensRequest) -> ToolOptions:

@@ -79,6 +79,9 @@ class Prefix:
     tenant: str = ""
     retention_s: float = 0.0
     """Seconds for which the pages are kept in preference to others after the request has released them."""
+    hinted_s: float = 0.0
+    """Seconds for which the pages of the first `hinted` digests are kept, if that is longer."""
+    hinted: int = 0
     salt: str = ""
     tokens: list[bytes] = field(default_factory=list)
     """The tokens of the page of each digest (`_Node.tokens`).
@@ -102,6 +105,8 @@ class Prefix:
             end,
             tenant=self.tenant,
             retention_s=self.retention_s,
+            hinted_s=self.hinted_s,
+            hinted=self.hinted,
             salt=self.salt,
             tokens=self.tokens[:end],
         )
@@ -175,13 +180,22 @@ class PrefixCache:
     # ---- a request's path ----
 
     def prefix(
-        self, token_ids: Sequence[int], salt: str, *, reads: bool = True, tenant: str = "", retention_s: float = 0.0
+        self,
+        token_ids: Sequence[int],
+        salt: str,
+        *,
+        reads: bool = True,
+        tenant: str = "",
+        retention_s: float = 0.0,
+        hinted_s: float = 0.0,
+        hinted_tokens: int = 0,
     ) -> Prefix:
         """Hash all tokens of a prompt, and return the prompt's path; no page is retained yet.
 
         `salt` separates prefixes that must not be shared. If `reads` is False, the request computes all pages, even
-        cached ones. The pages are kept for `retention_s` seconds after the request, within the share of the `tenant`:
-        the pool divided by the number of tenants that have pages in it.
+        cached ones. The pages are kept for `retention_s` seconds after the request, and those of the first
+        `hinted_tokens` tokens for `hinted_s` seconds, within the share of the `tenant`: the pool divided by the number
+        of tenants that have pages in it.
         """
         root = root_digest(salt)
         if not self._enabled:
@@ -189,7 +203,17 @@ class PrefixCache:
         digests = self._names(token_ids, self.page_tokens, root)
         readable = (len(token_ids) - 1) // self.page_tokens if reads else 0
         tokens = self._tokens_of_pages(token_ids)
-        return Prefix(root, digests, readable, tenant=tenant, retention_s=retention_s, salt=salt, tokens=tokens)
+        return Prefix(
+            root,
+            digests,
+            readable,
+            tenant=tenant,
+            retention_s=retention_s,
+            hinted_s=hinted_s,
+            hinted=hinted_tokens // self.page_tokens,
+            salt=salt,
+            tokens=tokens,
+        )
 
     def extend(self, prefix: Prefix, token_ids: Sequence[int]) -> None:
         """Extend the path with the digests of further full pages.
@@ -736,8 +760,10 @@ class PrefixCache:
     def _release_prefix(self, prefix: Prefix) -> None:
         """Release the retained pages, last page first: the pool evicts in this order, and must evict leaves first."""
         held = held_pages(prefix.pages)[::-1]
-        if prefix.retention_s:
-            self.pool.keep(held, prefix.tenant, prefix.retention_s)
+        hinted = held_pages(prefix.pages[: prefix.hinted * self.kv.groups])
+        for pages, seconds in ((held, prefix.retention_s), (hinted, prefix.hinted_s)):
+            if pages and seconds:
+                self.pool.keep(pages, prefix.tenant, seconds)
         self.pool.release(held)
         prefix.pages.clear()
         prefix.known = 0

@@ -40,6 +40,9 @@ class _Continued:
     tenant: str = field(default="", kw_only=True)
     retention_s: float = field(default=0.0, kw_only=True)
     """Seconds for which the prompt's pages are kept in preference to others of the tenant after the request."""
+    hinted_s: float = field(default=0.0, kw_only=True)
+    """Seconds for which the pages of the first `hinted_tokens` tokens are kept, if that is longer."""
+    hinted_tokens: int = field(default=0, kw_only=True)
 
     @property
     def scores_prompt(self) -> bool:

@@ -37,6 +37,7 @@ GOOD = Reservation("r", RequestRef("q", 1), (1, 2, 3), SamplingParams(max_tokens
         ({"retention_s": -1.0}, "retention_s"),
         ({"retention_s": math.nan}, "retention_s"),
         ({"retention_s": 86401.0}, "retention_s"),
+        ({"hinted_s": 86401.0}, "hinted_s"),
         ({"prior_output_tokens": 3}, "prior_output_tokens"),
         ({"prior_output_tokens": 2, "sampling": SamplingParams(max_tokens=2)}, "prior_output_tokens"),
         ({"prompt_token_ids": ()}, "prompt_token_ids"),
@@ -75,6 +76,7 @@ def test_both_listeners_name_the_field(change: dict[str, Any], field: str) -> No
         prior_output_tokens=bad.prior_output_tokens,
         cache_salt=bad.cache_salt,
         retention_s=bad.retention_s,
+        hinted_s=bad.hinted_s,
     )
     for check in (
         lambda: check_reservation(bad, FACTS),

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -24,11 +25,11 @@ class Worker:
         self.cache = PrefixCache(self.pool, KvPages(PAGE))
         self.requests = 0
 
-    def run(self, first: int, pages: int, tenant: str = "", retention_s: float = 0.0) -> None:
+    def run(self, first: int, pages: int, tenant: str = "", retention_s: float = 0.0, **hint: Any) -> None:
         """Compute and publish a prompt of `pages` full pages and a token, whose tokens begin with `first`."""
         self.requests += 1
         owner, prompt = RequestRef(f"q{self.requests}", 1), prompt_of(first, pages)
-        prefix = self.cache.prefix(prompt, tenant, tenant=tenant, retention_s=retention_s)
+        prefix = self.cache.prefix(prompt, tenant, tenant=tenant, retention_s=retention_s, **hint)
         taken, _ = self.cache.allocate(owner, prefix, pages + 1, len(prompt))
         self.cache.publish(owner, prefix, taken)
         self.cache.leave(owner, prefix, taken)
@@ -52,6 +53,18 @@ def test_kept_pages_outlast_others_until_their_time_ends() -> None:
     for first in range(300, 303):
         worker.run(first, 4)
     assert worker.hit(100, 4) == 0
+
+
+def test_a_hint_for_the_beginning_of_a_prompt_keeps_no_page_after_it() -> None:
+    worker = Worker(12)
+    worker.run(100, 6, hinted_s=60.0, hinted_tokens=2 * PAGE + 1)
+    for first in range(200, 220):
+        worker.run(first, 4)
+    assert worker.hit(100, 6) == 2
+    worker.clock.now = 61.0
+    for first in range(300, 303):
+        worker.run(first, 4)
+    assert worker.hit(100, 6) == 0
 
 
 def test_without_a_hint_the_least_recently_used_goes_first() -> None:

@@ -82,7 +82,8 @@ async def test_a_text(cluster: Cluster, http: httpx.AsyncClient, tokenizer: Toke
     text = tokenizer.decode([answer_token(prompt, index) for index in range(20)])
     message = reply.json()
     assert message.pop("id").startswith("msg_")
-    written = len(prompt) // 16 * 16 - 7
+    written = cluster.prefill.prefills[-1].hinted_tokens - 7
+    assert 0 < written < len(prompt) // 16 * 16 - 7, "the breakpoint is after the system prompt"
     usage = {
         "input_tokens": len(prompt) - 7 - written,
         "cache_creation_input_tokens": written,
@@ -244,6 +245,7 @@ async def test_a_request_of_an_agent(cluster: Cluster, http: httpx.AsyncClient) 
     assert reply.headers["request-id"] == reply.headers["x-request-id"] == reply.json()["id"]
 
 
+TAIL = [{"role": "assistant", "content": "b"}, {"role": "user", "content": "c " * 30}]
 FIVE_MINUTES, HOUR = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
 
 
@@ -254,7 +256,6 @@ FIVE_MINUTES, HOUR = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
         ({"cache_control": None}, 0.0),
         ({"cache_control": FIVE_MINUTES}, 300.0),
         ({"cache_control": HOUR}, 3600.0),
-        ({"system": [{"type": "text", "text": "a", "cache_control": {**FIVE_MINUTES, "ttl": "5m"}}]}, 300.0),
         ({"tools": [{**TOOLS[0], "cache_control": HOUR}], "cache_control": FIVE_MINUTES}, 3600.0),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": HOUR}]}]}, 3600.0),
     ],
@@ -275,6 +276,34 @@ async def test_cache_control_is_how_long_the_prompt_is_kept(
         assert usage["cache_creation"] == lifetimes
     else:
         assert "cache_creation" not in usage
+
+
+def marked(text: str, control: dict[str, str] | None = None) -> dict[str, Any]:
+    return {"type": "text", "text": text} | ({"cache_control": control} if control else {})
+
+
+@pytest.mark.parametrize(
+    ("where", "hinted"),
+    [
+        ({"system": [marked("a " * 40), marked("b", FIVE_MINUTES)]}, 1),
+        ({"tools": [{**TOOLS[0], "cache_control": FIVE_MINUTES}], "system": "a " * 40}, 1),
+        ({"messages": [{"role": "user", "content": [marked("a " * 90, FIVE_MINUTES)]}, *TAIL]}, 1),
+        ({"system": "s", "messages": [*TAIL, {"role": "user", "content": [marked("a", FIVE_MINUTES)]}, *TAIL]}, 4),
+    ],
+)
+async def test_only_the_prompt_up_to_the_last_breakpoint_is_kept(
+    cluster: Cluster, http: httpx.AsyncClient, tokenizer: Tokenizer, where: dict[str, Any], hinted: int
+) -> None:
+    usage = (await http.post("/v1/messages", json=BODY | where)).json()["usage"]
+    task, reservation = cluster.prefill.prefills[-1], cluster.decode.reservations[-1]
+    assert (task.retention_s, task.hinted_s) == (0.0, 300.0)
+    assert (reservation.hinted_s, reservation.hinted_tokens) == (task.hinted_s, task.hinted_tokens)
+    # A breakpoint counts for its whole message.
+    kept = tokenizer.decode_all(task.prompt_token_ids[: task.hinted_tokens])
+    rest = tokenizer.decode_all(task.prompt_token_ids[task.hinted_tokens :])
+    assert kept.count("<|im_end|>") == hinted
+    assert kept + rest == tokenizer.decode_all(task.prompt_token_ids)
+    assert usage["cache_creation_input_tokens"] <= task.hinted_tokens
 
 
 @pytest.mark.parametrize(

@@ -242,7 +242,7 @@ class CostParameters(_message.Message):
     def __init__(self, base_s: _Optional[float] = ..., prompt_base_s: _Optional[float] = ..., token_s: _Optional[float] = ..., pair_s: _Optional[float] = ..., row_s: _Optional[float] = ..., context_s: _Optional[float] = ..., free_tokens: _Optional[int] = ..., error: _Optional[float] = ..., observed: _Optional[int] = ..., tile_tokens: _Optional[int] = ..., mixed_step_margin: _Optional[float] = ..., wave_tokens: _Optional[int] = ..., verify_base_s: _Optional[float] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("router_id", "ref", "prompt_token_ids", "sampling", "prefill", "prior_output_tokens", "cache_salt", "gap_target_s", "adapter", "source", "tenant", "retention_s")
+    __slots__ = ("router_id", "ref", "prompt_token_ids", "sampling", "prefill", "prior_output_tokens", "cache_salt", "gap_target_s", "adapter", "source", "tenant", "retention_s", "hinted_s", "hinted_tokens")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     REF_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -255,6 +255,8 @@ class ReserveRequest(_message.Message):
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     RETENTION_S_FIELD_NUMBER: _ClassVar[int]
+    HINTED_S_FIELD_NUMBER: _ClassVar[int]
+    HINTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     ref: RequestRef
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -267,7 +269,9 @@ class ReserveRequest(_message.Message):
     source: PrefixSource
     tenant: str
     retention_s: float
-    def __init__(self, router_id: _Optional[str] = ..., ref: _Optional[_Union[RequestRef, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., prefill: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ..., prior_output_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., gap_target_s: _Optional[float] = ..., adapter: _Optional[str] = ..., source: _Optional[_Union[PrefixSource, _Mapping]] = ..., tenant: _Optional[str] = ..., retention_s: _Optional[float] = ...) -> None: ...
+    hinted_s: float
+    hinted_tokens: int
+    def __init__(self, router_id: _Optional[str] = ..., ref: _Optional[_Union[RequestRef, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., prefill: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ..., prior_output_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., gap_target_s: _Optional[float] = ..., adapter: _Optional[str] = ..., source: _Optional[_Union[PrefixSource, _Mapping]] = ..., tenant: _Optional[str] = ..., retention_s: _Optional[float] = ..., hinted_s: _Optional[float] = ..., hinted_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefixSource(_message.Message):
     __slots__ = ("peer", "address", "tokens")
@@ -290,7 +294,7 @@ class ReserveResponse(_message.Message):
     def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., duration_s: _Optional[float] = ..., held_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("router_id", "ref", "prompt_token_ids", "sampling", "destination", "prior_output_tokens", "cache_salt", "adapter", "source", "waited_s", "tenant", "retention_s")
+    __slots__ = ("router_id", "ref", "prompt_token_ids", "sampling", "destination", "prior_output_tokens", "cache_salt", "adapter", "source", "waited_s", "tenant", "retention_s", "hinted_s", "hinted_tokens")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     REF_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -303,6 +307,8 @@ class PrefillRequest(_message.Message):
     WAITED_S_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     RETENTION_S_FIELD_NUMBER: _ClassVar[int]
+    HINTED_S_FIELD_NUMBER: _ClassVar[int]
+    HINTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     ref: RequestRef
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -315,7 +321,9 @@ class PrefillRequest(_message.Message):
     waited_s: float
     tenant: str
     retention_s: float
-    def __init__(self, router_id: _Optional[str] = ..., ref: _Optional[_Union[RequestRef, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., destination: _Optional[_Union[Destination, _Mapping]] = ..., prior_output_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., source: _Optional[_Union[PrefixSource, _Mapping]] = ..., waited_s: _Optional[float] = ..., tenant: _Optional[str] = ..., retention_s: _Optional[float] = ...) -> None: ...
+    hinted_s: float
+    hinted_tokens: int
+    def __init__(self, router_id: _Optional[str] = ..., ref: _Optional[_Union[RequestRef, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., destination: _Optional[_Union[Destination, _Mapping]] = ..., prior_output_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., source: _Optional[_Union[PrefixSource, _Mapping]] = ..., waited_s: _Optional[float] = ..., tenant: _Optional[str] = ..., retention_s: _Optional[float] = ..., hinted_s: _Optional[float] = ..., hinted_tokens: _Optional[int] = ...) -> None: ...
 
 class Destination(_message.Message):
     __slots__ = ("peer", "address", "lease")
