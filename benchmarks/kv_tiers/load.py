@@ -41,6 +41,7 @@ class Agent:
     system_tokens: int
     grown: list[tuple[int, int]]
     """For each turn, the new tokens of its prompt (the answer before it included) and those of its answer."""
+    dice: random.Random
     turn: int = 0
 
     @property
@@ -49,14 +50,22 @@ class Agent:
         own = sum(new for new, _ in self.grown[: self.turn + 1])
         return Block(_SYSTEM_KEY, self.system_tokens), Block(self.key, own)
 
+    def pause_s(self, mean_s: float) -> float:
+        """Return the time until the next turn; it has a long tail."""
+        return self.dice.lognormvariate(-0.5, 1.0) * mean_s
+
     @property
     def arrival(self) -> Arrival:
         """The request of the present turn."""
         return Arrival(0.0, self.prompt, self.grown[self.turn][1])
 
 
-def make_agent(key: int, dice: random.Random, length_scale: float = 1.0) -> Agent:
-    """Return a new agent with random lengths; those of turns vary by a factor of about 2."""
+def make_agent(key: int, seed: int, length_scale: float = 1.0) -> Agent:
+    """Return a new agent with random lengths; those of turns vary by a factor of about 2.
+
+    Its lengths and pauses depend on `key` and `seed` alone, so that all servers get the same agents.
+    """
+    dice = random.Random(f"{seed} {key}")
     grown = _NEW_SHARE * PROMPT_TOKENS
     turns = dice.choice(_TURNS)
     # Mean prompt = system prompt + half of what all turns add.
@@ -66,7 +75,7 @@ def make_agent(key: int, dice: random.Random, length_scale: float = 1.0) -> Agen
         return max(1, round(dice.lognormvariate(-0.125, 0.5) * mean * length_scale))
 
     added = [(drawn(grown), drawn(ANSWER_TOKENS)) for _ in range(turns)]
-    return Agent(key, turns, max(1, round(system * length_scale)), added)
+    return Agent(key, turns, max(1, round(system * length_scale)), added, dice)
 
 
 def question(number: int, documents: int, dice: random.Random, length_scale: float = 1.0) -> Arrival:

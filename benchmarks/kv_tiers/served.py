@@ -67,10 +67,10 @@ class Cell:
         asked, dice = self.options, random.Random(f"{self.options.seed} {self.load} {self.working_set}")
         live = live_conversations(self.working_set, asked.kv_tokens, asked.length_scale)
         sender = Sender(share)
-        agents = [make_agent(key, dice, asked.length_scale) for key in range(1, live + 1)]
+        agents = [make_agent(key, asked.seed, asked.length_scale) for key in range(1, live + 1)]
         for agent in agents:
             # Agents begin in the middle of their work, so that the working set is that of a long run.
-            agent.turn = dice.randrange(agent.turns)
+            agent.turn = agent.dice.randrange(agent.turns)
         documents = 0 if self.load == "unique" else live
         firsts = (
             [agent.arrival for agent in agents]
@@ -79,14 +79,14 @@ class Cell:
         )
         await _all(sender, firsts)
         warm_s = time.monotonic() - sender.began_s
-        keys, numbers = count(live + 1), count(live + 1)
+        numbers = count(live + 1)
 
         async def work(agent: Agent) -> None:
             while True:
-                await asyncio.sleep(dice.lognormvariate(-0.5, 1.0) * asked.tool_seconds)
+                await asyncio.sleep(agent.pause_s(asked.tool_seconds))
                 agent.turn += 1
                 if agent.turn == agent.turns:
-                    agent = make_agent(next(keys), dice, asked.length_scale)
+                    agent = make_agent(agent.key + live, asked.seed, asked.length_scale)
                 await sender.send(agent.arrival)
 
         async def ask() -> None:

@@ -56,9 +56,8 @@ class Agents:
     seconds: float
     tool_s: float
     page_tokens: int
-    dice: random.Random
+    seed: int
     sent: Iterator[int] = field(default_factory=lambda: count(1))
-    keys: Iterator[int] = field(default_factory=lambda: count(1))
 
     def run(self, cluster: VirtualCluster) -> list[Outcome]:
         """Let all agents send their turns until the end, and return the outcomes of those that have ended."""
@@ -75,15 +74,15 @@ class Agents:
             agent = running.pop(id(outcome.asked))
             agent.turn += 1
             if agent.turn == agent.turns:
-                agent = make_agent(next(self.keys), self.dice)
-            send(agent, cluster.clock.now + self.dice.lognormvariate(-0.5, 1.0) * self.tool_s)
+                agent = make_agent(agent.key + self.number, self.seed)
+            send(agent, cluster.clock.now + agent.pause_s(self.tool_s))
 
         cluster.router.on_end = ended
-        for _ in range(self.number):
+        for key in range(1, self.number + 1):
             # Agents begin in the middle of their work, so that the working set is that of a long run.
-            agent = make_agent(next(self.keys), self.dice)
-            agent.turn = self.dice.randrange(agent.turns)
-            send(agent, self.dice.uniform(0.0, self.tool_s))
+            agent = make_agent(key, self.seed)
+            agent.turn = agent.dice.randrange(agent.turns)
+            send(agent, agent.dice.uniform(0.0, self.tool_s))
         cluster.clock.run(self.seconds)
         return cluster.outcomes
 
@@ -123,7 +122,7 @@ class Case:
     def seconds(self) -> float:
         """The simulated time."""
         asked = self.arguments
-        return asked.seconds if asked.trace is not None else asked.turns * self.tool_s
+        return float(asked.seconds if asked.trace is not None else asked.turns * self.tool_s)
 
     def run(self) -> dict[str, object]:
         """Simulate the load, and return the figures of the requests that ended after the warm-up."""
@@ -136,10 +135,10 @@ class Case:
         machine = replace(machine, pages=int(tokens / asked.workers / machine.page_tokens))
         cluster = self._cluster(machine)
         live = live_conversations(self.working_set, tokens)
-        dice = random.Random(asked.seed)
         if trace is None and asked.load == "agents":
-            outcomes = Agents(live, self.seconds, self.tool_s, machine.page_tokens, dice).run(cluster)
+            outcomes = Agents(live, self.seconds, self.tool_s, machine.page_tokens, asked.seed).run(cluster)
         elif trace is None:
+            dice = random.Random(asked.seed)
             outcomes = cluster.run(self._questions(live, machine.page_tokens, dice), self.seconds)
         else:
             workload = trace.at_speed(asked.speed, asked.seconds, asked.seed).fitted(machine.model.max_context)
