@@ -144,6 +144,7 @@ def working_set(windows: tuple[int | None, ...], conversations: int, turns: int)
 
 @pytest.mark.parametrize("windows", [(None,), HYBRID], ids=["full", "hybrid"])
 @pytest.mark.parametrize("both", [True, False], ids=["both", "pair"])
+@pytest.mark.timeout(7200 if SOAKING else 300)
 @pytest.mark.parametrize("share", [1.1, 2.0, 10.0])
 async def test_conversations_answer_as_without_tiers(
     windows: tuple[int | None, ...], both: bool, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
