@@ -315,7 +315,7 @@ def test_a_lookup_touches_each_page_once(monkeypatch: pytest.MonkeyPatch) -> Non
         (lambda desk: desk.cache._digests.popitem(), "are shared or cached and"),
         (lambda desk: desk.pool.retain(desk.pages("b")[1:2]), "more readers than page"),
         (lambda desk: desk.cache._nodes.pop(desk.open["b"][0].digests[0]), "are shared or cached and"),
-        (lambda desk: desk.pool._cached._ordinary.move_to_end(desk.last_cached, last=False), "to be taken"),
+        (lambda desk: desk.pool._cached._ordinary.move_to_end(desk.last_cached, last=False), "would be evicted"),
         (lambda desk: desk.pool._free.take(1), "lost"),
     ],
 )
