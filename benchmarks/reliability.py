@@ -51,10 +51,10 @@ def page(run: Run) -> str:
 {tries} faults in one run of {run["minutes"]:g} minutes with seed {run["seed"]}, of {run["model"]} with \
 {run["workers"]} prefill and {run["workers"]} decode workers, {run["clients"]} clients and at most \
 {run["max_attempts"]} attempts of a request. {run["ended_well"]:,} requests ended well, and {run["not_saved"]:,} \
-failed with an error that the fault may not cause. Answers are counted with the newest fault during them. Those of \
-clients that left and of requests whose deadline passed were right as far as they came. A fault with * may fail \
-requests that it interrupts: those whose connection it ends, or whose step. The longest gap is that between two tokens \
-of a stream. This page is made of the run's JSON by `python -m benchmarks.reliability`.
+failed with an error that the fault may not cause. A right answer counts for each fault during it, an error for its \
+likeliest cause. Answers to clients that left and of requests whose deadline passed were right as far as they came. A \
+fault with * may fail requests that it interrupts: those whose connection it ends, or whose step. The longest gap is \
+that between two tokens of a stream. This page is made of the run's JSON by `python -m benchmarks.reliability`.
 """
     return _HEAD + "\n".join(rows) + "\n" + tail
 

@@ -145,11 +145,6 @@ class FaultRecord:
     """The longest gap of each stream."""
 
     @property
-    def ended_well(self) -> int:
-        """The number of requests that ended as they should."""
-        return sum(self.answers[kind] for kind in ENDED_WELL)
-
-    @property
     def not_saved(self) -> int:
         """The number of requests that ended with an error that the fault may not cause."""
         ends = {*ENDED_WELL, WRONG, NO_END, *self.may_cause}
@@ -192,11 +187,18 @@ class MixedLoad:
         self._judge = judge
         self._right: dict[tuple[str, int], Reply] = {}
         self._tries: list[_Try] = []
+        self.ended: Counter[str] = Counter()
+        """All requests, by their ends."""
         self.undisturbed = FaultRecord("none")
         """The requests that ran during no fault."""
         self._stopping = False
         self._newest_right_s = dict.fromkeys(self._forms, 0.0)
         self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def ended_well(self) -> int:
+        """The number of requests that ended as they should."""
+        return sum(self.ended[kind] for kind in ENDED_WELL)
 
     @property
     def clients(self) -> int:
@@ -243,23 +245,29 @@ class MixedLoad:
         while not self._stopping:
             sent_s, number = time.monotonic(), turn % len(self._forms[name].bodies)
             kind, gap_s, detail = await self._ask(name, number)
-            record = self._cause(sent_s, kind)
-            record.answers[kind] += 1
-            if kind in {WRONG, NO_END}:
-                record.details.append(f"{name}: {detail}")
-            elif detail:
-                record.messages[kind] = f"{name}: {detail}"
-            record.gaps_s += [gap_s] if gap_s else []
+            self.ended[kind] += 1
+            for record in self._causes(sent_s, kind):
+                record.answers[kind] += 1
+                record.gaps_s += [gap_s] if gap_s else []
+                if kind in {WRONG, NO_END}:
+                    record.details.append(f"{name}: {detail}")
+                elif detail:
+                    record.messages[kind] = f"{name}: {detail}"
             if kind in ENDED_WELL:
                 self._newest_right_s[name] = sent_s
                 turn += 1
             else:
                 await asyncio.sleep(RETRY_S)
 
-    def _cause(self, sent_s: float, kind: str) -> FaultRecord:
-        """Return the record of the newest fault during a request; of an error, of one that may cause it if any."""
-        during = [one.record for one in self._tries if one.ended_s >= sent_s]
-        return ([record for record in during if kind in record.may_cause] or during or [self.undisturbed])[-1]
+    def _causes(self, sent_s: float, kind: str) -> list[FaultRecord]:
+        """Return the records of all faults during a request that ended well; of another, that of the likeliest cause.
+
+        That is the newest fault that may cause such an end, or else the newest one.
+        """
+        during = [one.record for one in self._tries if one.ended_s >= sent_s] or [self.undisturbed]
+        if kind in ENDED_WELL:
+            return list({id(record): record for record in during}.values())
+        return ([record for record in during if kind in record.may_cause] or during)[-1:]
 
     async def _ask(self, name: str, number: int) -> tuple[str, float, str]:
         """Send one request; return how it ended, the longest gap of a stream, and what is wrong with the answer."""
