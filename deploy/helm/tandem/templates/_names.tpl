@@ -67,10 +67,34 @@ tandem/release: {{ .Release.Name | quote }}
 {{ $count }}
 {{- end -}}
 
+{{/* The number that a quantity such as 64Gi or 500m stands for; 0 if it is none. */}}
+{{- define "tandem.amount" -}}
+{{- $units := dict "" 1 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 -}}
+{{- $number := regexFind "^[0-9.]+" (toString .) -}}
+{{- mulf $number (get $units (trimPrefix $number (toString .)) | default 0) -}}
+{{- end -}}
+
 {{/* Checks that the schema cannot express, such as those that depend on two values. */}}
 {{- define "tandem.check" -}}
 {{- if not (regexMatch "^[a-z]" .Release.Name) -}}
 {{- fail (printf "release name %s begins with a digit, with which names of Services and of RayClusters may not begin: choose another" .Release.Name) -}}
+{{- end -}}
+{{- $parts := dict "head" .Values.head "router" .Values.router "logs" .Values.logs "autoscaling" .Values.autoscaling -}}
+{{- range $name, $group := .Values.groups }}{{ $_ := set $parts (printf "groups.%s" $name) $group }}{{ end -}}
+{{- range $name, $part := $parts -}}
+{{- $resources := $part.resources | default dict -}}
+{{- range $resource, $limit := $resources.limits -}}
+{{- $request := get ($resources.requests | default dict) $resource -}}
+{{- $most := include "tandem.amount" $limit | float64 -}}
+{{- if and $most (gt (include "tandem.amount" $request | float64) $most) -}}
+{{- fail (printf "%s.resources: the request of %s, %v, is above its limit, %v: set both" $name $resource $request $limit) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $volumes := list "shm" "tmp" "cache" -}}
+{{- range .Values.extraVolumes }}{{ $volumes = append $volumes .name }}{{ end -}}
+{{- range .Values.extraVolumeMounts -}}
+{{- if not (has .name $volumes) -}}{{- fail (printf "extraVolumeMounts: %s is the name of none of extraVolumes" .name) -}}{{- end -}}
 {{- end -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- $setting := printf "%sTensorParallelSize" $role -}}
