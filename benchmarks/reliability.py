@@ -11,7 +11,9 @@ _HEAD = """# Reliability
 request ends with its right answer, or with an error that says what to do. While at least one worker of each phase \
 lives or is replaced within `--recovery-timeout`, the death of a worker fails no request: its streams continue \
 elsewhere with the same tokens. A router's death fails the requests that it holds, and clients send them again; the \
-controller's death fails none. No KV page stays taken. [Life of a request](life_of_a_request.md) says how, and \
+controller's death fails none. No KV page stays taken. Not yet kept when faults are dense: while the only decode \
+worker has too many pages in quarantine, or a phase has no worker that the router expects back, requests get 503. \
+[Life of a request](life_of_a_request.md) says how, and \
 [Failure drills](operations/troubleshooting.md#failure-drills) what an operator sees.
 
 **How it is tested.** `python -m tests.faults --minutes 10` starts a cluster of real processes on the CPU, sends \
