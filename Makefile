@@ -3,7 +3,7 @@
 # make soak   run all tests, more seeds and more generated examples, for hours
 # make check  style, types, import contracts, generated code
 # make proto  regenerate tandem/protocol/generated from proto/
-# make docs   the documentation's site, in build/site
+# make docs   the documentation's site, in build/site (REPOSITORY_URL=...: its pages link to the repository there)
 # make dist   a source distribution and a wheel made from it, both checked, in dist/
 # make clean  remove .venv and caches
 
@@ -50,7 +50,7 @@ proto: $(VENV)/.dev
 
 docs: $(VENV)/.run
 	$(PIP) install -e '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	REPOSITORY_URL=$(REPOSITORY_URL) NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 dist: $(VENV)/.dist
 	rm -rf dist

@@ -25,22 +25,26 @@ HEADS = {
     "one-pod-cpu": """\
 # Tandem in one pod on CPUs, with the small model that is in the CPU image:
 #
-#   docker build -f deploy/Dockerfile --target cpu -t tandem:0.1.0-cpu .    and push it to a registry of your cluster
-#   kubectl apply -f deploy/kubernetes/cpu.yaml
+#   docker build -f deploy/Dockerfile --target cpu -t REGISTRY/tandem:0.1.0-cpu .
+#   docker push REGISTRY/tandem:0.1.0-cpu
+#   sed 's|image: tandem:|image: REGISTRY/tandem:|' deploy/kubernetes/cpu.yaml | kubectl apply -f -
 #   kubectl wait --for=condition=available --timeout=10m deployment/tandem
 #   kubectl port-forward service/tandem-http 8000:80
 #
+# No registry has the image `tandem`: REGISTRY is one of yours that the nodes can pull from.
 # Every client that reaches the Service is served. Made of deploy/helm/tandem/examples/one-pod-cpu.yaml.
 """,
     "one-pod-gpu": """\
 # Tandem in one pod on one GPU, with Qwen/Qwen3-8B of the Hugging Face Hub, which is downloaded once, into a claim:
 #
-#   docker build -f deploy/Dockerfile -t tandem:0.1.0 .                     and push it to a registry of your cluster
-#   kubectl apply -f deploy/kubernetes/gpu.yaml
+#   docker build -f deploy/Dockerfile -t REGISTRY/tandem:0.1.0 .
+#   docker push REGISTRY/tandem:0.1.0
+#   sed 's|image: tandem:|image: REGISTRY/tandem:|' deploy/kubernetes/gpu.yaml | kubectl apply -f -
 #   kubectl logs -f deployment/tandem -c model                              the download
 #   kubectl wait --for=condition=available --timeout=60m deployment/tandem
 #   kubectl port-forward service/tandem-http 8000:80
 #
+# No registry has the image `tandem`: REGISTRY is one of yours that the nodes can pull from.
 # Every client that reaches the Service is served. Made of deploy/helm/tandem/examples/one-pod-gpu.yaml.
 """,
 }

@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,18 @@ def test_actions_are_named_by_commit_and_release() -> None:
     uses = re.findall(r"uses: (.+)", WORKFLOW.read_text())
     assert [line for line in uses if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", line)] == []
     assert len({tuple(line.split("@")) for line in uses}) == len({line.split("@")[0] for line in uses}), "one release"
+
+
+def test_the_package_and_the_site_name_the_repository_of_the_release(jobs: dict[str, Any], tmp_path: Path) -> None:
+    """No other file has an address of the repository, which a checkout does not know."""
+    url = "https://host.example/org/tandem"
+    (step,) = [step for step in jobs["dist"]["steps"] if "REPOSITORY_URL" in step.get("run", "")]
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    subprocess.run(["sh", "-c", step["run"]], cwd=tmp_path, env={"REPOSITORY_URL": url}, check=True)
+    project = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]
+    assert project["urls"] == {"Source": url}
+    assert project["name"] == "tandem-serving"
+    assert "\nrepo_url: !ENV [REPOSITORY_URL, \"\"]\n" in (ROOT / "mkdocs.yml").read_text()
 
 
 def test_nothing_is_published_before_the_wheel_has_served_and_tests_have_passed(jobs: dict[str, Any]) -> None:
