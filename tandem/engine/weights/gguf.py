@@ -355,7 +355,7 @@ def _unpermute(weight: Float32 | Bytes, heads: int) -> Float32 | Bytes:
 
 def _write_tokenizer(path: Path, folder: Path, tokens: list[str], progress: Progress | None) -> None:
     if progress is not None:
-        progress("converting tokenizer", 0.0)
+        progress("converting the tokenizer; loading transformers takes some seconds, once for a file", 0.0)
     try:
         # The chat template goes into tokenizer_config.json, which every reader reads.
         _tokenizer(path, tokens).save_pretrained(folder, save_jinja_files=False)
@@ -365,7 +365,7 @@ def _write_tokenizer(path: Path, folder: Path, tokens: list[str], progress: Prog
     except Exception as error:
         raise ModelError(f"its tokenizer cannot be converted ({error}).") from error
     if progress is not None:
-        progress("converting tokenizer", 1.0)
+        progress("checking the converted files", 1.0)
 
 
 def _tokenizer(path: Path, tokens: list[str]) -> Any:
