@@ -58,7 +58,7 @@ def test_the_package_and_the_site_name_the_repository_of_the_release(jobs: dict[
     project = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]
     assert project["urls"] == {"Source": url}
     assert project["name"] == "tandem-serving"
-    assert "\nrepo_url: !ENV [REPOSITORY_URL, \"\"]\n" in (ROOT / "mkdocs.yml").read_text()
+    assert '\nrepo_url: !ENV [REPOSITORY_URL, ""]\n' in (ROOT / "mkdocs.yml").read_text()
 
 
 def test_nothing_is_published_before_the_wheel_has_served_and_tests_have_passed(jobs: dict[str, Any]) -> None:
