@@ -9,6 +9,7 @@ from typing import Any
 
 from kv_transfer.nixl_backend import processes
 from tandem.cluster.supervision.process_supervisor import Process
+from tandem.protocol.errors import DeadlineExceeded
 
 PID_TIMEOUT_S = 120.0
 _SHARE_OF_NODE = 0.001
@@ -98,11 +99,20 @@ class RayProcess(Process):
         await self._placed()
 
     async def pid(self) -> int:
-        """Return the actor's process id, and remember the process's identity for `kill`."""
-        async with asyncio.timeout(PID_TIMEOUT_S):
-            self._identity = str(await self._actor.identity.remote())
-            self._pid = int(await self._actor.pid.remote())
-            return self._pid
+        """Return the actor's process id, and remember the process's identity for `kill`.
+
+        Raises DeadlineExceeded if the process does not respond in time.
+        """
+        try:
+            async with asyncio.timeout(PID_TIMEOUT_S):
+                self._identity = str(await self._actor.identity.remote())
+                self._pid = int(await self._actor.pid.remote())
+                return self._pid
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"its process did not respond within {PID_TIMEOUT_S:g} s; its host may be overloaded or short of memory:"
+                " stop other programs there, and start it again"
+            ) from None
 
     async def start(self) -> None:
         """Start the actor; return when it serves."""
