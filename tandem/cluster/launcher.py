@@ -272,7 +272,10 @@ class Cluster:
                 return health
             if time.monotonic() > deadline_s:
                 late = late or ("the router" if health.filled else "what another `tandem up` hands over")
-                raise DeadlineExceeded(f"{late} did not start within {self._config.start_timeout_s:g} s")
+                raise DeadlineExceeded(
+                    f"{late} did not start within {self._config.start_timeout_s:g} s; if this host is slow or the model"
+                    " large, give more by --start-timeout"
+                )
         return None
 
     def _stop_controller(self, controller: ControllerProcess) -> None:

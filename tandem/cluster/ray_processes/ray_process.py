@@ -110,8 +110,8 @@ class RayProcess(Process):
                 return self._pid
         except TimeoutError:
             raise DeadlineExceeded(
-                f"its process did not respond within {PID_TIMEOUT_S:g} s; its host may be overloaded or short of memory:"
-                " stop other programs there, and start it again"
+                f"its process did not respond within {PID_TIMEOUT_S:g} s; its host may be overloaded or short of"
+                " memory: stop other programs there, and start it again"
             ) from None
 
     async def start(self) -> None:
