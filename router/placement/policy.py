@@ -15,7 +15,7 @@ from router.placement.latency_model import AnswerPrediction, PromptPrediction, P
 from router.placement.prefill_reserve import NO_WORKERS, PrefillReserve
 from router.placement.prefix_index import PrefixMatch
 from router.placement.queue import QueuedRequest
-from router.placement.worker_state import WorkerState
+from router.placement.worker_state import AnswerWork, WorkerState
 from tandem.cost_model.prefix_reload import ReloadOption
 from tandem.protocol.lifecycle.placement import PromptCost
 from tandem.protocol.messages import PeerRef, PrefixSource
@@ -117,7 +117,7 @@ class PlacementPolicy:
         None if no live worker can prefill the request.
         """
         match, takes = fleet.prefixes.match(request.digests), partial(_can_prefill, request=request)
-        candidates = _with_holders(match, fleet, _first(fleet.prefills, takes, 1), takes)
+        candidates = _with_holders(match, fleet, _ready(fleet.prefills, takes, 1), takes)
         return min(_prompts(candidates, request, fleet, match), key=lambda prompt: prompt.ttft_s, default=None)
 
     def predict_answer(self, request: QueuedRequest, fleet: Fleet, ahead: int) -> AnswerPrediction | None:
@@ -127,15 +127,29 @@ class PlacementPolicy:
         the answer would miss its gap target even alone are used only if it would do so on all candidates. None if no
         worker has measured its steps yet.
         """
+        measured = self._measured(request, fleet, ahead)
+        predictions = [AnswerPrediction(worker, 0, request, ahead_per_worker) for worker, ahead_per_worker in measured]
+        able = [prediction for prediction in predictions if prediction.alone_s <= prediction.target_s] or predictions
+        return min(able, key=lambda prediction: prediction.step_s / prediction.target_s, default=None)
+
+    def decode_wait_s(self, request: QueuedRequest, fleet: Fleet, ahead: int) -> float:
+        """Return the predicted seconds until a decode worker has capacity for the answer, the least over candidates.
+
+        `ahead` other answers are assumed to begin first, spread evenly over the decode workers. It is 0 if no worker
+        has measured its steps yet.
+        """
+        measured = self._measured(request, fleet, ahead)
+        return min((_decode_wait_s(worker, request, own_ahead) for worker, own_ahead in measured), default=0.0)
+
+    def _measured(self, request: QueuedRequest, fleet: Fleet, ahead: int) -> list[tuple[WorkerState, float]]:
+        """Return the least loaded decode workers that have measured their steps, each with its part of `ahead`."""
         reserved = self._reserved(request, fleet)
         measured = (
             worker for worker in fleet.decodes if worker.slot not in reserved and worker.cost.parameters.observed
         )
         ahead_per_worker = ahead / max(1, len(fleet.decodes) - len(reserved))
-        workers = _first(measured, partial(_can_decode, request=request), _CANDIDATES)
-        predictions = [AnswerPrediction(worker, 0, request, ahead_per_worker) for worker in workers]
-        able = [prediction for prediction in predictions if prediction.alone_s <= prediction.target_s] or predictions
-        return min(able, key=lambda prediction: prediction.step_s / prediction.target_s, default=None)
+        workers = _ready(measured, partial(_can_decode, request=request), _CANDIDATES)
+        return [(worker, ahead_per_worker) for worker in workers]
 
     def _cheapest(self, request: QueuedRequest, fleet: Fleet, waited_s: float, most: int) -> Placement | None:
         """Return the cheapest placement on the least loaded workers, at most `most` per role, and prefix holders.
@@ -243,6 +257,18 @@ class PlacementPolicy:
         return self._reserve.workers(request, fleet)
 
 
+def _decode_wait_s(worker: WorkerState, request: QueuedRequest, ahead: float) -> float:
+    """Return the predicted seconds until `worker` has capacity for the answer, after `ahead` other answers."""
+    pages = worker.kv.held(request.reserved_tokens, decoding=not worker.prefills)
+    slots = worker.max_batch_requests - worker.decode_requests
+    begin = max(0, min(slots, worker.answer_pages_free // max(1, pages)))
+    missing = math.ceil(ahead + 1 - begin)
+    if missing <= 0:
+        return 0.0
+    answer = AnswerWork(pages, request.decode_context, request.slo, request.mean_tokens)
+    return worker.seconds_until_ended(missing, begin, answer)
+
+
 def _takes_prefill(worker: WorkerState, request: QueuedRequest) -> bool:
     """Return True if `worker` has capacity for the prompt now."""
     return request.tenant not in worker.full_tenants and _can_prefill(worker, request)
@@ -268,6 +294,14 @@ def _can_decode(worker: WorkerState, request: QueuedRequest) -> bool:
 def _first(workers: Iterable[WorkerState], takes: Takes, most: int) -> list[WorkerState]:
     """Return the first `most` of `workers` for which `takes` is True and which are not refusing requests."""
     return list(islice((worker for worker in workers if takes(worker) and not worker.refusing), most))
+
+
+def _ready(workers: Iterable[WorkerState], takes: Takes, most: int) -> list[WorkerState]:
+    """Return the first `most` of `workers` for which `takes` is True and which are ready.
+
+    They include workers that are refusing requests because they are full, so that predictions hold under overload.
+    """
+    return list(islice((worker for worker in workers if takes(worker) and not worker.info.not_ready), most))
 
 
 def _with_holders(

@@ -43,7 +43,7 @@ class AdmissionController:
         self.schedule(request)
         if prediction is None or not prediction.worker.cost.parameters.observed:
             return
-        refused = self._check_ttft(request, prediction) or self._check_itl(request, others)
+        refused = self._check_ttft(request, prediction, others) or self._check_itl(request, others)
         if refused is not None and request.slo.overload is Overload.REJECT:
             raise refused
         if refused is not None:
@@ -63,18 +63,22 @@ class AdmissionController:
         ttft_s, deferral_s = request.slo.ttft_s, self._deferral_s
         request.start_by_s = request.arrived_s + (ttft_s - request.service_s if ttft_s < deferral_s else deferral_s)
 
-    def _check_ttft(self, request: QueuedRequest, prediction: PromptPrediction) -> Refused | None:
+    def _check_ttft(self, request: QueuedRequest, prediction: PromptPrediction, others: int) -> Refused | None:
         """Return an error if the first token would miss its target, else None.
 
-        It misses the target if `time since arrival + work ahead / prefill workers + ttft > target / margin`. A target
-        longer than the deferral is not checked.
+        It misses the target if `time since arrival + wait + ttft > target / margin`, where `wait` is the longer one of
+        `work ahead / prefill workers` and the time until a decode worker has capacity. A target longer than the
+        deferral is not checked.
         """
         target_s, slo = request.slo.ttft_s, request.slo.name
         if target_s > self._deferral_s:
             return None
         limit_s = target_s / prediction.worker.margin
-        waited_s, ahead_s = self._clock() - request.arrived_s, self._queue.ahead(request)[0]
-        ttft_s = waited_s + ahead_s / max(1, self._policy.prefill_workers(request, self._fleet)) + prediction.ttft_s
+        waited_s, (ahead_s, answers) = self._clock() - request.arrived_s, self._queue.ahead(request)
+        wait_s = ahead_s / max(1, self._policy.prefill_workers(request, self._fleet))
+        if request.decodes:
+            wait_s = max(wait_s, self._policy.decode_wait_s(request, self._fleet, answers + others))
+        ttft_s = waited_s + wait_s + prediction.ttft_s
         if ttft_s <= limit_s:
             return None
         if prediction.compute_s > limit_s:
@@ -240,4 +244,4 @@ def record(request: QueuedRequest, placement: Placement, prefill: WorkerState, d
     if decode is not None:
         pages = decode.kv.held(request.reserved_tokens, decoding=prefill is not decode)
         context = (request.prefill_tokens + request.reserved_tokens) // 2
-        decode.add_answer(request.internal_id, AnswerWork(pages, context, request.slo))
+        decode.add_answer(request.internal_id, AnswerWork(pages, context, request.slo, request.mean_tokens))

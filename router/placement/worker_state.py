@@ -51,12 +51,14 @@ class PromptWork(NamedTuple):
 class AnswerWork(NamedTuple):
     """The decode work of one request.
 
-    `pages` is the number of KV pages for its forecast length, `context` the mean number of context tokens of its steps.
+    `pages` is the number of KV pages for its forecast length, `context` the mean number of context tokens of its steps,
+    and `tokens` the mean length of similar answers.
     """
 
     pages: int
     context: int
     slo: SloClass
+    tokens: float = 0.0
 
 
 _NOTHING = (0, 0, 0)
@@ -104,7 +106,8 @@ class WorkerState:
         """Number of prompt tokens that wait at this worker; True if they reach the limit and some are this router's."""
         self.full_tenants: frozenset[str] = frozenset()
         """The tenants at their limit of waiting tokens here; their further prompts are not sent to the worker now."""
-        self._answers: dict[str, AnswerWork] = {}
+        self._answers: dict[str, tuple[AnswerWork, float]] = {}
+        """This router's answers on the worker, each with the time of its placement in seconds, by internal id."""
         self._classes: dict[SloClass, int] = {}
         """The number of this router's answers on the worker, by SLO class."""
         self._pages = self._context = 0
@@ -149,13 +152,13 @@ class WorkerState:
 
     def add_answer(self, request_id: str, work: AnswerWork) -> None:
         """Add an answer that the worker is going to decode."""
-        self._answers[request_id] = work
+        self._answers[request_id] = work, self.clock()
         self._count_answer(work, 1)
 
     def remove_answer(self, request_id: str) -> None:
         """Remove an answer that has ended or whose attempt has ended."""
-        work = self._answers.pop(request_id, None)
-        if work is not None:
+        if request_id in self._answers:
+            work, _ = self._answers.pop(request_id)
             # The last load report still counts the answer: subtract it, or it would occupy a row until the next one.
             prompts, rows, pages = self._reported
             self._reported = (prompts, rows - 1, max(0, pages - work.pages)) if rows > 1 else (prompts, 0, 0)
@@ -218,6 +221,23 @@ class WorkerState:
         """The part of `kv_tokens_total` that answers may reserve."""
         self._answer_pages_total = answer_pages(info)
         self.max_step_tokens, self.max_batch_requests = info.max_step_tokens, info.max_batch_requests
+
+    def seconds_until_ended(self, count: int, more: int, work: AnswerWork) -> float:
+        """Return the predicted seconds until `count` > 0 answers have ended, if `more` answers like `work` begin now.
+
+        An answer ends when steps for its mean length have passed. Longer answers than that end as often as
+
+            answers · speedup ÷ (mean tokens · step)
+
+        per second. The answers of other routers count only there.
+        """
+        rows, now = max(1, self.decode_requests + more), self.clock()
+        step_s = self.cost.decode_step_seconds(rows, self.decode_context + more * work.context) / self.decode_speedup
+        left_s = [began_s + answer.tokens * step_s - now for answer, began_s in self._answers.values()]
+        left_s = sorted(left_s + [work.tokens * step_s] * more)
+        tokens = sum(answer.tokens for answer, _ in self._answers.values()) + more * work.tokens
+        mean_s = step_s * max(1.0, tokens / len(left_s) if left_s else work.tokens)
+        return max(count * mean_s / rows, left_s[count - 1] if count <= len(left_s) else 0.0)
 
     def expire_report(self) -> None:
         """Drop the last load report if no report has arrived since the previous call; called periodically.

@@ -140,7 +140,7 @@ class LoadClient:
     async def ask(self, ready: Ready[Request], start: float, deadline_s: float) -> RequestRecord:
         """Send one request; see `Client.ask`."""
         token_s: list[float] = []
-        chunks, error, answer = 0, "", None
+        chunks, error, retry_after_s, answer = 0, "", 0.0, None
         sent_s = time.monotonic() - start
         try:
             async with self._client.stream(ready.message, timeout_s=deadline_s - sent_s) as stream:
@@ -150,11 +150,13 @@ class LoadClient:
                         chunks += 1
                 answer = await stream.answer()
         except TandemError as failure:
-            error = failure.code
+            error, retry_after_s = failure.code, failure.retry_after_s
         record = RequestRecord(
             ready.index, ready.due_s, sent_s, time.monotonic() - start, tuple(token_s), ready.asked_tokens, chunks
         )
-        return replace(record, error=error) if answer is None else _with_answer(record, answer)
+        if answer is None:
+            return replace(record, error=error, retry_after_s=retry_after_s)
+        return _with_answer(record, answer)
 
 
 def _with_answer(record: RequestRecord, answer: Answer) -> RequestRecord:

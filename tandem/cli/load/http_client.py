@@ -142,6 +142,7 @@ class HttpClient:
             ready.asked_tokens,
             len(answer.moments),
             error=answer.error or ("" if whole else WRONG_LENGTH),
+            retry_after_s=answer.retry_after_s,
             prompt_tokens=answer.prompt_tokens,
             completion_tokens=answer.tokens,
             cached_tokens=answer.cached_tokens,
@@ -157,10 +158,12 @@ class HttpClient:
             writer.write(ready.message)
             await writer.drain()
             status = (await reader.readline()).split()[1:2]
-            body = _lines(_body(reader, await _headers(reader)))
+            headers = await _headers(reader)
+            body = _lines(_body(reader, headers))
             if status != [b"200"]:
                 code = status[0].decode("latin-1") if status else "that is none"
                 answer.error = f"HTTP {code}"
+                answer.retry_after_s = _seconds(headers.get(b"retry-after", b""))
                 return
             async for line in body:
                 if line.startswith(_DATA) and not answer.take(line[len(_DATA) :], time.monotonic() - start):
@@ -206,6 +209,7 @@ class _Answer:
         self.moments: list[float] = []
         self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
         self.error = ""
+        self.retry_after_s = 0.0
 
     @property
     def tokens(self) -> int:
@@ -226,6 +230,11 @@ class _Answer:
         if event.get("choices") and _has_token(event["choices"][0]):
             self.moments.append(moment)
         return True
+
+
+def _seconds(header: bytes) -> float:
+    """Return the value of a Retry-After header in seconds; 0 if it has none, or a date."""
+    return float(header) if header.isdigit() else 0.0
 
 
 def _has_token(choice: Mapping[str, Any]) -> bool:

@@ -1,11 +1,16 @@
 """The client's record of one request."""
 
 from dataclasses import dataclass
+from http import HTTPStatus
 
 import numpy as np
 
+from tandem.protocol.errors import ResourceExhausted
+
 WRONG_LENGTH = "WRONG_LENGTH"
 """The error code of an answer that ended without an error but with the wrong number of tokens."""
+_REJECTED = (ResourceExhausted.code, f"HTTP {HTTPStatus.TOO_MANY_REQUESTS:d}")
+"""The error codes, over gRPC and HTTP, of requests that a server rejects at once for lack of capacity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,8 @@ class RequestRecord:
     """Name of the FinishReason."""
     error: str = ""
     """Code of the TandemError; empty for a complete answer."""
+    retry_after_s: float = 0.0
+    """Seconds after which the server says to send a failed request again; 0 = it does not say."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -39,6 +46,11 @@ class RequestRecord:
     def tokens(self) -> int:
         """The answer's length in tokens as the server counted it; for an incomplete answer, the tokens that arrived."""
         return self.completion_tokens or len(self.token_s)
+
+    @property
+    def rejected(self) -> bool:
+        """True if the server rejected the request for lack of capacity."""
+        return self.error in _REJECTED
 
     @property
     def lateness_s(self) -> float:

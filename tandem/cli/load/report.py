@@ -44,6 +44,8 @@ class LoadReport:
     worst_decile: Spread
     end_to_end: Spread
     """End-to-end latency of complete answers."""
+    rejected: Spread
+    """Time from sending a request until the server has rejected it for lack of capacity."""
     lateness: Spread
     lateness_bound_s: float
     client_cpu_share: float
@@ -100,6 +102,8 @@ class LoadReport:
             "tpot_ms": self.tpot.in_ms(),
             "worst_decile_gap_ms": self.worst_decile.in_ms(),
             "end_to_end_ms": self.end_to_end.in_ms(),
+            "rejected_ms": self.rejected.in_ms(),
+            "rejected_with_hint": sum(record.rejected and record.retry_after_s > 0 for record in records),
             "lateness_ms": self.lateness.in_ms(),
             "lateness_bound_ms": self.lateness_bound_s * 1e3,
             "client_cpu_share": round(self.client_cpu_share, 3),
@@ -137,6 +141,7 @@ def make_report(
         tpot=Spread.of(record.tpot_s for record in ordered),
         worst_decile=Spread.of(record.worst_decile_s for record in ordered),
         end_to_end=Spread.of(record.end_to_end_s for record in ordered if not record.error),
+        rejected=Spread.of(record.ended_s - record.sent_s for record in ordered if record.rejected),
         lateness=Spread.of(record.lateness_s for record in ordered),
         lateness_bound_s=lateness_bound_s,
         client_cpu_share=client_cpu_share,

@@ -2,17 +2,14 @@
 
 import math
 from dataclasses import dataclass
-from http import HTTPStatus
 
 from router.observability.request_outcome import Outcome
 from tandem.cli.load.record import RequestRecord
 from tandem.cli.load.spread import percentile
-from tandem.protocol.errors import InvalidArgument, ResourceExhausted
+from tandem.protocol.errors import InvalidArgument
 
 GAP_PERCENT = 99.0
 """Default percentile of a request's own inter-token gaps to which the gap limit applies."""
-_REJECTED = (ResourceExhausted.code, f"HTTP {HTTPStatus.TOO_MANY_REQUESTS:d}")
-"""The error codes, over gRPC and HTTP, of requests that a server rejects at once for lack of capacity."""
 STRICT_STEPS = 2.0
 """The gap limit of the strict cell, as a multiple of an idle cluster's decode step."""
 
@@ -38,7 +35,7 @@ class SloCell:
         REJECTED = at once, for lack of capacity, FAILED = without a complete answer for another reason.
         """
         if record.error:
-            return Outcome.REJECTED if record.error in _REJECTED else Outcome.FAILED
+            return Outcome.REJECTED if record.rejected else Outcome.FAILED
         if record.ttft_s is None or record.ttft_s > self.ttft_s:
             return Outcome.MISSED_TTFT
         gaps = record.gaps_s

@@ -210,3 +210,16 @@ def test_a_sweep_that_finds_no_knee_ends_too() -> None:
 def test_a_cell_that_is_never_kept_has_no_knee() -> None:
     cluster = Cluster(capacity=0.5)
     assert knees([cluster(rate, number) for number, rate in enumerate((2.0, 1.0))]) == {"cell": 0.0}
+
+
+def test_rejections_are_summarized_apart() -> None:
+    """The time runs from sending; a hint counts only for a rejection, and other errors are none."""
+    records = [
+        record(0, sent_s=0.1, ended_s=0.15, error="HTTP 429", retry_after_s=1.0),
+        record(1, sent_s=0.0, ended_s=0.02, error="RESOURCE_EXHAUSTED"),
+        record(2, sent_s=0.0, ended_s=9.0, error="HTTP 503", retry_after_s=1.0),
+        record(3, tokens=[0.5]),
+    ]
+    result = report(records).as_result()
+    assert result["rejected_ms"] == Spread.of([0.05, 0.02]).in_ms()
+    assert result["rejected_with_hint"] == 1

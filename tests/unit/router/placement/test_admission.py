@@ -13,6 +13,7 @@ from router.observability.request_outcome import Outcome, RequestOutcome, reject
 from router.placement.policy import PlacementPolicy
 from router.placement.queue import QueuedRequest
 from router.placement.scheduler import RequestScheduler, record
+from router.placement.worker_state import AnswerWork
 from router.refusal import Refusal, Refused
 from tandem.cost_model.step_cost import StepCost
 from tandem.protocol.errors import ResourceExhausted
@@ -83,6 +84,34 @@ def test_what_its_tokenization_took_is_part_of_its_ttft() -> None:
     with pytest.raises(Refused) as refused:
         fleet.scheduler.enter(QueuedRequest("late", 1, now - 0.8 * SECOND.ttft_s, 2048, 100, slo=SECOND))
     assert refused.value.reason is Refusal.SLO_TTFT
+
+
+def test_workers_that_refuse_because_they_are_full_still_count_in_predictions() -> None:
+    """Otherwise nothing would be checked while all workers refuse, and the queue would fill up."""
+    fleet = ScheduledFleet(prefills=1)
+    for worker in fleet.fleet.live:
+        worker.back_off()
+    fits = int(SECOND.ttft_s / PROMPT_S)
+    for number in range(fits // 2):
+        fleet.scheduler.enter(QueuedRequest(f"r{number}", number, 1000.0, 2048, 100, slo=SECOND))
+    with pytest.raises(Refused):
+        fleet.scheduler.enter(QueuedRequest("more", fits, 1000.0, 2 * fits * 2048, 100, slo=SECOND))
+
+
+def test_the_time_until_answers_end_is_part_of_the_ttft() -> None:
+    """All slots are taken by answers that end in two seconds, a second too late for the target."""
+    fleet = ScheduledFleet()
+    decodes = [worker for worker in fleet.fleet.live if worker.decodes]
+    for worker in decodes:
+        tokens = 3.0 / worker.cost.decode_step_seconds(1024, 1024 * 200)
+        for number in range(1024):
+            worker.add_answer(f"{worker.slot}-{number}", AnswerWork(1, 200, SECOND, tokens))
+    fleet.clock.now += 1.0
+    with pytest.raises(Refused) as refused:
+        fleet.scheduler.enter(QueuedRequest("early", 0, fleet.clock(), 20, 100, slo=SECOND))
+    assert refused.value.retry_after_s == pytest.approx(1.2, abs=0.2)
+    fleet.clock.now += 1.5
+    fleet.scheduler.enter(QueuedRequest("later", 1, fleet.clock(), 20, 100, slo=SECOND))
 
 
 def test_under_its_capacity_nobody_is_refused() -> None:
