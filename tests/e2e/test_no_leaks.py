@@ -13,7 +13,7 @@ import pytest
 from tandem.net.rpc import open_client_channel
 from tandem.protocol.generated.tandem.v1 import inference_pb2_grpc
 from tandem.protocol.lifecycle.events import LifecycleEvent
-from tests.load.storm import WAYS, request_of, storm
+from tests.load.storm import WAYS, Prompt, request_of, storm
 
 REQUESTS = 75
 IN_PREFILL_TRIES = 20
@@ -84,9 +84,7 @@ def test_a_request_cancelled_in_prefill_leaves_every_page_free(
 async def cancel_amid_prefill(cluster: Any, prompt: tuple[int, ...], name: str) -> None:
     channel = open_client_channel(cluster.grpc_address)
     stub: Any = inference_pb2_grpc.InferenceStub(channel)
-    request = request_of(prompt, 64, name)
-    request.options.cache_salt = name
-    call = stub.Generate(request, timeout=60)
+    call = stub.Generate(request_of(Prompt(prompt, salt=name), 64, name), timeout=60)
     reader = asyncio.ensure_future(call.read())
     while not (reader.done() or await asyncio.to_thread(prefills, cluster)):
         pass

@@ -30,14 +30,18 @@ from tests.running_cluster import RunningCluster
 
 PARTS, WARM_PARTS = 12, 4
 """The parts of the requests after each of which the processes are measured, and those that belong to the warm-up."""
-PROMPTS, PROMPT_TOKENS_MAX = 48, 64
+PROMPTS, PROMPT_TOKENS_MAX, SALTS = 48, 64, 8
+"""Few enough that pools, caches and statistics of prompts are full after the warm-up."""
+POOL_BYTES = 1 << 24
+"""The KV pool of each worker, whose memory counts once it has been written to."""
 MEMORY_GROWTH_MAX = 8 << 20
 """In bytes for a process; allocators keep freed memory, and the next part may need another order of it."""
 OBJECTS_PER_REQUEST_MAX = 0.02
 """A leak of one object for every fifty requests is found."""
 OBJECTS_GROWTH_MAX = 2000
 """Objects that may be alive by chance in one of two measurements: timers, buffers, and statistics that are not full."""
-FDS_GROWTH_MAX = THREADS_GROWTH_MAX = 0
+FDS_GROWTH_MAX, THREADS_GROWTH_MAX = 2, 6
+"""Thread pools start threads when all others are busy, and never end them; connections are opened likewise."""
 
 
 def named_pids(cluster: RunningCluster) -> dict[str, int]:
@@ -128,7 +132,7 @@ def run(cluster: RunningCluster, counts: Counts, requests: int, seed: int) -> tu
     series.measure()
     for number in range(PARTS):
         began_s = time.monotonic()
-        outcomes += Counter(asyncio.run(storm(cluster, prompts, part, seed=seed + number)))
+        outcomes += Counter(asyncio.run(storm(cluster, prompts, part, seed + number, SALTS)))
         rate = part / (time.monotonic() - began_s)
         series.measure()
         memory = {name: f"{size.memory / 2**20:.1f}" for name, size in series.sizes[-1].items() if name in series.pids}
@@ -142,7 +146,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of prompts and cancellations")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, counted_processes(Path(folder)) as counts, small_cluster() as cluster:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        counted_processes(Path(folder)) as counts,
+        small_cluster(kv_cache_bytes=POOL_BYTES) as cluster,
+    ):
         series, outcomes = run(cluster, counts, options.requests, options.seed)
     after = (PARTS - WARM_PARTS) * (options.requests // PARTS)
     found = series.growth(WARM_PARTS, after)

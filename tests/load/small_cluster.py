@@ -35,9 +35,8 @@ def small_cluster(**settings: Any) -> Iterator[RunningCluster]:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(prepare_model(find_default_model()) / name, model)
         sizes = {"page_tokens": 16, "max_step_tokens": 256, "kv_cache_bytes": 1 << 27, "threads": 1, "dtype": "float32"}
-        config = ClusterSettings.of(
-            model=model, grpc_port=0, http_port=0, start_timeout_s=START_WITHIN_S, **sizes, **settings
-        )
+        given = {"model": model, "grpc_port": 0, "http_port": 0, "start_timeout_s": START_WITHIN_S, **sizes, **settings}
+        config = ClusterSettings.of(**given)
         cluster = RunningCluster(config, Path(folder))
         try:
             yield cluster

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tandem.net.rpc import open_client_channel
 from tandem.protocol.generated.tandem.v1 import inference_pb2, inference_pb2_grpc, types_pb2
@@ -17,30 +16,38 @@ WAYS = {"waiting", "token", "socket", "abort", "req"}
 """Prefixes of the names of cancelled requests; requests of HTTP clients are named req-…."""
 
 
-def request_of(prompt: tuple[int, ...], tokens: int, request_id: str = "") -> inference_pb2.GenerateRequest:
-    """Returns a greedy request; half of the named ones have their own salt, and so no prefix cache hits."""
-    salt = request_id if zlib.crc32(request_id.encode()) % 2 else ""
+class Prompt(NamedTuple):
+    """The token ids of a prompt, and its cache salt: prompts with different salts share no pages."""
+
+    ids: tuple[int, ...]
+    salt: str = ""
+
+
+def request_of(prompt: Prompt, tokens: int, request_id: str = "") -> inference_pb2.GenerateRequest:
+    """Returns a greedy request for exactly `tokens` tokens."""
     return inference_pb2.GenerateRequest(
         request_id=request_id,
-        token_ids=inference_pb2.TokenIds(ids=prompt),
-        options=inference_pb2.GenerationOptions(max_tokens=tokens, temperature=0, ignore_eos=True, cache_salt=salt),
+        token_ids=inference_pb2.TokenIds(ids=prompt.ids),
+        options=inference_pb2.GenerationOptions(
+            max_tokens=tokens, temperature=0, ignore_eos=True, cache_salt=prompt.salt
+        ),
     )
 
 
-async def to_the_end(stub: Any, prompt: tuple[int, ...], tokens: int) -> str:
+async def to_the_end(stub: Any, prompt: Prompt, tokens: int) -> str:
     got = [t async for m in stub.Generate(request_of(prompt, tokens), timeout=240) for t in m.chunk.token_ids]
     assert len(got) == tokens
     return "finished"
 
 
-async def cancel_after_a_while(stub: Any, prompt: tuple[int, ...], tokens: int, rng: random.Random) -> str:
+async def cancel_after_a_while(stub: Any, prompt: Prompt, tokens: int, rng: random.Random) -> str:
     call = stub.Generate(request_of(prompt, tokens, f"waiting-{rng.random()}"), timeout=240)
     await asyncio.sleep(rng.choice([0, 0.01, 0.1, 0.4, 1.5]) * rng.random())
     call.cancel()
     return "cancelled while waiting"
 
 
-async def cancel_at_token(stub: Any, prompt: tuple[int, ...], tokens: int, rng: random.Random, wanted: int) -> str:
+async def cancel_at_token(stub: Any, prompt: Prompt, tokens: int, rng: random.Random, wanted: int) -> str:
     """Cancels at token number `wanted`: the first one comes during the KV transfer, a later one in decode."""
     call = stub.Generate(request_of(prompt, tokens, f"token-{rng.random()}"), timeout=240)
     got = 0
@@ -52,7 +59,7 @@ async def cancel_at_token(stub: Any, prompt: tuple[int, ...], tokens: int, rng: 
     return "cancelled at a token"
 
 
-async def close_the_socket(address: str, prompt: tuple[int, ...], tokens: int, rng: random.Random) -> str:
+async def close_the_socket(address: str, prompt: Prompt, tokens: int, rng: random.Random) -> str:
     """Closes the client's connection during the call."""
     channel = open_client_channel(address)
     call = inference_pb2_grpc.InferenceStub(channel).Generate(
@@ -65,10 +72,10 @@ async def close_the_socket(address: str, prompt: tuple[int, ...], tokens: int, r
     return "closed the socket"
 
 
-async def drop_http(address: str, prompt: tuple[int, ...], tokens: int, rng: random.Random) -> str:
+async def drop_http(address: str, prompt: Prompt, tokens: int, rng: random.Random) -> str:
     """A raw HTTP client that disconnects in the middle of the stream."""
     host, port = address.removeprefix("http://").split(":")
-    body = f'{{"prompt": {list(prompt)}, "max_tokens": {tokens}, "temperature": 0, "stream": true}}'
+    body = f'{{"prompt": {list(prompt.ids)}, "max_tokens": {tokens}, "temperature": 0, "stream": true}}'
     lines = ("POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json")
     head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""])
     _, writer = await asyncio.open_connection(host, int(port))
@@ -79,7 +86,7 @@ async def drop_http(address: str, prompt: tuple[int, ...], tokens: int, rng: ran
     return "dropped HTTP"
 
 
-async def abort_by_id(stub: Any, prompt: tuple[int, ...], tokens: int, rng: random.Random) -> str:
+async def abort_by_id(stub: Any, prompt: Prompt, tokens: int, rng: random.Random) -> str:
     """Aborts the request through a second call; the stream then ends with finish reason abort."""
     name = f"abort-{rng.random()}"
     call = stub.Generate(request_of(prompt, tokens, name), timeout=240)
@@ -95,15 +102,21 @@ async def _endings(call: Any) -> list[int]:
     return [m.complete.finish_reason async for m in call if m.HasField("complete")]
 
 
-async def storm(cluster: Any, prompts: Sequence[tuple[int, ...]], requests: int, seed: int) -> dict[str, int]:
-    """Sends requests with random ones of the prompts, at most AT_ONCE at a time; returns the numbers of outcomes."""
+async def storm(
+    cluster: Any, prompts: Sequence[tuple[int, ...]], requests: int, seed: int, salts: int = 1 << 30
+) -> dict[str, int]:
+    """Sends requests with random ones of the prompts, at most AT_ONCE at a time; returns the numbers of outcomes.
+
+    Half of the requests that are cancelled have one of `salts` cache salts.
+    """
     rng = random.Random(seed)
     channel = open_client_channel(cluster.grpc_address)
     stub = inference_pb2_grpc.InferenceStub(channel)
     gate = asyncio.Semaphore(AT_ONCE)
 
     async def one(i: int) -> str:
-        prompt, tokens = rng.choice(prompts), rng.randint(1, ANSWER_TOKENS_MAX)
+        salt = "" if i % 3 or rng.random() < 0.5 else str(rng.randrange(salts))
+        prompt, tokens = Prompt(rng.choice(prompts), salt), rng.randint(1, ANSWER_TOKENS_MAX)
         async with gate:
             if i % 3:
                 return await to_the_end(stub, prompt, tokens)

@@ -60,6 +60,17 @@ def test_the_straight_way(desk: Desk) -> None:
     assert desk.table.fenced == 0
 
 
+def test_a_transfer_of_several_parts_ends_with_the_last_of_them(desk: Desk) -> None:
+    """Each rank of a group sends its part of the notice; a repeated part does not count twice."""
+    lease = desk.advertise()
+    assert desk.table.complete(lease, WRITER, 1, 3) is None
+    assert desk.table.complete(lease, WRITER, 1, 3) is None
+    assert desk.table.complete(lease, WRITER, 0, 3) is None
+    change = desk.table.complete(lease, WRITER, 2, 3)
+    assert change is not None
+    assert (change.action, change.page_ids) == (PageAction.ADMIT, (5, 7))
+
+
 def test_epochs_grow_with_each_grant(desk: Desk) -> None:
     epochs = [desk.table.grant(RequestRef(f"q{i}", 1), WRITER).epoch for i in range(4)]
     assert epochs == sorted({desk.lease.epoch, *epochs})[1:]

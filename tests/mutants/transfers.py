@@ -1,0 +1,246 @@
+"""Mutants of leases, fences, epochs, checksums and handshakes."""
+
+from tests.mutants.mutant import Mutant
+
+_LEASE, _FENCE, _CHECKSUMS = "kv_transfer/lease.py", "kv_transfer/fence.py", "kv_transfer/checksums.py"
+_LEASE_TESTS = ("tests/unit/kv_transfer/test_lease.py", "tests/unit/kv_transfer/test_lease_stateful.py")
+_FENCE_TESTS = (*_LEASE_TESTS, "tests/unit/worker/peers/test_quarantine.py")
+_CHECKSUM_TESTS = ("tests/unit/kv_transfer/test_checksums.py",)
+_HANDSHAKE_TESTS = ("tests/unit/kv_transfer/test_handshake.py",)
+_HANDOFF_TESTS = ("tests/unit/prefill_worker",)
+_WINDOW_TESTS = ("tests/unit/prefill_worker/test_write_window.py",)
+_ARRIVAL_TESTS = ("tests/unit/worker/test_life_of_a_request.py", "tests/unit/worker/test_garbage.py")
+
+MUTANTS = (
+    Mutant(
+        "each lease has an epoch of its own",
+        _LEASE,
+        "            self._epoch += 1\n",
+        "            self._epoch = max(1, self._epoch)\n",
+        _LEASE_TESTS,
+    ),
+    Mutant(
+        "no lease is granted to a writer that is assumed dead",
+        _LEASE,
+        "            if prefill in self._gone:\n",
+        "            if False:\n",
+        _LEASE_TESTS,
+    ),
+    Mutant(
+        "a heartbeat extends a lease",
+        _LEASE,
+        "                    entry.expires_at = expires_at\n",
+        "                    pass\n",
+        _LEASE_TESTS,
+    ),
+    Mutant(
+        "a heartbeat does not revive a revoked lease",
+        _LEASE,
+        "                if entry is None or entry.lease != lease or entry.quarantined:\n                    unknown",
+        "                if entry is None or entry.lease != lease:\n                    unknown",
+        _LEASE_TESTS,
+    ),
+    Mutant(
+        "only the lease's writer may write",
+        _LEASE,
+        "        if entry.prefill != prefill:\n            raise",
+        "        if False:\n            raise",
+        _LEASE_TESTS,
+    ),
+    Mutant(
+        "a lease gets pages once",
+        _LEASE,
+        "            if entry.page_ids is not None:\n                raise ValueError",
+        "            if False:\n                raise ValueError",
+        _LEASE_TESTS,
+    ),
+    Mutant(
+        "all parts of a transfer arrive before its pages are used",
+        _LEASE,
+        "            if len(entry.parts) < parts:\n",
+        "            if not entry.parts:\n",
+        _LEASE_TESTS,
+    ),
+    Mutant(
+        "a notice of a revoked lease admits nothing",
+        _LEASE,
+        "                self._fenced += 1\n                return self._end(entry, PageAction.FREE)",
+        "                self._fenced += 1\n                return self._end(entry, PageAction.ADMIT)",
+        _LEASE_TESTS,
+    ),
+    Mutant(
+        "pages of a failed write are not used at once",
+        _LEASE,
+        "            if in_doubt:\n                return self._doubt(entry)\n",
+        "",
+        _LEASE_TESTS,
+    ),
+    Mutant(
+        "a revoked lease's pages are quarantined",
+        _LEASE,
+        "        entry.quarantined = True\n        return entry.change(PageAction.QUARANTINE)",
+        "        return self._end(entry, PageAction.FREE)",
+        _LEASE_TESTS,
+    ),
+    Mutant(
+        "a lease without heartbeats ends",
+        _LEASE,
+        "                elif now >= entry.expires_at:\n",
+        "                elif False:\n",
+        _LEASE_TESTS,
+    ),
+    Mutant(
+        "late messages of ended leases are counted",
+        _LEASE,
+        "        self._fenced += 1\n        what",
+        "        what",
+        _LEASE_TESTS,
+    ),
+    Mutant(
+        "a writer whose end is not observed may write until its permission expires",
+        _FENCE,
+        "alive is None and now < self._permitted_at + self._fence.window_s",
+        "alive is None and now < self._permitted_at",
+        _FENCE_TESTS,
+    ),
+    Mutant(
+        "a living process may write for as long as it lives",
+        _FENCE,
+        "        return bool(alive) or (",
+        "        return (",
+        _FENCE_TESTS,
+    ),
+    Mutant(
+        "the grace period follows the end of the writer",
+        _FENCE,
+        "            self._safe_at = transport_poll_s + self._grace_s\n",
+        "            self._safe_at = transport_poll_s\n",
+        _FENCE_TESTS,
+    ),
+    Mutant(
+        "the grace period starts over when a writer turns out to be alive",
+        _FENCE,
+        "            self._safe_at = None\n            return False",
+        "            return False",
+        _FENCE_TESTS,
+    ),
+    Mutant(
+        "the duration of a permission counts from the request for it",
+        "prefill_worker/write_window.py",
+        "        self.asked_at, self.ends_at = asked_at, asked_at + write_for_s\n",
+        "        self.asked_at, self.ends_at = asked_at, time.monotonic() + write_for_s\n",
+        _WINDOW_TESTS,
+    ),
+    Mutant(
+        "no write begins after the lease has ended",
+        "prefill_worker/write_window.py",
+        "        return -math.inf if self.over else self.ends_at\n",
+        "        return self.ends_at\n",
+        (*_WINDOW_TESTS, *_HANDOFF_TESTS),
+    ),
+    Mutant(
+        "no write begins after its permission has expired",
+        "prefill_worker/write_window.py",
+        "        if time.monotonic() >= self.ends_at:\n            peer =",
+        "        if False:\n            peer =",
+        (*_WINDOW_TESTS, *_HANDOFF_TESTS),
+    ),
+    Mutant(
+        "the last page waits for all earlier ones",
+        "kv_transfer/ordered_writes.py",
+        "            if self._begin is None or (self._waits_for and not why):\n",
+        "            if self._begin is None:\n",
+        ("tests/unit/kv_transfer/test_ordered_writes.py",),
+    ),
+    Mutant(
+        "a write whose predecessor has failed does not begin",
+        "kv_transfer/ordered_writes.py",
+        '        why = "" if write.exception() is None else "a write that it depends on has failed"\n',
+        '        why = "" if write.exception() is None else ""\n',
+        ("tests/unit/kv_transfer/test_ordered_writes.py",),
+    ),
+    Mutant(
+        "a wrong checksum rejects the transfer",
+        _CHECKSUMS,
+        "    if not wrong:\n",
+        "    if True:\n",
+        _CHECKSUM_TESTS,
+    ),
+    Mutant(
+        "each lease checks other pages",
+        _CHECKSUMS,
+        "(first + turn * pages // count) % pages",
+        "(turn * pages // count) % pages",
+        _CHECKSUM_TESTS,
+    ),
+    Mutant(
+        "at least one page of each prompt has a checksum",
+        _CHECKSUMS,
+        "math.ceil(pages * rate)",
+        "math.floor(pages * rate)",
+        _CHECKSUM_TESTS,
+    ),
+    Mutant(
+        "a checksum that could not be computed is no match",
+        _CHECKSUMS,
+        '                problem = f"pages that could not be checked ({type(error).__name__})"\n',
+        '                problem = ""\n',
+        _CHECKSUM_TESTS,
+    ),
+    Mutant(
+        "a checksum covers the scales of 8-bit KV",
+        "tandem/engine/cache/page_checksums.py",
+        "(self._part(page, codes) + self._part(page, scales)) & _MASK",
+        "self._part(page, codes) & _MASK",
+        ("tests/kernels/test_page_checksums.py", "tests/unit/engine/cache", "tests/unit/kv_transfer/test_checksums.py"),
+    ),
+    Mutant(
+        "workers of different protocol versions do not exchange pages",
+        "kv_transfer/handshake.py",
+        "    if local.protocol_version != remote.protocol_version:\n",
+        "    if False:\n",
+        _HANDSHAKE_TESTS,
+    ),
+    Mutant(
+        "workers with different layouts do not exchange pages",
+        "kv_transfer/handshake.py",
+        "    if local.compatibility_hash != remote.compatibility_hash:\n",
+        "    if False:\n",
+        _HANDSHAKE_TESTS,
+    ),
+    Mutant(
+        "different facts never have the same hash",
+        "kv_transfer/handshake.py",
+        'digest.update(len(data).to_bytes(8, "little") + data)',
+        "digest.update(data)",
+        _HANDSHAKE_TESTS,
+    ),
+    Mutant(
+        "a notice is for the prompt of its reservation",
+        "decode_worker/kv_arrival.py",
+        "        if notice.token_hash != request.token_hash:\n",
+        "        if False:\n",
+        _ARRIVAL_TESTS,
+    ),
+    Mutant(
+        "a notice has the number of pages of its prompt",
+        "decode_worker/kv_arrival.py",
+        "        if notice.pages != request.prompt_pages:\n",
+        "        if False:\n",
+        _ARRIVAL_TESTS,
+    ),
+    Mutant(
+        "a notice carries the checksums that were agreed on",
+        "decode_worker/kv_arrival.py",
+        "        if tuple(checksum.page for checksum in notice.checksums) != self._chosen(request, notice):\n",
+        "        if False:\n",
+        _ARRIVAL_TESTS,
+    ),
+    Mutant(
+        "an abort of an earlier attempt does not end a later one",
+        "decode_worker/admission.py",
+        "request.reservation.ref.attempt <= ref.attempt",
+        "True",
+        ("tests/unit/worker",),
+    ),
+)
