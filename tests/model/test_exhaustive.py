@@ -1,6 +1,6 @@
 """All states of a small world of leases: no write lands in a page of others, and nothing is left, whatever happens.
 
-`make test` explores a writer of one rank, `make soak` also a group of two ranks; `pytest -s` prints the number of states.
+`make test` explores a writer of one rank, `make soak` also a group of two; `pytest -s` prints the number of states.
 Each safety measure that a mutant removes is missed in some state.
 """
 
