@@ -1,4 +1,4 @@
-"""A small world of leases: one page, two attempts of a request, and a prefill worker of one or two ranks.
+"""A small world of leases: one page, a few attempts of a request, and a prefill worker of one or two ranks.
 
 Real: the lease table with its fence, and the page pool. Simulated: the writer, its writes and notices, the transport
 and the clock, of which a tick is one second. Each rank writes its part of the page and then sends its part of the
@@ -21,8 +21,8 @@ from tandem.protocol.messages import Lease, PeerRef, RequestRef
 from tests.model.checks import Broken, holder_of
 from tests.model.exhaustive import Action
 
-DURATION, WINDOW, GRACE, LATE = 2, 1, 2, 1
-ATTEMPTS, PAGE = 2, 0
+DURATION, WINDOW, GRACE, LATE = 2, 2, 2, 1
+PAGE = 0
 WRITER = PeerRef("prefill-0", 1)
 _END_TICKS = DURATION + WINDOW + GRACE + 2
 _NONE, _FLYING, _LANDED, _BROKEN, _LOST = range(5)
@@ -45,10 +45,11 @@ class Attempt:
 
 
 class SmallLeases:
-    """The world; see the module's docstring. `ranks` is the number of ranks of the writer's group."""
+    """The world; see the module's docstring."""
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: int, attempts: int) -> None:
+        """Create the world with a group of `ranks` ranks that makes at most `attempts` attempts."""
+        self._ranks, self._most_attempts = ranks, attempts
         self._now = 0.0
         fence = Fence(WINDOW, lambda _: GRACE, lambda: self._now, lambda _: None)
         self._table = LeaseTable(lambda: self._now, DURATION, fence)
@@ -61,7 +62,7 @@ class SmallLeases:
     def actions(self) -> Iterator[Action]:
         """Returns the possible actions; see `SmallWorld`."""
         yield "tick", 0, 0
-        if len(self._attempts) < ATTEMPTS and not self._open_attempt() and not self._disowned:
+        if len(self._attempts) < self._most_attempts and not self._open_attempt() and not self._disowned:
             yield "grant", 0, 0
         if self._open_attempt():
             yield "abort", 0, 0
@@ -110,14 +111,14 @@ class SmallLeases:
         entries = tuple(
             (
                 entry.lease.epoch,
-                entry.expires_at - now,
+                0.0 if entry.quarantined else entry.expires_at - now,
                 entry.quarantined,
                 entry.page_ids,
                 frozenset(entry.parts),
                 max(-WINDOW, entry.exposure._permitted_at - now),
                 entry.exposure._grace_s,
                 entry.exposure._writer_stopped,
-                entry.exposure._safe_at and entry.exposure._safe_at - now,
+                entry.exposure._safe_at and max(0.0, entry.exposure._safe_at - now),
             )
             for entry in self._table._entries.values()
         )
