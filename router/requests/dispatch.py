@@ -194,10 +194,11 @@ class Dispatcher:
 
     @property
     def degraded(self) -> str:
-        """The reason why requests wait for a worker that is being replaced; "" if no such worker is awaited."""
+        """The reason why requests wait for a worker that does not serve now; "" if no such worker is awaited."""
         if not self._recovery.waits:
             return ""
-        return f"{self._missing()}; requests wait until it does: {', '.join(sorted(self.pool.coming))}"
+        why = "; ".join(self.pool.not_ready) or self._missing()
+        return f"{why}; requests wait for {', '.join(sorted(self.pool.coming))}"
 
     async def drain(self, grace_s: float) -> None:
         """Reject new requests, wait up to `grace_s` seconds for the running ones, then fail the remaining ones."""

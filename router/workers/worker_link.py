@@ -126,12 +126,13 @@ class WorkerLink:
 
     @property
     def may_return(self) -> bool:
-        """True if the worker is not live, but will be once it connects or responds again.
+        """True if the worker serves no new requests now, but will once it connects, responds or is ready again.
 
-        A worker that does neither is replaced by its supervisor.
+        A worker that neither connects nor responds is replaced by its supervisor; one that is not ready lacks pages of
+        transfers that have not ended.
         """
         gone = self.retired or self.info.open is None
-        return not (self.live or gone or self.info.not_ready)
+        return not gone and (not self.live or bool(self.info.not_ready))
 
     @property
     def request_ids(self) -> set[str]:
@@ -263,7 +264,9 @@ class WorkerLink:
         request = worker_pb2.AttachRequest(router_id=self._router_id, prefixes=True)
         call = self._stub.Attach(request, wait_for_ready=True)
         await call.initial_metadata()
-        self._set_connected(True)
+        # Metadata come with the error, too, for example of a worker that ends after a failed step.
+        if not call.done():
+            self._set_connected(True)
         async for message in call:
             self._probe.observe()
             step = conversion.step_output_from_proto(message)

@@ -113,8 +113,8 @@ class WorkerPool:
     def coming(self) -> dict[str, Role]:
         """The roles of workers that do not serve now but are expected to, by worker id.
 
-        Some are being started. The others are members of the cluster that are not connected or do not respond; if that
-        does not change, their supervisors replace them.
+        Some are being started. The others are members of the cluster that are not connected, do not respond or are not
+        ready; if the first two do not change, their supervisors replace them.
         """
         absent = {link.info.peer.worker_id: link.info.role for link in self._links.values() if link.may_return}
         return absent | {worker.worker_id: worker.role for worker in self._expected}

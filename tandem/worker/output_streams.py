@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from prefill_worker.request import call_all
+from tandem.protocol.errors import Unavailable
 from tandem.protocol.messages import RequestEvent, RoutedEvent, RoutedTokens, StepOutput, StepTokens, WorkerLoad
 from tandem.protocol.prefixes import PrefixChanges
 
@@ -115,8 +116,10 @@ class OutputStreams:
         """Attach a router to its stream, and return the stream.
 
         A second attach ends the first stream and aborts its requests: the router gets an event for each request on the
-        new stream.
+        new stream. Raises Unavailable after `close`: a router must not send requests to a worker that ends.
         """
+        if self._closed:
+            raise Unavailable("this worker is ending; attach to the one that replaces it")
         known = self._streams.get(router_id)
         stream = OutputStream(router_id, self._snapshot, prefixes=prefixes)
         if known is not None and known.attached:
@@ -127,7 +130,6 @@ class OutputStreams:
         if known is not None:
             known.close()
         stream.attached = True
-        stream.closed = self._closed
         self._streams[router_id] = stream
         return stream
 
@@ -139,7 +141,7 @@ class OutputStreams:
         stream.close()
 
     def close(self) -> None:
-        """End every stream once it has sent all pending events and tokens; streams attached later end as well."""
+        """End every stream once it has sent all pending events and tokens; no router can attach from now on."""
         self._closed = True
         for stream in self._streams.values():
             stream.close()

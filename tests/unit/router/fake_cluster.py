@@ -135,6 +135,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     max_batch_requests: int = 64
     token: str = ""
     not_ready: str = ""
+    ending: bool = False
+    """True if it refuses event streams, as after a failed step."""
     closing: Role | None = None
     """The roles that it announces as closing; requests for them are rejected."""
     adapters: tuple[AdapterFacts, ...] = ()
@@ -207,6 +209,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     # ---- gRPC service ----
 
     async def Attach(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.StepOutput]:
+        if self.ending:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "this worker is ending")
         queue: asyncio.Queue[StepOutput | None] = asyncio.Queue()
         self.streams[request.router_id] = queue
         await context.send_initial_metadata(())

@@ -65,7 +65,8 @@ async def test_what_is_missing_is_said_without_a_key(cluster: Cluster, http: htt
     assert "no decode worker is serving" in await not_ready(cluster, http)
     decode.not_ready = "5 of 8 KV pages are in quarantine"
     await cluster.members(prefill, decode)
-    assert await not_ready(cluster, http) == "worker decode-0 is not ready: 5 of 8 KV pages are in quarantine"
+    reason = "worker decode-0 is not ready: 5 of 8 KV pages are in quarantine; requests wait for decode-0"
+    assert await not_ready(cluster, http) == reason
     decode.not_ready = ""
     await cluster.members(prefill, decode)
     await until(lambda: cluster.router.ready, "both take work")

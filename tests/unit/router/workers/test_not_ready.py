@@ -10,7 +10,7 @@ from tandem.net.rpc import RETRY_AFTER
 from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
 from tandem.protocol.generated.tandem.v1 import inference_pb2_grpc
 from tandem.protocol.messages import Role
-from tests.unit.router.conftest import Cluster
+from tests.unit.router.conftest import WITHOUT_RECOVERY, Cluster
 from tests.unit.router.fake_cluster import FakeWorker, answer_token, until
 
 PROMPT = [5, 6, 7, 8]
@@ -30,6 +30,7 @@ async def say(cluster: Cluster, worker: FakeWorker, not_ready: str) -> None:
     await until(lambda: link.info.not_ready == not_ready, "the router heard it")
 
 
+@pytest.mark.parametrize("settings", [WITHOUT_RECOVERY])
 async def test_the_only_decode_worker_is_not_ready(cluster: Cluster, stub: inference_pb2_grpc.InferenceStub) -> None:
     await say(cluster, cluster.decode, LOST)
     assert not cluster.router.ready

@@ -19,6 +19,7 @@ from tandem.protocol.messages import ExpectedWorker, Role
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import FakeWorker, channel_to, until
 from tests.unit.router.test_generate import Client, ask, expected
+from tests.unit.router.workers.test_not_ready import say as not_ready
 
 TOKENS = 40
 AMID = 10
@@ -90,6 +91,42 @@ async def test_a_worker_that_is_registered_and_unreachable_is_waited_for(
     assert (await waits)[1] == expected(8)
 
 
+async def test_a_worker_that_ends_after_a_failed_step_gets_no_request_until_it_is_replaced(
+    cluster: Cluster, client: Client
+) -> None:
+    """Its process still answers calls for a while, but refuses event streams: it must not use up attempts."""
+    ends = cluster.decode
+    other = next(worker for worker in cluster.workers if worker is not ends)
+    ends.ending = True
+    ends.switches.held_at = AMID
+    running = asyncio.create_task(client.run(ask(TOKENS)))
+    await until(lambda: bool(ends.tasks), "it decodes")
+    reservations = len(ends.reservations)
+    for stream in ends.streams.values():
+        stream.put_nowait(None)
+    await until(lambda: cluster.router._dispatcher.waiting == 1, "it waits")
+    await asyncio.sleep(0.5)  # time in which the router tries to attach several times
+    assert cluster.router._dispatcher.waiting == 1
+    assert len(ends.reservations) == reservations
+    cluster.workers.remove(ends)
+    await ends.kill()
+    await replaced(cluster, Role.DECODE, other)
+    assert (await asyncio.wait_for(running, 60))[1] == expected(TOKENS)
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["", "beside a silent prefill worker"])
+async def test_a_worker_that_is_not_ready_is_waited_for(cluster: Cluster, client: Client, silent: bool) -> None:
+    """Pages of transfers that have not ended come back, so requests wait as for a worker that is replaced."""
+    await not_ready(cluster, cluster.decode, "too many of its KV pages are in quarantine")
+    if silent:
+        cluster.prefill.runs.clear()
+    waits = asyncio.create_task(client.run(ask(8)))
+    await until(lambda: cluster.router._dispatcher.waiting == 1, "it waits")
+    cluster.prefill.runs.set()
+    await not_ready(cluster, cluster.decode, "")
+    assert (await asyncio.wait_for(waits, 60))[1] == expected(8)
+
+
 async def test_requests_fail_if_no_worker_is_coming(cluster: Cluster, client: Client) -> None:
     cluster.decode.switches.held_at = AMID
     running = asyncio.create_task(client.error(ask(TOKENS)))
@@ -112,7 +149,7 @@ async def test_waiting_requests_fail_once_no_worker_is_coming_any_more(cluster: 
 
 async def test_health_and_metrics_say_degraded(cluster: Cluster, client: Client) -> None:
     cluster.controller.expected = EXPECTED
-    reason = "no prefill worker is serving now; requests wait until it does: prefill-0"
+    reason = "no prefill worker is serving now; requests wait for prefill-0"
     async with httpx.AsyncClient(base_url=f"http://{cluster.endpoints.http_address}", timeout=60) as http:
         assert (await http.get("/health")).json() == {"status": "ready"}
         assert gauge(cluster, f.DEGRADED) == 0
