@@ -52,7 +52,6 @@ async def not_ready(cluster: Cluster, http: httpx.AsyncClient) -> str:
     return str(reason)
 
 
-@pytest.mark.parametrize("settings", [WITHOUT_RECOVERY])
 async def test_what_is_missing_is_said_without_a_key(cluster: Cluster, http: httpx.AsyncClient) -> None:
     prefill, decode = cluster.workers
     for path in ("/health", "/ready", "/live"):
