@@ -1,13 +1,21 @@
-"""The pool: every chunk is computed once, threads end, and no job waits for a sleeping thread."""
+"""The pool: every chunk is computed once, threads end, and no job waits for a sleeping thread.
+
+Processors of x86 order memory more strictly than Arm's, so for these the instructions are tested.
+"""
 
 import gc
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from llvmlite import binding, ir
+from numba import types
 from torch import Tensor
 
+from tandem.engine.kernels.cpu import pool
 from tandem.engine.kernels.cpu.kernels import CpuKernels
 from tandem.engine.kernels.cpu.pool import SLEEPING
 from tandem.engine.kernels.layers import Linear
@@ -87,3 +95,27 @@ def test_two_engines_in_one_process_do_not_disturb_each_other() -> None:
         thread.start()
     assert until_ended(threads)
     assert all(torch.equal(hidden, torch.full_like(hidden, 200.0)) for hidden in results)
+
+
+@pytest.mark.parametrize(
+    ("access", "arguments", "instructions"),
+    [
+        (pool.atomic_load, 1, {"ldar"}),
+        (pool.atomic_store, 2, {"stlr"}),
+        (pool.atomic_add, 2, {"ldaxr", "stlxr"}),
+        (pool.compare_and_swap, 3, {"ldaxr", "stlxr"}),
+    ],
+)
+def test_words_of_all_threads_are_ordered_on_arm(access: Any, arguments: int, instructions: set[str]) -> None:
+    """Loads acquire and stores release, so a thread that takes a chunk sees the job's arguments."""
+    signature, codegen = access._defn(None, *[types.int64] * arguments)
+    function = ir.Function(ir.Module(), ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * arguments), "access")
+    builder = ir.IRBuilder(function.append_basic_block())
+    codegen(SimpleNamespace(get_dummy_value=lambda: None), builder, signature, function.args)
+    builder.ret_void()
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    machine = binding.Target.from_triple("aarch64-unknown-linux-gnu").create_target_machine()
+    assembly = machine.emit_assembly(binding.parse_assembly(str(function.module))).split()
+    assert instructions <= set(assembly)
+    assert not {"ldr", "str", "ldxr", "stxr"} & set(assembly)
