@@ -35,7 +35,7 @@ def test_each_command_of_the_workflow_exists(jobs: dict[str, Any]) -> None:
     scripts = "\n".join(steps(jobs, "run"))
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert {"check", "test", "dist"} <= set(re.findall(r"make (\w+)", scripts)) <= targets
-    assert all((ROOT / path).exists() for path in re.findall(r"deploy/[\w/.]+", scripts))
+    assert all((ROOT / path).exists() for path in re.findall(r"(?:deploy|tests)/[\w/.]+", scripts))
     commands: Any = get_command(app)
     for line in re.findall(r"\btandem (\w+ [^&\n]*)", scripts):
         name, *words = shlex.split(line)
@@ -68,7 +68,7 @@ def test_nothing_is_published_before_the_wheel_has_served_and_tests_have_passed(
         return {*named, *(earlier for each in named for earlier in before(each))}
 
     for name in ("package", "image", "chart"):
-        assert {"test", "dist", "install"} <= before(name)
+        assert {"test", "arm64", "dist", "install"} <= before(name)
         assert jobs[name]["environment"] == "release"
 
 
