@@ -199,11 +199,11 @@ def records(
                 len(token_s),
                 "LENGTH" if whole else "",
                 outcome.error,
-                len(asked.prompt) if whole else 0,
-                len(token_s) if whole else 0,
-                outcome.cached_tokens,
-                outcome.prefill_worker,
-                outcome.decode_worker,
+                prompt_tokens=len(asked.prompt) if whole else 0,
+                completion_tokens=len(token_s) if whole else 0,
+                cached_tokens=outcome.cached_tokens,
+                prefill_worker=outcome.prefill_worker,
+                decode_worker=outcome.decode_worker,
             )
         )
     return request_records
