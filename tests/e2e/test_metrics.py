@@ -24,6 +24,7 @@ from tandem.metrics.families import (
     FAMILIES,
     SPECULATION_MODEL_BYTES,
     STEP_COLLECTIVES,
+    STEP_ENERGY,
     TIER_BYTES,
     TIER_CAPACITY,
     TIER_FAILURES,
@@ -137,12 +138,13 @@ def test_every_family_is_there(traffic: Traffic) -> None:
 def missing(scraped: Scraped) -> set[str]:
     """Returns the families that are missing.
 
-    A dense model is expected, and a cluster without certificate, audit log, draft model and groups of ranks.
+    A dense model is expected, and a cluster without GPU, certificate, audit log, draft model and groups of ranks.
     """
     wanted = {family.full_name for family in FAMILIES if "expert" not in family.labels}
     tiers = (TIER_BYTES, TIER_CAPACITY, TIER_FAILURES, TIER_PAGES, TIER_SECONDS, TIER_USED)
     absent = (
-        *(AUDIT_RECORDS, AUDIT_RECORDS_LOST, SPECULATION_MODEL_BYTES, STEP_COLLECTIVES, TLS_CERTIFICATE_EXPIRES),
+        *(AUDIT_RECORDS, AUDIT_RECORDS_LOST, SPECULATION_MODEL_BYTES, STEP_COLLECTIVES, STEP_ENERGY),
+        TLS_CERTIFICATE_EXPIRES,
         *tiers,
     )
     wanted -= {family.full_name for family in absent}

@@ -9,6 +9,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import Context
 from typing import Any
 
@@ -164,7 +165,12 @@ class StreamCall(Call):
         self._broken = False
 
     async def initial_metadata(self) -> None:
-        await self._first()
+        # Metadata come with an error, too.
+        with suppress(grpc.aio.AioRpcError):
+            await self._first()
+
+    def done(self) -> bool:
+        return self not in self.network.calls
 
     def __aiter__(self) -> "StreamCall":
         return self
