@@ -183,6 +183,8 @@ async def test_no_answer_changes(
         "kv_host_bytes": needed // 3 * PAGE_BYTES,
         "kv_disk_bytes": 2 * needed * (PAGE_BYTES + 28),
         "kv_disk_path": tmp_path,
+        # The longest wait for a pull from a worker that has ended: `_load_always` predicts no shorter one.
+        "rpc_timeout_s": 5.0,
     }
     chats = [[3 + number % 900, *rng.choices(range(3, 900), k=10)] for number in range(CONVERSATIONS)]
     order = [number for number in range(CONVERSATIONS) for _ in range(TURNS)]
